@@ -112,7 +112,7 @@ test-slow: $(VENV)/.finetune
 # what another megatron-core could break
 test-core: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow and not gpu" tests/engine tests/test_requirements.py \
-	  $(patsubst %,tests/parallel/test_%.py,core_in_use training guard whole)
+	  $(patsubst %,tests/parallel/test_%.py,core_in_use training step_guard gather_full_tensors)
 
 # numpy because the interpreter of Triton 3.6 fails with newer ones
 test-triton: $(VENV)/.dev
@@ -141,7 +141,7 @@ rehearse: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m hybridtron rehearse --suite
 
 gpu-day-one: $(VENV)/.dev
-	$(BIN)/python -m hybridtron.proving.gpu.day_one build/gpu_day_one
+	$(BIN)/python -m hybridtron.proving.gpu.acceptance build/gpu_day_one
 
 gpu-measure: $(VENV)/.dev
 	$(BIN)/python -m hybridtron.proving.gpu.measure $(if $(MINUTES),--minutes $(MINUTES))

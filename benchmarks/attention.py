@@ -77,8 +77,8 @@ def full(q_BLHK: Tensor, k_BLHK: Tensor, v_BLHK: Tensor, mask: Tensor | None = N
 
 
 def masked(length: int, window: int) -> Form:
-    places = torch.arange(length, device=compute_device())
-    distance = places[:, None] - places
+    positions = torch.arange(length, device=compute_device())
+    distance = positions[:, None] - positions
     return partial(full, mask=(distance >= 0) & (distance < window))
 
 

@@ -23,12 +23,13 @@ from megatron.core import dist_checkpointing
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import folder_of
 from hybridtron.checkpoint.save import Saver, meta_of
+from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import CheckpointConfig
 from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.engine.engine import Engine
 from hybridtron.problems import Unusable
 from hybridtron.proving.measuring import MIB, BenchReport, Seconds, times
-from hybridtron.proving.steps import Steps, checked, one_process
+from hybridtron.proving.steps import Steps, load_checked, one_process
 
 AFTER = 5  # timed steps after the start of an asynchronous save
 
@@ -39,7 +40,7 @@ def checkpoint(report: BenchReport) -> None:
             "megatron-core's own checkpoint never returns without psutil: pip install psutil", code="not-installed"
         )
     width = report.pick(full=1024, quick=64)
-    config = checked(["recipe=laptop", f"model.width={width}", "checkpoint.keep=1"])
+    config = load_checked(["recipe=laptop", f"model.width={width}", "checkpoint.keep=1"])
     tokens_BT = torch.randint(config.model.vocab_size, (1, 65))
     mask_BL = torch.ones(1, 64, dtype=torch.bool)
     batch = Batch(tokens_BT[:, :-1], tokens_BT[:, 1:], mask_BL, SeqInfo.stream(1, 64))
@@ -75,7 +76,7 @@ def new(folder: Path) -> Path:
 def saver_of(engine: Engine, run_dir: Path, asynchronous: bool = False) -> Saver:
     (new(run_dir) / "tokenizer.json").write_text("{}")
     engine.config = replace(engine.config, checkpoint=CheckpointConfig(asynchronous=asynchronous, keep=1))
-    return Saver(engine.config, run_dir, engine.groups)
+    return Saver(RunPlan.of(engine.config), run_dir, engine.groups)
 
 
 def save(engine: Engine, saver: Saver, step: int = 1) -> Seconds:

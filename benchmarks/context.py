@@ -21,13 +21,14 @@ from pathlib import Path
 
 import torch
 
-from hybridtron.config.layout import ProcessLaunch
+from hybridtron.architecture.table import architecture
+from hybridtron.config.pipeline_layout import ProcessLaunch
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
 from hybridtron.parallel.groups import barrier, start
 from hybridtron.planning.count import count
 from hybridtron.proving.measuring import BenchReport, Seconds, times
-from hybridtron.proving.steps import Steps, checked, one_process, random_batches
+from hybridtron.proving.steps import Steps, load_checked, one_process, random_batches
 from hybridtron.requirements import hide_known_warnings
 
 RANKS = 2
@@ -68,7 +69,7 @@ class Form:
 
 
 def config_of(model: str, quick: bool, *settings: str) -> Config:
-    return checked(
+    return load_checked(
         ["recipe=laptop", f"model.pattern={MODELS[model]}", *SIZES, *ROW, *(QUICK if quick else FULL), *settings]
     )
 
@@ -92,7 +93,7 @@ def context(report: BenchReport) -> None:
         report.at_most(f"{model}, 2 processes that share a row / 1 with 2 threads", 1.15, timings.ratio(SHARED, WHOLE))
     length = configs["Mamba"].phases[0].seq_len
     for model, config in configs.items():
-        parameters = readable(count(config.model, length).parameters)
+        parameters = readable(count(architecture(config.model), length).parameters)
         report.notes.append(
             f"{model}: pattern {config.model.pattern}, width {config.model.width}, {parameters} parameters"
         )

@@ -21,8 +21,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import architecture
 from hybridtron.cli import convert_commands
-from hybridtron.cli.convert import parsed
+from hybridtron.cli.convert import parse
 from hybridtron.interop.native_pairs import Llama
 from hybridtron.interop.writer import write_json
 from hybridtron.proving.measuring import MIB, BenchReport, Seconds, times
@@ -37,7 +38,7 @@ def converted(arguments: list[str]) -> tuple[Seconds, int]:
     before = resident(reset=True)
     start = time.perf_counter()
     with redirect_stdout(io.StringIO()):
-        assert convert_commands.run(parsed(arguments)) == 0
+        assert convert_commands.run(parse(arguments)) == 0
     return Seconds(time.perf_counter() - start), resident(reset=False) - before
 
 
@@ -98,13 +99,14 @@ def written(model: ModelConfig, folder: Path) -> int:
     target = Llama()
     folder_size = 0
     folder.mkdir()
-    rules = target.rules(model)
+    arch = architecture(model)
+    rules = target.rules(arch)
     for number in range(0, len(rules), 16):
         tensors = {rule.theirs: torch.randn(rule.shape) for rule in rules[number : number + 16]}
         folder_size += sum(tensor.nbytes for tensor in tensors.values())
         save_file(tensors, folder / f"part-{number:05}.safetensors", {"format": "pt"})
     where = {rule.theirs: f"part-{index // 16 * 16:05}.safetensors" for index, rule in enumerate(rules)}
     write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": where})
-    write_json(folder / "config.json", target.config(model, 128))
+    write_json(folder / "config.json", target.config(arch, 128))
     (folder / "tokenizer.json").write_text(Tokenizer(BPE()).to_str())
     return folder_size

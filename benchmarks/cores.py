@@ -25,13 +25,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from hybridtron.architecture.table import architecture
 from hybridtron.config.schema import Config
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.registry import torch_alone
 from hybridtron.parallel.groups import Groups
 from hybridtron.proving.measuring import BenchReport, times
-from hybridtron.proving.steps import Steps, checked, one_process, random_batches
+from hybridtron.proving.steps import Steps, load_checked, one_process, random_batches
 
 from . import scan as of_scan
 from .llama import LlamaStep
@@ -45,7 +46,7 @@ STEP = "step 1/"  # the beginning of the line that reports the first step
 IMPORTS = f"import torch, megatron.core; print('{STEP}')"
 CLOCKS = ("wall", "processor")
 PATIENT_S = 300.0  # longest wait of a process for the slowest one
-Place = TypeVar("Place")
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Clocks:
 
 def cores(report: BenchReport) -> None:
     """Run all measurements, one after the other."""
-    config = checked([*report.recipe, *report.pick(full=(), quick=QUICK)])
+    config = load_checked([*report.recipe, *report.pick(full=(), quick=QUICK)])
     try:
         with one_process(config) as groups:
             threads(report, config, groups)
@@ -78,7 +79,7 @@ def threads(report: BenchReport, config: Config, groups: Groups) -> None:
     sizes = report.pick(full=of_scan.FULL, quick=of_scan.QUICK)
     length = report.pick(full=4096, quick=64)
     tensors = of_scan.inputs(length, sizes)
-    parameters = sum(weight.numel() for weight in LanguageModel(config.model).parameters())
+    parameters = sum(weight.numel() for weight in LanguageModel(architecture(config.model)).parameters())
     forms = {
         f"selective scan, {length} tokens": partial(of_scan.forward_backward, "native", tensors),
         "a Llama's step": LlamaStep(config, parameters, random_batches(config)),
@@ -111,7 +112,7 @@ def goals(
 
 def steps_of(name: str, groups: Groups, arguments: Sequence[str]) -> dict[str, Callable[[], object]]:
     """Return two forms of a step, ours and torch alone, each with its own model."""
-    config = checked(arguments)
+    config = load_checked(arguments)
     batches = random_batches(config)
     ours, plain = (Steps(config, groups, batches) for _ in range(2))
     return {name: ours, f"{name} by torch alone": partial(by_torch, plain)}
@@ -122,19 +123,19 @@ def by_torch(step: Callable[[], object]) -> None:
         step()
 
 
-def measured(forms: Mapping[Place, Callable[[], object]], rounds: int) -> dict[tuple[Place, int], Clocks]:
+def measured(forms: Mapping[Key, Callable[[], object]], rounds: int) -> dict[tuple[Key, int], Clocks]:
     """Time all forms in turns.
 
     The first round, which allocates memory and starts threads, does not count.
     """
-    rounds_by_form: dict[tuple[Place, int], list[Clocks]] = {(name, count): [] for name in forms for count in THREADS}
+    rounds_by_form: dict[tuple[Key, int], list[Clocks]] = {(name, count): [] for name in forms for count in THREADS}
     for _ in range(rounds + 1):
         for (name, count), seconds in rounds_by_form.items():
             torch.set_num_threads(count)
             seconds.append(clocked(forms[name]))
     return {
-        place: Clocks(min(once.wall for once in seconds[1:]), min(once.processor for once in seconds[1:]))
-        for place, seconds in rounds_by_form.items()
+        key: Clocks(min(once.wall for once in seconds[1:]), min(once.processor for once in seconds[1:]))
+        for key, seconds in rounds_by_form.items()
     }
 
 
@@ -184,7 +185,7 @@ def in_the_crowd(settings: Sequence[str], rounds: int, barrier: Barrier, found: 
     All processes begin each step together; the seconds go into the queue.
     """
     torch.set_num_threads(1)
-    config = checked(settings)
+    config = load_checked(settings)
     with one_process(config) as groups:
         seconds = {form: list[float]() for form in steps_of("ours", groups, settings).items()}
         for _ in range(rounds + 1):

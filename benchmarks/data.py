@@ -30,13 +30,13 @@ from hybridtron.data.mixture_spec import MixtureSource
 from hybridtron.data.order.phase_order import PhaseOrder
 from hybridtron.data.prepare import corpus, embedded
 from hybridtron.data.prepare.input_files import find
-from hybridtron.data.prepare.run import prepare
+from hybridtron.data.prepare.prepare_folder import prepare
 from hybridtron.data.prepare.vocabulary import open_vocabulary
 from hybridtron.data.prepare.writer import write_folder
 from hybridtron.data.sources import Sources
 from hybridtron.proving.measuring import BenchReport, Seconds, times
 from hybridtron.storage.cache import CacheOptions
-from hybridtron.storage.mosaic import imported
+from hybridtron.storage.mosaic import import_alone
 
 SEQ_LEN = 2048
 ROWS = 16
@@ -115,7 +115,7 @@ def theirs(folder: Path, steps: int, workers: int) -> Seconds:
 
     The dataset is new each time, as at the start of a run, and is stopped after `steps` batches.
     """
-    dataset = imported("streaming.base.dataset").StreamingDataset(
+    dataset = import_alone("streaming.base.dataset").StreamingDataset(
         local=str(folder), shuffle=True, shuffle_algo="py1e", shuffle_block_size=SHUFFLE // 512, batch_size=ROWS,
         num_canonical_nodes=1,
     )  # fmt: skip

@@ -23,21 +23,23 @@ import torch
 from torch import Tensor
 
 from hybridtron.architecture.model import ModelConfig
-from hybridtron.cli.given import newest_checkpoint
+from hybridtron.architecture.table import architecture
+from hybridtron.cli.arguments import newest_checkpoint
 from hybridtron.config.load import load
 from hybridtron.config.schema import Config
 from hybridtron.data.batch import SeqInfo
 from hybridtron.device import DTYPES, compute_device
 from hybridtron.evaluate.length import fitting_chunk, token_losses
-from hybridtron.evaluate.served import opened, whole_model
+from hybridtron.evaluate.loaded_model import open_checkpoint, whole_model
 from hybridtron.hf import HybridtronConfig, HybridtronForCausalLM
+from hybridtron.inference.generate import CHUNK, Prompts, continue_prompts, generate
+from hybridtron.inference.reader import reader, state_bytes
+from hybridtron.inference.sampling import GREEDY
 from hybridtron.interop.custom import Custom
-from hybridtron.model.generate import CHUNK, Prompts, continued, generate, reader, state_bytes
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel
-from hybridtron.model.sampling import GREEDY
 from hybridtron.parallel.linear import SINGLE_RANK
-from hybridtron.parallel.loss import linear_cross_entropy
+from hybridtron.parallel.vocabulary import linear_cross_entropy
 from hybridtron.proving.measuring import BenchReport, Seconds, Timings, now, times
 
 PATTERNS = {"Samba": "(M-W-)*2", "SWA": "(W-W-)*2", "Mamba": "M*8", "Llama": "(F-F-)*2"}
@@ -124,7 +126,7 @@ def scoring(report: BenchReport) -> None:
     measured = {}
     for name, (model, config) in named(report).items():
         tokens_BT = random_tokens(config, length + 1, rows)
-        chunk = fitting_chunk(config, rows)
+        chunk = fitting_chunk(model.arch, rows)
         forms = {
             "scoring": partial(token_losses, reader(model), tokens_BT, chunk),
             "training": partial(training_forward, model, tokens_BT),
@@ -167,14 +169,14 @@ def named(report: BenchReport) -> dict[str, tuple[LanguageModel, ModelConfig]]:
 def of_name(name: str) -> tuple[LanguageModel, ModelConfig]:
     """Open a run's newest checkpoint, or build a recipe's model with initial weights."""
     if Path(name).is_dir():
-        checkpoint, config = opened(newest_checkpoint(Path(name)))
-        return whole_model(checkpoint, config), config.model
+        checkpoint = open_checkpoint(newest_checkpoint(Path(name)))
+        return whole_model(checkpoint, checkpoint.plan.arch), checkpoint.config.model
     config = load([f"recipe={name}"])
     return started(config), config.model
 
 
 def started(config: Config) -> LanguageModel:
-    model = LanguageModel(config.model)
+    model = LanguageModel(architecture(config.model))
     initialise(model, seed=0)
     return model.to(compute_device()).cast(DTYPES[config.precision.name]).eval()
 
@@ -208,7 +210,7 @@ def made(read: Any, prompts: Prompts, tokens: int) -> Seconds:
 
     The first of these is chosen from the known logits; the next has to load weights and states into the cache.
     """
-    steps = continued(read, prompts, GREEDY)
+    steps = continue_prompts(read, prompts, GREEDY)
     deque(islice(steps, 2), maxlen=0)
     start = now()
     deque(islice(steps, tokens), maxlen=0)
@@ -225,14 +227,14 @@ def prompts_of(tokens_BL: Tensor) -> Prompts:
 
 
 def over_the_first(measured: dict[int, Timings], form: str) -> list[str]:
-    """Return a form's time at each place over its time at the first."""
+    """Return a form's time at each setting over its time at the first."""
     first, *_ = seconds = [at[form].fastest for at in measured.values()]
     return [times(at / first) for at in seconds]
 
 
 def growth(measured: dict[int, Timings], form: str) -> float:
-    places: Sequence[Timings] = list(measured.values())
-    return places[-1][form].fastest / places[0][form].fastest
+    timings: Sequence[Timings] = list(measured.values())
+    return timings[-1][form].fastest / timings[0][form].fastest
 
 
 def readable(size: int) -> str:
@@ -246,9 +248,9 @@ def as_transformers(model: LanguageModel, config: ModelConfig) -> Any:
         stored = model.table[name].stored(name)
         parts = weight.detach().split([shape[0] for shape in stored.values()])
         keys |= dict(zip(stored, parts, strict=True))
-    theirs: Any = HybridtronForCausalLM(HybridtronConfig(**Custom().config(config, CHUNK)))
+    theirs: Any = HybridtronForCausalLM(HybridtronConfig(**Custom().config(architecture(config), CHUNK)))
     theirs.to(weight.device, weight.dtype)
-    weights = {rule.theirs: rule.to_theirs(keys.__getitem__) for rule in Custom().rules(config)}
+    weights = {rule.theirs: rule.to_theirs(keys.__getitem__) for rule in Custom().rules(architecture(config))}
     missing = theirs.load_state_dict(weights, strict=False)
     assert not missing.unexpected_keys
     theirs.tie_weights()

@@ -20,8 +20,8 @@ from hybridtron.data.loader import build_loader
 from hybridtron.device import compute_device, megatron_context
 from hybridtron.engine.engine import Engine
 from hybridtron.proving.measuring import BenchReport
-from hybridtron.proving.steps import checked, one_process, random_batches
-from hybridtron.train.evaluate import evaluate
+from hybridtron.proving.steps import load_checked, one_process, random_batches
+from hybridtron.train.held_out_loss import evaluate
 from hybridtron.train.lr import learning_rate
 
 WITHIN = 0.01  # largest allowed distance from the bf16 loss, as a share of it
@@ -79,9 +79,9 @@ def trained(model: str, precision: str, overrides: tuple[str, ...], sizes: Sizes
     settings = [*overrides, *sizes.overrides, "run.eval_lengths=[1]", "optim.spike=null"]
     if precision != BF16:
         settings.insert(0, "precision.emulate=true")
-    config = checked(["recipe=laptop", f"precision={precision}", *settings])
+    config = load_checked(["recipe=laptop", f"precision={precision}", *settings])
     with megatron_context(), one_process(config) as groups:
-        losses = dict(zip(LOSSES, _trained(Engine(config, groups), config, sizes), strict=True))
+        losses = dict(zip(LOSSES, _trained(Engine(resolve(config)[0], groups), config, sizes), strict=True))
     said = ", ".join(f"{what} {loss:.4f}" for what, loss in losses.items())
     print(f"{model}, {precision}: {said}", flush=True)
     return losses
@@ -97,7 +97,7 @@ def _trained(engine: Engine, config: Config, sizes: Sizes) -> tuple[float, float
         read = loader.iterate(0, sizes.steps)
     else:
         read = itertools.repeat(random_batches(config))
-    engine.start_phase(0, range(phases[0].lanes))
+    engine.start_phase(engine.phase, range(phases[0].lanes))
     for step, batches in enumerate(itertools.islice(read, sizes.steps)):
         loss = engine.forward_backward(batches, step)
         _, accepted = engine.step(learning_rate(phases, 0, (step + 1) * config.phases[0].tokens_per_step))

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
+from hybridtron.architecture.table import architecture
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
 from hybridtron.data.batch import Batch
 from hybridtron.model.lm import LanguageModel
 from hybridtron.proving.measuring import BenchReport
-from hybridtron.proving.steps import LEARNING_RATE, Steps, checked, one_process, random_batches
+from hybridtron.proving.steps import LEARNING_RATE, Steps, load_checked, one_process, random_batches
 
 from .plain_llama import LlamaSizes, PlainLlama
 from .step import QUICK
@@ -49,8 +50,8 @@ class LlamaStep:
 
 def llama(report: BenchReport) -> None:
     """Measure the tokens per second of both models."""
-    config = checked([*report.recipe, *report.pick(full=(), quick=QUICK)])
-    parameters = sum(weight.numel() for weight in LanguageModel(config.model).parameters())
+    config = load_checked([*report.recipe, *report.pick(full=(), quick=QUICK)])
+    parameters = sum(weight.numel() for weight in LanguageModel(architecture(config.model)).parameters())
     batches = random_batches(config)
     with one_process(config) as groups:
         plain = LlamaStep(config, parameters, batches)

@@ -33,8 +33,8 @@ from hybridtron.mixers.rwkv6 import read_before_step
 from hybridtron.ops.delta import DeltaInputs, delta_scan
 from hybridtron.ops.dispatch import Op, force
 from hybridtron.ops.gla import GLAInputs, gla_scan
+from hybridtron.ops.rotations import AngleInputs, angles
 from hybridtron.ops.ssd import DecayInputs, SSDInputs, decay_scan, ssd_scan
-from hybridtron.ops.turns import AngleInputs, angles
 from hybridtron.parallel.linear import SINGLE_RANK
 from hybridtron.proving.measuring import BenchReport
 from hybridtron.requirements import installed, is_there

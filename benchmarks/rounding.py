@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from hybridtron.architecture.table import architecture
 from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config
 from hybridtron.data.batch import Batch
@@ -27,9 +28,9 @@ from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.registry import torch_alone
 from hybridtron.parallel.linear import SINGLE_RANK
-from hybridtron.parallel.loss import linear_cross_entropy
+from hybridtron.parallel.vocabulary import linear_cross_entropy
 from hybridtron.proving.measuring import BenchReport, times
-from hybridtron.proving.steps import checked, one_process, plain_adamw, random_batches
+from hybridtron.proving.steps import load_checked, one_process, plain_adamw, random_batches
 from hybridtron.train.lr import learning_rate
 
 from .step import QUICK
@@ -46,7 +47,7 @@ FP32_ROUNDING = 2**-24  # the smallest relative difference that an fp32 loss can
 def rounding(report: BenchReport) -> None:
     """Train three times and compare the losses, then twice in float64."""
     report.device = compute_device().type
-    config = checked([*report.recipe, *report.pick(full=(), quick=QUICK), "optim.spike=null"])
+    config = load_checked([*report.recipe, *report.pick(full=(), quick=QUICK), "optim.spike=null"])
     steps = report.pick(full=resolve(config)[0].end_step, quick=QUICK_STEPS)
     runs = {
         BASE: losses(config, steps, not report.quick, torch_alone()),
@@ -84,10 +85,10 @@ def losses(config: Config, steps: int, own_text: bool, forms: Mapping[str, str],
     phases = resolve(config)
     by_step = list[float]()
     with megatron_context(), one_process(config) as groups, force(**forms):
-        engine = Engine(config, groups)
+        engine = Engine(resolve(config)[0], groups)
         if moved:
             move(engine)
-        engine.start_phase(0, range(phases[0].lanes))
+        engine.start_phase(engine.phase, range(phases[0].lanes))
         for step, batches in enumerate(batches_of(config, steps, own_text)):
             by_step.append(engine.forward_backward(batches, step).mean.item())
             _, accepted = engine.step(learning_rate(phases, 0, (step + 1) * config.phases[0].tokens_per_step))
@@ -108,7 +109,7 @@ def double_losses(config: Config, steps: Iterator[Sequence[Batch]], forms: Mappi
     """Train in float64 by a plain loop, as the engine does not offer it; return the loss of every step."""
     phases = resolve(config)
     by_step = list[float]()
-    model = LanguageModel(config.model)
+    model = LanguageModel(architecture(config.model))
     initialise(model, config.run.seed)
     model = model.to(torch.float64)
     adam = plain_adamw(model, config, 0.0)

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridtron.config.layout import ProcessLaunch
+from hybridtron.config.pipeline_layout import ProcessLaunch
 from hybridtron.config.schema import Config
 from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.device import compute_device
 from hybridtron.parallel.groups import Groups, start
 from hybridtron.proving.measuring import BenchReport
-from hybridtron.proving.steps import Steps, checked, one_process
+from hybridtron.proving.steps import Steps, load_checked, one_process
 
 from .peak_memory import measure_memory
 
@@ -57,7 +57,7 @@ def config_of(model: str, rows: int, sizes: Sizes, arguments: Sequence[str] = ()
     """Return a model's configuration, with one row in each micro-batch."""
     phase = (f"seq_len={sizes.length}", f"global_batch={rows}", "micro_batch=1")
     settings = [*(f"phases.0.{setting}" for setting in phase), "run.eval_lengths=[1]", "run.eval_tokens=1M"]
-    return checked(["recipe=laptop", *settings, *MODELS[model], *sizes.overrides, *arguments])
+    return load_checked(["recipe=laptop", *settings, *MODELS[model], *sizes.overrides, *arguments])
 
 
 def rows_of(config: Config, rows: int, length: int) -> Batch:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hybridtron.architecture.table import architecture
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
 from hybridtron.data.batch import Batch
@@ -25,7 +26,7 @@ from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.registry import torch_alone
 from hybridtron.proving.measuring import BenchReport
-from hybridtron.proving.steps import LEARNING_RATE, Steps, checked, one_process, plain_adamw, random_batches, speed
+from hybridtron.proving.steps import LEARNING_RATE, Steps, load_checked, one_process, plain_adamw, random_batches, speed
 
 QUICK = ("phases.0.seq_len=32", "phases.0.global_batch=2", "phases.0.micro_batch=1", "model.width=64")
 QUICK += ("model.vocab_size=320", "model.layers.W.window=16")
@@ -60,9 +61,9 @@ class PlainStep:
 
 def step(report: BenchReport) -> None:
     """Measure our step against the plain loop, and report its speed."""
-    config = checked([*report.recipe, *report.pick(full=(), quick=QUICK)])
+    config = load_checked([*report.recipe, *report.pick(full=(), quick=QUICK)])
     report.device = compute_device().type
-    model = LanguageModel(config.model)
+    model = LanguageModel(architecture(config.model))
     initialise(model, config.run.seed)
     model = model.to(compute_device()).cast(DTYPES[config.precision.name])
     batches = random_batches(config)

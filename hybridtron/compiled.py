@@ -2,15 +2,20 @@
 
     load("native", "NAME.so", compile)    load this library; compile it first if it is missing or damaged
 
-The name must encode everything that the library depends on. Two files accompany it: NAME.so.sha256 records its size
-and digest, and NAME.so.lock is held by one process at a time while it compiles. The others wait, also on other machines
-that share the folder, if its file system has locks. A library is written to a temporary folder and, when it is
-complete, renamed together with its record.
+NAME must encode everything that the library depends on, such as its sources and the compiler. Each library has two
+further files:
 
-The loader maps the file into this process, so damage would be dangerous: a missing page ends the process by SIGBUS, and
-a page of zeros computes nonsense. So each start reads the file and compares size and digest, through the same
-descriptor that the library is then loaded from. A damaged file is compiled again. `own_folders.py` ensures that no
-other user can replace a library and its record. Nothing here imports torch.
+    NAME.so.sha256    the library's record: its size and SHA-256 digest
+    NAME.so.lock      a lock, which a process holds while it compiles the library
+
+Other processes wait for the lock, even on other machines that share the folder, if the folder's file system supports
+locks. A library is compiled in a temporary folder. When library and record are complete, both are moved to their final
+paths.
+
+The system's loader maps the library into this process, so a damaged file would be dangerous: a missing page ends the
+process by SIGBUS, and a page of zeros gives wrong results. So each load first reads the file and compares its size and
+digest with the record. The library is then loaded from the same file descriptor. A damaged library is compiled again.
+`own_folders.py` ensures that no other user can replace a library and its record. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -32,53 +37,63 @@ from pathlib import Path
 from hybridtron.own_folders import NotOwn, OwnFolder, own_folder, write_whole
 
 COMPILERS = ("c++", "g++", "clang++")
-BUILD_S = 1800.0  # time limit of a compiler, also for waiting processes: longer than any needs on a busy machine
-ELSEWHERE = "(XDG_CACHE_HOME=FOLDER names another place)"
-SILENT_S = 3.0  # a process that waits longer for another one logs a warning
+BUILD_S = 1800.0  # time limit for compiling, and for waiting for another process; ample even on a busy machine
+ELSEWHERE = "(XDG_CACHE_HOME=FOLDER selects another folder)"
+SILENT_S = 3.0  # a process that waits longer than this for another process logs a warning
 
 LOG = logging.getLogger(__name__)
 
 
 class NotBuilt(Exception):
-    """Raised when a library can't be had; the message is the reason, on one line."""
+    """Raised when a library can neither be loaded nor compiled; the message is the reason, on one line."""
 
 
 class DamagedLibrary(Exception):
-    """Raised when a library's file differs from its record; the message is empty if there is no file."""
+    """Raised when a library's file is missing or differs from its record; the message is empty if it is missing."""
 
 
 @dataclass(frozen=True)
 class LoadedLibrary:
-    """A loaded library. `repaired` describes the damaged file that it has replaced, or is empty."""
+    """A loaded library. `repaired` describes the damaged file that this library replaced, or is empty."""
 
     functions: ctypes.CDLL
     repaired: str
 
 
 def compiler() -> Path:
-    """Find a C++ compiler: only $CXX if it is set, else the first one on the path. Raises NotBuilt."""
+    """Return the C++ compiler: $CXX if it is set, else the first of COMPILERS on the PATH. Raises NotBuilt."""
     chosen = os.environ.get("CXX")
     for name in (chosen,) if chosen else COMPILERS:
         if program := shutil.which(name):
             return Path(program).resolve()
-    raise NotBuilt(f"CXX={chosen} is not a program" if chosen else f"no C++ compiler ({', '.join(COMPILERS)}; CXX=...)")
+    raise NotBuilt(
+        f"CXX={chosen} is not a program: set CXX to a C++ compiler"
+        if chosen
+        else f"no C++ compiler ({', '.join(COMPILERS)}) on the PATH: install one, or set CXX"
+    )
 
 
 def load(folder: str, name: str, make: Callable[[Path], None], mode: int = ctypes.DEFAULT_MODE) -> LoadedLibrary:
-    """Load a library from the user's cache; `make` compiles it if it is missing or damaged. Raises NotBuilt."""
+    """Load a library from the user's cache. Raises NotBuilt.
+
+    If the library is missing or damaged, it is compiled by `make`, which gets the path to write.
+    """
     with _own_cache(folder) as cache:
         repaired = ""
         try:
             file = open_whole(cache, name)
         except DamagedLibrary as damage:
             repaired = str(damage)
-            file = _built(cache, name, make)
+            file = _build(cache, name, make)
         with file:
-            return LoadedLibrary(_linked(file, cache.path / name, mode), repaired)
+            return LoadedLibrary(_link(file, cache.path / name, mode), repaired)
 
 
 def state(folder: str, name: str) -> str | None:
-    """Return None if a library is valid, else its damage; an empty string if it is missing. Raises NotBuilt."""
+    """Return None if a library is valid, else a text: the damage, or an empty string if the library is missing.
+
+    Raises NotBuilt if the cache can't be used.
+    """
     with _own_cache(folder) as cache:
         try:
             open_whole(cache, name).close()
@@ -94,7 +109,7 @@ def cache_folder(name: str) -> Path:
 
 
 def build(path: Path, make: Callable[[Path], None]) -> None:
-    """Write a file atomically: `make` writes it to a temporary folder, then it is renamed. Raises NotBuilt."""
+    """Write a file atomically: `make` writes the file to a temporary folder, then it is renamed. Raises NotBuilt."""
     try:
         write_whole(path.parent, [path.name], lambda temporary: make(temporary / path.name))
     except OSError as error:
@@ -103,7 +118,7 @@ def build(path: Path, make: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _own_cache(name: str) -> Iterator[OwnFolder]:
-    """Open a folder in the user's cache that other users can't change. Raises NotBuilt."""
+    """Open a folder in the user's cache, and check that other users can't change the folder. Raises NotBuilt."""
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
@@ -116,30 +131,36 @@ def _own_cache(name: str) -> Iterator[OwnFolder]:
 
 
 def open_whole(folder: OwnFolder, name: str) -> BufferedReader:
-    """Open a library after comparing it with its record. Raises DamagedLibrary, or NotOwn."""
+    """Open a library after comparing the file with its record.
+
+    Raises DamagedLibrary if the file differs from its record or is missing, and NotOwn if it belongs to another user.
+    """
     path = folder.path / name
-    file = _opened(folder, name)
+    file = _open_verified(folder, name)
     if file is None:
         raise DamagedLibrary("")
     try:
-        record = _opened(folder, _record_of(name))
+        record = _open_verified(folder, _record_of(name))
         if record is None:
-            raise DamagedLibrary(f"{path} had no record of its digest beside it")
+            raise DamagedLibrary(f"{path} had no record of its digest ({_record_of(name)})")
         with record:
             recorded = record.read(4096)
         size = os.fstat(file.fileno()).st_size
         if (said := recorded.partition(b" ")[0]).isdigit() and int(said) != size:
-            raise DamagedLibrary(f"{path} had {size:,} bytes of {int(said):,}")
+            raise DamagedLibrary(f"{path} had {size:,} bytes instead of {int(said):,}")
         if recorded != _record(name, file):
-            raise DamagedLibrary(f"{path} had other bytes than were written")
+            raise DamagedLibrary(f"{path} had changed since it was written")
     except BaseException:
         file.close()
         raise
     return file
 
 
-def _opened(folder: OwnFolder, name: str) -> BufferedReader | None:
-    """Open a file; return None if it is missing. Raises DamagedLibrary if it can't be opened, or NotOwn."""
+def _open_verified(folder: OwnFolder, name: str) -> BufferedReader | None:
+    """Open a file of the cache; return None if the file is missing.
+
+    Raises DamagedLibrary if the file can't be opened, and NotOwn if it belongs to another user.
+    """
     try:
         return folder.open(name)
     except FileNotFoundError:
@@ -155,14 +176,14 @@ def _record_of(name: str) -> str:
 
 
 def _record(name: str, file: BufferedReader) -> bytes:
-    """Compute a library's record: its size, digest and name on one line."""
+    """Return the content of a library's record: size, digest and name on one line."""
     file.seek(0)
     digest = hashlib.file_digest(file, "sha256").hexdigest()
     return f"{os.fstat(file.fileno()).st_size} {digest} {name}\n".encode()
 
 
-def _built(folder: OwnFolder, name: str, make: Callable[[Path], None]) -> BufferedReader:
-    """Compile a library, or wait for another process that does, and open it. Raises NotBuilt."""
+def _build(folder: OwnFolder, name: str, make: Callable[[Path], None]) -> BufferedReader:
+    """Compile a library, or wait for another process that compiles it; return the opened file. Raises NotBuilt."""
 
     def fill(temporary: Path) -> None:
         library = temporary / name
@@ -196,24 +217,25 @@ def _built(folder: OwnFolder, name: str, make: Callable[[Path], None]) -> Buffer
 class BuildTurn:
     """A process's turn to compile, while it holds the lock.
 
-    lock: descriptor of the lock's file, which also stores why the last attempt failed
-    waited: this process had to wait for another one
+    lock: descriptor of the lock file, whose content is the reason why the last attempt to compile failed
+    waited: this process had to wait for another process
     """
 
     lock: int
     waited: bool
 
     def failure(self) -> str:
-        """Return why the process that this one has waited for failed, or an empty string.
+        """Return the reason of the last failure if this process had to wait, else an empty string.
 
-        A second attempt would fail for the same reason.
+        A process that has waited and still finds no valid library knows that the other process failed to compile. Its
+        own attempt would fail for the same reason.
         """
         if self.waited:
             return os.pread(self.lock, 4096, 0).decode(errors="replace")
         return ""
 
     def note(self, reason: str) -> None:
-        """Store the reason of a failure for waiting processes; an empty one clears it."""
+        """Store the reason of a failure for waiting processes; an empty string clears the stored reason."""
         with suppress(OSError):  # a full disk may be the reason
             os.ftruncate(self.lock, 0)
             os.pwrite(self.lock, reason.encode(), 0)
@@ -221,30 +243,30 @@ class BuildTurn:
 
 @contextmanager
 def _turn(folder: OwnFolder, name: str) -> Iterator[BuildTurn]:
-    """Hold the compile lock in the block, after waiting for it. Raises NotBuilt after BUILD_S.
+    """Wait for the compile lock, and hold it in the block. Raises NotBuilt after waiting for BUILD_S seconds.
 
-    Without locks in the file system, processes don't wait for each other.
+    On a file system without locks, processes don't wait for each other, and each process compiles the library.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     path = folder.path / f"{name}.lock"
     with os.fdopen(os.open(path.name, flags, 0o600, dir_fd=folder.descriptor), "rb+", buffering=0) as lock:
         began = time.monotonic()
         waited = False
-        said = False
-        while not _locked(lock.fileno()):
+        logged = False
+        while not _try_lock(lock.fileno()):
             passed = time.monotonic() - began
             waited = True
             if passed > BUILD_S:
-                raise NotBuilt(f"another process has held {path} for {BUILD_S:.0f} s")
-            if passed > SILENT_S and not said:
+                raise NotBuilt(f"another process has held the lock {path} for {BUILD_S:.0f} s: end that process")
+            if passed > SILENT_S and not logged:
                 LOG.warning(f"waiting for another process that compiles {folder.path / name}")
-                said = True
+                logged = True
             time.sleep(0.1)
         yield BuildTurn(lock.fileno(), waited)
 
 
-def _locked(lock: int) -> bool:
-    """Try to take the lock. Returns False if another process holds it."""
+def _try_lock(lock: int) -> bool:
+    """Try to take the lock. Returns False if another process holds the lock; True on a file system without locks."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -254,11 +276,12 @@ def _locked(lock: int) -> bool:
     return True
 
 
-def _linked(file: BufferedReader, path: Path, mode: int) -> ctypes.CDLL:
-    """Load a library from its open, verified file, through /proc where the system has it.
+def _link(file: BufferedReader, path: Path, mode: int) -> ctypes.CDLL:
+    """Load a library from its open, verified file.
 
-    So a file that replaces it at its path in the meantime is not loaded. The descriptor stays open: the loader
-    identifies libraries by path, and would confuse this one with a later file under the same descriptor number.
+    The loader gets the file's path in /proc, where the system has /proc, and not its name in the cache. A file that has
+    replaced the verified file under that name is therefore not loaded. The descriptor is never closed: the loader
+    identifies libraries by path, and would mistake a later file with the same descriptor number for this library.
     """
     descriptor = os.dup(file.fileno())
     opened = f"/proc/self/fd/{descriptor}"
@@ -278,8 +301,8 @@ def run_compiler(program: Path, options: Sequence[str], target: Path) -> None:
             env={**os.environ, "LC_ALL": "C", "TMPDIR": str(target.parent)},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        raise NotBuilt(f"{program} does not end within {BUILD_S:.0f} s") from None
+        raise NotBuilt(f"{program} did not end within {BUILD_S:.0f} s") from None
     if done.returncode != 0 or not target.is_file():
         lines = [line for line in done.stderr.splitlines() if "error: " in line.lower() or "No space" in line]
-        said = (lines or done.stderr.splitlines() or ["no message"])[0].strip()
-        raise NotBuilt(f"{program} ends with {done.returncode}: {said}")
+        message = (lines or done.stderr.splitlines() or ["no message"])[0].strip()
+        raise NotBuilt(f"{program} ended with exit code {done.returncode}: {message}")

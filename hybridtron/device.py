@@ -1,6 +1,6 @@
 """Device access: CPU or CUDA, data types, random state, memory, optional packages.
 
-No other file of the package uses `torch.cuda`. Code elsewhere asks for the device once and passes tensors on.
+No other file of the package uses `torch.cuda`. Other code gets the device from `compute_device`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch.overrides import TorchFunctionMode
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16} | dict.fromkeys(
     ("fp8_delayed", "fp8_current", "fp8_block"), torch.bfloat16
 )
-"""Data types of weights and activations by precision. With FP8 they are bf16: FP8 is used inside products only."""
+"""Data types of weights and activations by `precision`. With FP8 they are bf16, and only matmuls run in FP8."""
 
 FP8_CAPABILITY = (9, 0)  # minimum compute capability: Hopper
 
 
 @functools.cache
 def compute_device() -> torch.device:
-    """Return this process's GPU, or the CPU without one. The first call makes the GPU torch's current device."""
+    """Return this process's GPU, or the CPU if torch finds no GPU. The first call makes the GPU the current device."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", device_index(os.environ, torch.cuda.device_count()))
@@ -46,7 +46,7 @@ def device_index(environment: Mapping[str, str], visible: int) -> int:
 
 
 def visible_gpus() -> list[str]:
-    """List the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them, without initialising CUDA."""
+    """Return this process's GPUs as CUDA_VISIBLE_DEVICES names them, without initialising CUDA."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named:
         return named.split(",")
@@ -61,7 +61,7 @@ def describe_device() -> str:
 
 
 def fp8_device_fault() -> str | None:
-    """Return why this process's device can't multiply in FP8, or None if it can."""
+    """Return the reason why this process's device can't run matmuls in FP8, or None if it can."""
     if compute_device().type == "cpu":
         return f"torch {torch.__version__} sees no CUDA device"
     capability = compute_capability()
@@ -72,14 +72,14 @@ def fp8_device_fault() -> str | None:
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """Return the CUDA device's compute capability, such as (9, 0). None without a CUDA device."""
+    """Return the CUDA device's compute capability, such as (9, 0); None without a CUDA device."""
     if compute_device().type == "cpu":
         return None
     return torch.cuda.get_device_capability()
 
 
 def cuda_report() -> dict[str, str]:
-    """Return name and text for each line of a report on CUDA: torch's build, NCCL, and each GPU."""
+    """Return the lines of a report on CUDA by their label: torch's build, NCCL, and each GPU."""
     if torch.version.cuda is None:
         return {"torch": "built without CUDA"}
     report = {"torch": f"built for CUDA {torch.version.cuda}"}
@@ -112,10 +112,11 @@ Moved = TypeVar("Moved", bound=Movable)
 
 
 def copied_ahead(steps: Iterable[list[Moved]]) -> Iterator[list[Moved]]:
-    """Yield each step's batches on the device. On CUDA the next step is copied while the current one is computed.
+    """Yield each step's batches on the device. On CUDA, the next step's batches are copied during a step's computation.
 
-    The copies run on a separate stream. The computing stream waits for them, and the copied tensors are recorded on it,
-    so that the allocator does not reuse their memory before that stream has finished with it.
+    The copies run on a separate CUDA stream, and the stream that computes waits for the copies. The copied tensors are
+    recorded on the stream that computes, so that the allocator does not reuse their memory while this stream may still
+    read it.
     """
     if compute_device().type == "cpu":
         yield from steps
@@ -147,7 +148,8 @@ def copied_ahead(steps: Iterable[list[Moved]]) -> Iterator[list[Moved]]:
 def beside_computing() -> AbstractContextManager[Any]:
     """Return a context in which copies from the GPU overlap with its computation.
 
-    They run on a separate stream, after all work queued so far. `wait_for` takes the context. On a CPU it does nothing.
+    The copies run on a separate CUDA stream, after all work that is queued so far. Before using the copies, pass the
+    context to `wait_for`. On a CPU the context does nothing.
     """
     if compute_device().type == "cpu":
         return nullcontext()
@@ -156,7 +158,7 @@ def beside_computing() -> AbstractContextManager[Any]:
 
 
 def wait_for(copies: Any) -> None:
-    """Make later computation on the GPU wait for the copies made inside a `beside_computing` context."""
+    """Make later computation on the GPU wait for the copies that were made inside a `beside_computing` context."""
     if compute_device().type == "cuda":
         torch.cuda.current_stream().wait_stream(copies.stream)
 
@@ -164,8 +166,9 @@ def wait_for(copies: Any) -> None:
 def graph_of(call: Callable[[], object]) -> Callable[[], None]:
     """Capture a call as a CUDA graph and return a function that replays it. CUDA only.
 
-    The call first runs once on a side stream, as torch's notes on graphs require. It must not synchronize with the GPU.
-    Raises torch's error if an operation can't be captured; the process should then not capture another graph.
+    The call first runs once on a side stream, as torch's notes on graphs require. The call must not synchronize with
+    the GPU. Raises torch's error if an operation can't be captured; the process should then not try to capture a graph
+    again.
     """
     torch.cuda.empty_cache()  # a graph allocates from a memory pool of its own
     other = torch.cuda.Stream()
@@ -180,7 +183,10 @@ def graph_of(call: Callable[[], object]) -> Callable[[], None]:
 
 
 def peak_memory_gib() -> float | None:
-    """Return the peak memory of tensors on the GPU so far, in GiB. None on a CPU, where torch does not count it."""
+    """Return the peak memory of tensors on the GPU in GiB, since the last `forget_peak_memory` or the process's start.
+
+    Returns None on a CPU, where torch does not count it.
+    """
     if compute_device().type == "cpu":
         return None
     return torch.cuda.max_memory_allocated() / 2**30
@@ -226,7 +232,10 @@ def dump_memory_snapshot(path: str) -> None:
 
 @dataclass(frozen=True)
 class Package:
-    """An optional package: its module, or None with the reason why it can't be imported."""
+    """An optional package: its module, or None if the import fails.
+
+    `reason` says why the import fails; it is `installed` if the import succeeds.
+    """
 
     name: str
     module: ModuleType | None
@@ -235,7 +244,10 @@ class Package:
 
 @functools.cache
 def optional_package(name: str) -> Package:
-    """Import an optional package, or return why that fails. Only the file that owns a package may ask for it."""
+    """Try to import an optional package, and return its module or the reason why the import fails.
+
+    Each optional package is imported in one file of this project only; other files import that file.
+    """
     if importlib.util.find_spec(name.partition(".")[0]) is None:
         return Package(name, None, "not installed")
     try:
@@ -249,9 +261,10 @@ def optional_package(name: str) -> Package:
 
 
 class _OnCPU(TorchFunctionMode):
-    """Redirects Megatron's CUDA calls to the CPU: `device="cuda"`, `.cuda()` and `.type()`.
+    """Redirects megatron-core's CUDA calls to the CPU: `device="cuda"`, `.cuda()` and `.type()`.
 
-    Megatron's optimizers compare `.type()` with names such as `torch.cuda.FloatTensor`, so `.type()` returns these.
+    Megatron's optimizers compare `.type()` with names such as `torch.cuda.FloatTensor`, so `.type()` returns such names
+    for CPU tensors.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -279,9 +292,10 @@ def megatron_context() -> AbstractContextManager[Any]:
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """Bypass Megatron's context in the block, for our own forward and backward passes, which don't use CUDA by name.
+    """Disable the context of `megatron_context` in the block, for forward and backward passes of this package.
 
-    On a CPU the context costs a few microseconds at each torch call, which was a third of a small model's step.
+    These passes never name CUDA, so they do not need the context. On a CPU the context costs a few microseconds at each
+    torch call. These added up to a third of a small model's step time.
     """
     with nullcontext() if compute_device().type == "cuda" else torch._C.DisableTorchFunction():
         yield
@@ -289,14 +303,14 @@ def plain_torch() -> Iterator[None]:
 
 @functools.cache
 def _stand_in_for_cuda() -> None:
-    """Replace functions of torch.cuda that megatron-core calls on any device by CPU versions, for this process."""
+    """Replace functions of torch.cuda by CPU versions in this process: megatron-core calls them even on a CPU."""
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.get_rng_state = lambda *_: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
     cuda.manual_seed = torch.manual_seed
     cuda.synchronize = lambda *_: None
-    cuda.current_stream = torch.cpu.current_stream  # megatron-core 0.19 and later call it before gradients are reduced
+    cuda.current_stream = torch.cpu.current_stream  # called by megatron-core from 0.19 on, before it reduces gradients
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
 

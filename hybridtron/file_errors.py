@@ -8,24 +8,27 @@ from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 CURES = {
-    errno.EACCES: "it belongs to another user: change its rights, or name another place",
-    errno.EPERM: "it belongs to another user: change its rights, or name another place",
-    errno.EROFS: "name a place that can be written to",
-    errno.ENOTDIR: "a part of this path is a file: name a folder",
-    errno.EISDIR: "it is a folder: name a file",
-    errno.ELOOP: "links there lead in a circle: name the place itself",
+    errno.EACCES: "change the permissions of the file or folder, or name another path",
+    errno.EPERM: "change the permissions of the file or folder, or name another path",
+    errno.EROFS: "name a path on a file system that can be written to",
+    errno.ENOTDIR: "a part of this path is a file, not a folder: name another path",
+    errno.EISDIR: "this path is a folder: name a file",
+    errno.ELOOP: "this path leads through a loop of symbolic links: name another path",
     errno.ENAMETOOLONG: "name a shorter path",
-    errno.EFBIG: "no file there may be as large: raise the limit (ulimit -f), or name another place",
+    errno.EFBIG: "the file exceeds the maximum file size: raise the limit (ulimit -f), or name another file system",
 }
 
 
 def is_of_the_user(error: OSError) -> bool:
-    """Return True if the user can cure a file error, such as a full disk or a path without permission."""
+    """Return True if the user can cure a file error, such as a full disk or a missing permission."""
     return error.errno in CURES or error.errno in FULL
 
 
 def in_words(error: OSError, place: Path | None = None) -> str:
-    """Format a file error with the file's name and a cure. `place` is the output path if the error names no file."""
+    """Return a message for a file error: the file's path, the reason and a cure.
+
+    If the error names no file, the message names `place`.
+    """
     where = error.filename if error.filename is not None else place
     if where is None or error.strerror is None:
         text = str(error)
@@ -39,7 +42,10 @@ def in_words(error: OSError, place: Path | None = None) -> str:
 
 
 def room_left(error: Exception, place: Path, needed: int | None = None) -> str:
-    """Format a full disk's free space, the bytes `needed` and a cure. Empty for any other error."""
+    """Return the end of a message about a full disk: the bytes `needed`, the free space and a cure.
+
+    Return an empty string for an error other than a full disk.
+    """
     if not (isinstance(error, OSError) and error.errno in FULL):
         return ""
     existing = next((folder for folder in (place, *place.parents) if folder.is_dir()), Path("/"))
@@ -48,4 +54,4 @@ def room_left(error: Exception, place: Path, needed: int | None = None) -> str:
     else:
         wanted = f"{needed / 1e6:,.1f} MB are needed, and "
     free = shutil.disk_usage(existing).free / 1e6
-    return f"; {wanted}{free:,.1f} MB are free at {existing}: make room there, or name a place on another disk"
+    return f"; {wanted}{free:,.1f} MB are free at {existing}: delete files there, or name a path on another disk"

@@ -1,7 +1,8 @@
 """Parsing of untrusted JSON and YAML.
 
-Texts nested deeper than DEEPEST are refused, since recursive code would fail. YAML's aliases count as the values that
-they repeat, so that a short text can't stand for a deep or huge one.
+A text with more than DEEPEST levels of nesting is refused, because recursive code would fail on such a value. In YAML,
+an alias (`*NAME`) repeats an earlier value. Each alias is counted as the levels and characters of the value that it
+repeats, because a short text could otherwise expand to a deeply nested or huge value.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any
 import yaml
 
 DEEPEST = 100  # levels of nesting
-MOST_REPEATED = 2**20  # characters that a YAML text's aliases repeat, all together
-LESS = "name values by &NAME and *NAME less often, or write several files"
+MAX_REPEATED = 2**20  # maximum number of characters that all aliases of a YAML text repeat together
+LESS = "use fewer aliases (*NAME), or divide the text into several files"
 
 
 class NotParsed(ValueError):
-    """Raised for text that is not JSON or YAML, or is nested too deep; the message says which."""
+    """Raised for text that is not JSON or YAML, or is nested too deep; the message names the fault."""
 
 
 def json_of(stored: bytes | str) -> Any:
@@ -52,21 +53,30 @@ def yaml_of(stored: bytes | str) -> Any:
 
 @dataclass
 class YamlValue:
-    """A YAML value's anchor, levels of nesting (0 for a scalar), and size in characters with aliases written out."""
+    """A YAML value, reduced to three properties.
+
+    anchor: the name by which aliases can repeat the value; None if the value has no name
+    levels: levels of nesting; 0 for a scalar
+    size: number of characters, with each alias replaced by the value that it repeats
+    """
 
     anchor: str | None
     levels: int
     size: int
 
     def add(self, inner: YamlValue) -> None:
-        """Count a value within this one."""
+        """Add the levels and the size of a value inside this value."""
         self.levels = max(self.levels, inner.levels + 1)
         self.size += inner.size
 
 
 def _check_bounded(events: Iterable[yaml.Event]) -> None:
-    """Check the nesting, and the size that aliases add, without building any value. Raises NotParsed."""
-    within = [YamlValue(None, 0, 0)]  # the document, and its collections that are open
+    """Raise NotParsed if a YAML text is nested too deep, or if its aliases repeat too much.
+
+    This check reads the parser's events and builds no value.
+    """
+    # the document, then the lists and mappings that have begun but not ended, each inside the entry before
+    within = [YamlValue(None, 0, 0)]
     named: dict[str, YamlValue] = {}
     repeated = 0
     for event in events:
@@ -79,11 +89,11 @@ def _check_bounded(events: Iterable[yaml.Event]) -> None:
             value = within.pop()
         elif isinstance(event, yaml.ScalarEvent):
             value = YamlValue(event.anchor, 0, len(event.value) + 1)
-        elif isinstance(event, yaml.AliasEvent):
+        elif isinstance(event, yaml.AliasEvent) and event.anchor is not None:  # every alias has a name
             value = _repeated(event.anchor, within, named)
             repeated += value.size
-            if repeated > MOST_REPEATED:
-                raise NotParsed(f"repeats *{event.anchor} and others to more than {MOST_REPEATED:,} characters; {LESS}")
+            if repeated > MAX_REPEATED:
+                raise NotParsed(f"repeats *{event.anchor} and others to over {MAX_REPEATED:,} characters: {LESS}")
         else:
             continue
         within[-1].add(value)
@@ -92,11 +102,14 @@ def _check_bounded(events: Iterable[yaml.Event]) -> None:
 
 
 def _repeated(anchor: str, within: list[YamlValue], named: dict[str, YamlValue]) -> YamlValue:
-    """Return the value that an alias repeats. Raises NotParsed if it has not ended, or would be nested too deep."""
+    """Return the value that an alias repeats.
+
+    Raises NotParsed if the alias is inside that value, or if the repeated value would be nested too deep.
+    """
     if anchor in {value.anchor for value in within}:
         raise NotParsed(f"holds *{anchor} within itself; an alias can only repeat a value that has ended")
     if anchor not in named:
-        return YamlValue(None, 0, 0)  # the YAML library's message names the line
+        return YamlValue(None, 0, 0)  # an unknown alias: the YAML library reports it later, with the line
     if len(within) - 1 + named[anchor].levels > DEEPEST:
-        raise NotParsed(f"is nested more than {DEEPEST} deep by *{anchor}; write its value out with fewer levels")
+        raise NotParsed(f"is nested more than {DEEPEST} deep by the value of *{anchor}: use fewer levels")
     return named[anchor]

@@ -4,19 +4,25 @@
         folder.open("library.so")
 
 Each folder of the path is opened relative to its parent, without following links, and must belong to the user or to
-root. No other user may have the right to write to it, since renaming could then replace its files; sticky folders such
-as /tmp forbid that, and are allowed. A group may have this right if it is the user's alone: it has the user's name (or
-is root's) and no other member, as on systems that give each user a group. Access lists are covered too, since the
-group bits of a mode show their widest right.
+root. No other user may have write permission for the folder, because such a user could replace its files by renaming.
+Two cases are accepted nevertheless:
+
+- A folder with the sticky bit, such as /tmp, because other users can't rename this user's files there.
+- Write permission for a group that has no members but the user and root, and that is root's group or has the user's
+  name. Many systems give each user such a group.
+
+Access lists (ACLs) are covered too, because the group bits of a file's mode include their permissions.
 
 These folders are checked:
 
-    below `base`    all of them; links are refused
-    `base`          its resolved path, from the root on: homes are often behind links (/home -> /data/home)
-    above the home  none, if `base` is below the home: an attacker who can replace a home runs code as its user anyway,
-                    by the files that a shell reads there, and on clusters other owners of these folders are common
+    below `base`      all folders; a link is an error
+    / to `base`       all folders, after links are resolved, because homes are often behind links (/home -> /data/home).
+                      Exception: if `base` is in the user's home, the folders above the home are not checked. On
+                      clusters these folders often have other owners. An attacker who can replace the home can run code
+                      as the user anyway, by the files that a shell reads there
 
-On the way to `base` the owner of / counts as root, since root has another number in an unprivileged container.
+In the path of `base`, the owner of / is accepted like root, because in an unprivileged container the owner of / has
+another user number than 0.
 """
 
 from __future__ import annotations
@@ -32,17 +38,18 @@ from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 
-_FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)  # needs no right to list
+# O_PATH needs no permission to list the folder
+_FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 class NotOwn(OSError):
-    """Raised when another user owns a file or a folder, or could change it; the message names it and a cure."""
+    """Raised when another user owns a file or a folder, or could change it; the message names the path."""
 
 
 @dataclass(frozen=True)
 class OwnFolder:
-    """An open folder. `descriptor` refers to it, and `path` is its name without links."""
+    """An open folder. `descriptor` is its file descriptor, and `path` its path without links."""
 
     path: Path
     descriptor: int
@@ -50,7 +57,8 @@ class OwnFolder:
     def open(self, name: str) -> BufferedReader:
         """Open a regular file of the user or root for reading.
 
-        Raises NotOwn if another user owns it, and OSError if it is not a regular file or others could change it.
+        Raises NotOwn if another user owns the file. Raises OSError if the file is not regular, or if other users have
+        permission to write to it.
         """
         descriptor = os.open(name, _FILE, dir_fd=self.descriptor)
         try:
@@ -58,7 +66,7 @@ class OwnFolder:
             if not stat.S_ISREG(status.st_mode):
                 raise OSError("is not a regular file")
             if status.st_uid not in (0, os.getuid()):
-                raise NotOwn(f"{self.path / name} belongs to another user ({status.st_uid}): remove it")
+                raise NotOwn(f"{self.path / name} belongs to another user ({status.st_uid}): remove the file")
             if status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not _of_one_user(status.st_gid)):
                 raise OSError("could be changed by others")
         except OSError:
@@ -69,9 +77,12 @@ class OwnFolder:
 
 @contextmanager
 def own_folder(base: Path, *names: str) -> Iterator[OwnFolder]:
-    """Open the folder `base`/names, created if missing, and check it. Raises NotOwn, or OSError with its name."""
+    """Open the folder `base`/NAME/NAME... and check all folders of its path; missing folders are created.
+
+    Raises NotOwn if another user could change a folder of the path, and OSError if a folder can't be opened.
+    """
     resolved = Path(os.path.realpath(base))
-    unseen = _above_the_home(resolved)
+    unchecked = _above_the_home(resolved)
     path = Path(resolved.anchor)
     descriptor = os.open(path, _FOLDER)
     try:
@@ -79,7 +90,7 @@ def own_folder(base: Path, *names: str) -> Iterator[OwnFolder]:
         for part in resolved.parts[1:]:
             path = path / part
             descriptor = _into(descriptor, path)
-            if path not in unseen:
+            if path not in unchecked:
                 _check(path, os.fstat(descriptor), owners)
         for part in names:
             path = path / part
@@ -91,10 +102,10 @@ def own_folder(base: Path, *names: str) -> Iterator[OwnFolder]:
 
 
 def _above_the_home(path: Path) -> set[Path]:
-    """Return the folders above the user's home if the path is in the home, else none."""
+    """Return the folders above the user's home if the path is in the home, else an empty set."""
     try:
         home = Path(os.path.realpath(Path.home()))
-    except RuntimeError:  # the user has none
+    except RuntimeError:  # the user has no home
         return set()
     if home in (path, *path.parents):
         return {*home.parents}
@@ -102,7 +113,10 @@ def _above_the_home(path: Path) -> set[Path]:
 
 
 def _into(descriptor: int, path: Path) -> int:
-    """Open a folder relative to its parent's descriptor, created if missing, and close the parent. Raises NotOwn."""
+    """Open a folder relative to its parent's descriptor, and close the parent. A missing folder is created.
+
+    Raises NotOwn if the folder is a link.
+    """
     try:
         try:
             inside = os.open(path.name, _FOLDER, dir_fd=descriptor)
@@ -111,7 +125,7 @@ def _into(descriptor: int, path: Path) -> int:
             inside = os.open(path.name, _FOLDER, dir_fd=descriptor)
     except OSError as error:
         if _is_link(path.name, descriptor):
-            raise NotOwn(f"{path} is a link, which is not followed") from None
+            raise NotOwn(f"{path} is a link, which is not followed: replace the link by a folder") from None
         raise OSError(error.errno, error.strerror, str(path)) from None
     os.close(descriptor)
     return inside
@@ -129,20 +143,20 @@ def _is_link(name: str, descriptor: int) -> bool:
         return False
 
 
-def _check(path: Path, found: os.stat_result, owners: set[int]) -> None:
+def _check(path: Path, status: os.stat_result, owners: set[int]) -> None:
     """Raise NotOwn if a folder belongs to another user, or if other users can rename files in it."""
-    if found.st_uid not in owners:
-        raise NotOwn(f"{path} belongs to another user ({found.st_uid})")
-    if found.st_mode & stat.S_ISVTX:
+    if status.st_uid not in owners:
+        raise NotOwn(f"{path} belongs to another user ({status.st_uid})")
+    if status.st_mode & stat.S_ISVTX:
         return
-    if found.st_mode & stat.S_IWOTH:
+    if status.st_mode & stat.S_IWOTH:
         raise NotOwn(f"{path} can be changed by every user: chmod go-w {path}")
-    if found.st_mode & stat.S_IWGRP and not _of_one_user(found.st_gid):
-        raise NotOwn(f"{path} can be changed by its group ({found.st_gid}): chmod g-w {path}")
+    if status.st_mode & stat.S_IWGRP and not _of_one_user(status.st_gid):
+        raise NotOwn(f"{path} can be changed by its group ({status.st_gid}): chmod g-w {path}")
 
 
 def _of_one_user(group: int) -> bool:
-    """Return True if a group is the user's own or root's, and has no other members."""
+    """Return True if a group is the user's own or root's, and has no members but the user and root."""
     try:
         user = pwd.getpwuid(os.getuid())
         entry = grp.getgrgid(group)
@@ -153,9 +167,9 @@ def _of_one_user(group: int) -> bool:
 
 
 def write_whole(folder: Path, names: Sequence[str], fill: Callable[[Path], None]) -> None:
-    """Write several files atomically, each flushed to disk.
+    """Write several files, each atomically, and flush them to disk.
 
-    `fill` writes them to a temporary folder; then they are renamed into `folder` in the order of `names`.
+    `fill` writes files with these names to a temporary folder. Then they are moved to `folder` in the order of `names`.
     """
     for name in names:
         _make_room(folder / name)
@@ -169,9 +183,10 @@ def write_whole(folder: Path, names: Sequence[str], fill: Callable[[Path], None]
 
 
 def _make_room(path: Path) -> None:
-    """Rename a folder at the path of a file that will be written, since a file can't replace a folder.
+    """Rename a folder that occupies the path of a file to be written, because a file can't replace a folder.
 
-    This happens before the work, so that an error comes early. Raises OSError if the folder can't be renamed.
+    Call this function before the files are made, which may take long, so that an error comes early. Raises OSError if
+    the folder can't be renamed.
     """
     if path.is_dir() and not path.is_symlink():
         moved = path.with_name(f"{path.name}.moved")
@@ -183,7 +198,7 @@ def _make_room(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a closed file, or a folder's list of names, to disk."""
+    """Flush a closed file, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

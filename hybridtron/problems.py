@@ -1,16 +1,18 @@
 """Errors that a user can mend; their messages name a cure.
 
-A wrong configuration is reported with all its problems at once. Every error has a code for the kind of its fault, which
-stays the same when a message is reworded: programs and tests compare codes, and only people read messages.
+A wrong configuration is reported with all its problems at once. Every error has a code for the kind of fault. Rewording
+a message does not change the code, so programs and tests compare codes, not messages.
 """
 
 from __future__ import annotations
 
+import argparse
 import difflib
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 Code = Literal[
     "changed",
@@ -41,33 +43,33 @@ Code = Literal[
 MEANINGS: Mapping[Code, str] = {
     "changed": "a value differs from the one that is recorded for this run, checkpoint or file",
     "conflict": "two values are allowed by themselves, but not together",
-    "does-not-fit": "data, rows, time or machines are too few or too many for it",
+    "does-not-fit": "data, rows, time or machines are too few or too many",
     "duplicate": "two entries have the same name",
-    "exists": "the output is there already, from something else",
-    "in-use": "another process uses it",
+    "exists": "the output path already exists, with other content",
+    "in-use": "another process uses the file, folder or run",
     "malformed": "a text does not have the form that it must have",
     "mismatch": "data, a tokenizer or weights belong to another model",
-    "misplaced": "it is allowed elsewhere, but not at this place",
+    "misplaced": "an entry is allowed elsewhere, but not at this position",
     "missing": "a required value is not set, or empty",
-    "needs-other-key": "it works only with another key set, which the message names",
-    "no-effect": "nothing would read it, as other keys are set",
+    "needs-other-key": "a key works only if another key is set; the message names the other key",
+    "no-effect": "a key would have no effect, because of other keys",
     "no-file": "there is no such file, folder, run or checkpoint",
     "not-divisible": "a size must divide another, or be a multiple of it",
     "not-installed": "a package is not installed",
     "out-of-range": "a number is too small or too large",
     "reads-ahead": "losses would depend on tokens that come later",
     "secret": "a password or token would be written to a file",
-    "unavailable": "this machine or cluster lacks it, or does not answer",
+    "unavailable": "this machine or cluster lacks something that is needed, or a service does not answer",
     "unknown-name": "there is no key, option, choice, task or weight of this name",
     "unreadable": "a file or folder is damaged, of another kind, or can't be opened",
-    "unsupported": "it is not implemented for this case",
-    "wrong-type": "a value has another type or number of entries than the key",
+    "unsupported": "an option is not implemented for this case",
+    "wrong-type": "a value has another type or number of entries than the key requires",
 }
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One fault of a configuration: the key, the kind of fault, and a message with the fault and a cure.
+    """One fault of a configuration: the key, a code for the kind of fault, and a message with the fault and a cure.
 
     Key and code together identify the rule that was broken.
     """
@@ -77,7 +79,7 @@ class Problem:
     message: str
 
     def below(self, section: str) -> Problem:
-        """Return the problem with its key below a section's."""
+        """Return the problem with `section` in front of its key: with `optim`, the key `clip` becomes `optim.clip`."""
         return replace(self, key=f"{section}.{self.key}")
 
     def __str__(self) -> str:
@@ -92,7 +94,9 @@ class Unusable(ValueError):
         self.code = code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), code=self.code), self.args  # worker processes send it to their parent
+        # Worker processes send exceptions to their parent by pickle. pickle passes arguments by position only, but
+        # `code` must be passed by keyword.
+        return partial(type(self), code=self.code), self.args, self.__dict__
 
 
 class ConfigError(Unusable):
@@ -109,6 +113,32 @@ class ConfigError(Unusable):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.problems,)
+
+
+class UsageError(SystemExit):
+    """Raised for a wrong command line, after a message was printed. It ends the process with exit code 2."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(2)
+        self.problem = problem
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An argument parser that raises UsageError, with the option and a code, for each error."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError for an error that argparse detects; the error names the option if it concerns one."""
+        fault = sys.exception()
+        if isinstance(fault, argparse.ArgumentError):
+            self.refuse(fault.argument_name or "", "malformed", message)
+        self.refuse("", "malformed", message)
+
+    def refuse(self, option: str, code: Code, message: str) -> NoReturn:
+        """Print the usage and a message, and raise UsageError."""
+        try:
+            super().error(message)
+        except SystemExit:
+            raise UsageError(Problem(option, code, message)) from None
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:

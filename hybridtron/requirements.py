@@ -1,11 +1,12 @@
-"""Required packages of this project, and a check which of them are missing.
+"""Required packages of this project, and a check for missing packages.
 
-    demand()           at the start of a program: the packages that training needs
-    demand("export")   before an extra is used
+    demand()           end the program if a package that training needs is missing
+    demand("export")   end the program if a package that training or the extra `export` needs is missing
 
-A checkout reads pyproject.toml, which may be newer than the metadata of an editable installation. An installed package
-reads the metadata that pip wrote, since wheels have no pyproject.toml. Packages are only looked for, not imported;
-`hybridtron doctor` tries them and compares versions. This module needs only Python.
+An extra is a named group of optional packages in pyproject.toml. In a checkout the requirements are read from
+pyproject.toml, which may be newer than the metadata for an editable installation. If the package is installed without a
+checkout, they are read from the metadata that pip wrote. Packages are only searched for, not imported;
+`hybridtron doctor` imports them and compares their versions. This module imports nothing but Python's standard library.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from pathlib import Path
 NAME = "hybridtron"
 PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 ALONE = {"streaming": {"mosaicml-streaming": "==0.13.0"}}
-"""Packages of an extra that pip must install without their dependencies: those pin versions (transformers < 5,
-numpy < 2.2, torchvision) that conflict with ours, and the parts that we use don't need them."""
+"""Packages that pip must install without their dependencies: by extra, from the package's name to its version range.
+
+mosaicml-streaming requires transformers < 5, numpy < 2.2 and torchvision, which conflict with this project's
+requirements. The code of mosaicml-streaming that this project uses does not need them.
+"""
 MODULES = {
     "fla-core": "fla",
     "hydra-core": "hydra",
@@ -33,16 +37,17 @@ MODULES = {
     "mosaicml-streaming": "streaming",
     "pillow": "PIL",
     "python-snappy": "snappy",
-}  # modules of distributions, if the names differ in more than a dash
+}  # modules by distribution; not listed: distributions whose module has the same name, with _ for -
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """Required distributions with the version ranges that were tried: `{"torch": ">=2.11,<2.14"}`.
+    """Required distributions with tested version ranges: `{"torch": ">=2.11,<2.14"}`.
 
-    python: version range of the interpreter
+    python: the Python interpreter's version range
     required: distributions that training needs
-    extras: distributions by extra; references to other extras are left out, and those of `ALONE` are included
+    extras: distributions by extra. They include the distributions in `ALONE`. An extra that refers to other extras has
+        only its own distributions here
     """
 
     python: str
@@ -68,7 +73,7 @@ def requirements() -> Requirements:
 
 
 def installed(distribution: str) -> str | None:
-    """Return the version of a distribution, or None if it is not installed. It is not imported."""
+    """Return a distribution's version, or None if it is not installed. The distribution is not imported."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -76,18 +81,24 @@ def installed(distribution: str) -> str | None:
 
 
 def is_checkout() -> bool:
-    """Return True in a clone of the repository. The name is checked, as others may put a pyproject.toml there."""
+    """Return True in a clone of the repository.
+
+    The name in pyproject.toml is checked, because the file next to an installed package may be another project's.
+    """
     return PROJECT.is_file() and f'name = "{NAME}"' in PROJECT.read_text(encoding="utf-8")
 
 
 def _parted(texts: list[str]) -> dict[str, str]:
-    """Split requirements such as `torch>=2.11` into name and version range, without references to this package."""
+    """Parse requirements such as `torch>=2.11`; return version ranges by distribution.
+
+    Requirements of this package itself, by which an extra refers to others, are left out.
+    """
     matches = [re.match(r"([\w.-]+)(?:\[[^]]*\])?\s*([^;]*)", text) for text in texts]
     return {match[1]: match[2].strip() for match in matches if match and match[1] != NAME}
 
 
 def is_there(distribution: str) -> bool:
-    """Return True if a distribution's module can be found. It is not imported."""
+    """Return True if a distribution's module can be found. The module is not imported."""
     module = MODULES.get(distribution, distribution.replace("-", "_"))
     try:
         return sys.modules.get(module) is not None or find_spec(module) is not None
@@ -96,7 +107,10 @@ def is_there(distribution: str) -> bool:
 
 
 def missing(*extras: str) -> str | None:
-    """Name the packages missing for training and these extras, and a command to install them. None if all exist."""
+    """Return a message with the missing packages for training and for these extras, or None if no package is missing.
+
+    The message ends with a command to install the packages.
+    """
     wanted = requirements()
     names = dict.fromkeys([*wanted.required, *(name for extra in extras for name in wanted.extras[extra])])
     absent = [name for name in names if not is_there(name)]
@@ -107,7 +121,7 @@ def missing(*extras: str) -> str | None:
 
 
 def install_command(absent: Iterable[str], extras: Iterable[str]) -> str:
-    """Return a shell command to install absent distributions; `extras` are the extras to install them by."""
+    """Return a shell command that installs the absent distributions of these extras."""
     alone = {name: version for of_extra in ALONE.values() for name, version in of_extra.items() if name in absent}
     chosen = f"[{','.join(extras)}]" if extras else ""
     if is_checkout():
@@ -129,13 +143,13 @@ def demand(*extras: str) -> None:
 
 
 def hide_known_warnings() -> None:
-    """Hide megatron-core's warnings that Transformer Engine and Apex are missing, and torch's on renamed functions.
+    """Hide warnings that would appear at the start of every command.
 
-    Hide also the warning of a CUDA build of torch that there is no GPU: megatron-core imports torch's builder of
-    extensions, which writes it at the start of every command.
+    - megatron-core warns that Transformer Engine and Apex are missing, and torch warns of renamed functions.
+    - A CUDA build of torch warns on a machine without a GPU, when megatron-core imports torch.utils.cpp_extension.
 
-    The table at the start of a run reports missing packages and the device. Only programs and their worker processes
-    call this: importing the package must not change the importer's warning filters.
+    A run's first output already reports missing packages and the device. Only programs and their worker processes call
+    this function, because importing the package must not change the importer's warning filters.
     """
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
@@ -143,5 +157,5 @@ def hide_known_warnings() -> None:
 
 
 def _is_not_of_a_missing_gpu(record: logging.LogRecord) -> bool:
-    """Let every log record pass but the one that there is no CUDA runtime."""
+    """Return True for every log record except the warning that there is no CUDA runtime."""
     return "No CUDA runtime is found" not in record.getMessage()

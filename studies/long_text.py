@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hybridtron.config.schema import DataConfig
-    from hybridtron.model.generate import Reader
+    from hybridtron.inference.reader import Reader
 
 YES_OR_NO = {True: "yes", False: "**no**"}
 PER_DOUBLING = 2  # bins for each doubling of the position
@@ -68,7 +68,7 @@ class Beyond:
     @staticmethod
     def of(model: Reader, tokens_BT: Tensor, context: int) -> Beyond:
         from hybridtron.evaluate.length import position_losses
-        from hybridtron.evaluate.within import losses_within
+        from hybridtron.evaluate.short_context import losses_within
 
         far = position_losses(model, tokens_BT, 2 * context)
         near = losses_within(model, tokens_BT, context, 2 * context)
@@ -81,10 +81,10 @@ class Beyond:
 
 def long_text_losses(run: Path, multiples: int, rows: int) -> list[float]:
     """Return the mean loss by position over held-out rows, each `multiples` times as long as the rows of training."""
-    from hybridtron.cli.given import newest_checkpoint
+    from hybridtron.cli.arguments import newest_checkpoint
     from hybridtron.evaluate.held_out import trained_model
     from hybridtron.evaluate.length import position_losses
-    from hybridtron.model.generate import reader
+    from hybridtron.inference.reader import reader
 
     model, config, seq_len = trained_model(newest_checkpoint(run), None)
     tokens_BT = held_out_rows(config.data, seq_len * multiples + 1, rows)

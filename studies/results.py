@@ -14,11 +14,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hybridtron.architecture.table import architecture
+from hybridtron.config.resolve import RunPlan
 from hybridtron.problems import Unusable
 from hybridtron.proving.measuring import processor, versions
 from hybridtron.sweep.carry_out import Folder
 from hybridtron.sweep.grid import Sweep, SweepRun
-from hybridtron.train.records import read_lines, read_record, write_whole
+from hybridtron.train.jsonl import read_lines, read_record, write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 BESIDE = "measured.json"
@@ -73,20 +75,19 @@ class Trained:
     @classmethod
     def of(cls, run: Path) -> Trained:
         from hybridtron.config.load import load_saved
-        from hybridtron.config.resolve import last_step
         from hybridtron.planning.count import count
 
         config = load_saved(run / "config.yaml")
         model = config.model
         phases = [TrainedPhase(p.name, str(p.tokens), p.seq_len, p.global_batch, p.lr) for p in config.phases]
         return cls(
-            parameters=count(model, phases[0].seq_len).parameters,
+            parameters=count(architecture(model), phases[0].seq_len).parameters,
             pattern=model.pattern,
             width=model.width,
             layers={letter: dict(options) for letter, options in model.layers.items()},
             source=config.data.source,
             seed=config.run.seed,
-            steps=last_step(config),
+            steps=RunPlan.of(config).last_step,
             phases=phases,
         )
 

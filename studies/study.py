@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from hybridtron.architecture.attention import ReadingAttention
-from hybridtron.cli.given import positive
+from hybridtron.cli.arguments import positive
 from hybridtron.cli.sweep import INTERRUPTED, carried, steps_of
 from hybridtron.problems import Unusable
 from hybridtron.requirements import demand
@@ -188,11 +188,11 @@ def answers(
 
     Samples that `output` already records are not evaluated again.
     """
-    from hybridtron.evaluate.run import Wishes, evaluate
-    from hybridtron.evaluate.served import served
+    from hybridtron.evaluate.evaluation import EvalRequest, evaluate
+    from hybridtron.evaluate.loaded_model import load_model
 
-    with served(checkpoint, attention=attention) as model:
-        return list(evaluate(model, output.name, Wishes(asked, False, batch=batch), output, unshown).rows)
+    with load_model(checkpoint, attention=attention) as model:
+        return list(evaluate(model, output.name, EvalRequest(asked, False, batch=batch), output, unshown).rows)
 
 
 @contextmanager

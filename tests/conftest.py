@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import architecture
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.config.choices import FP8_MULTIPLES, Precision
-from hybridtron.config.layout import ProcessLaunch
+from hybridtron.config.pipeline_layout import ProcessLaunch
 from hybridtron.config.schema import (
     Config,
     DataConfig,
@@ -47,7 +48,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse a pytest under which xdist runs every test for itself, on twice as many processes as there are cores."""
+    """Refuse a pytest under which xdist runs every test for itself, on twice as many processes as there are cores.
+
+    The garbage collector rests until the tests are collected: imports and tests make little garbage and many objects,
+    through which it would look again and again (a quarter of the time).
+    """
+    gc.disable()
     if config.getoption("dist", "no") == "loadgroup" and not hasattr(pytest.Item, "_nodeid"):
         raise pytest.UsageError("pytest-xdist does not group tests under this pytest: install a version below 9.2")
 
@@ -61,17 +67,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     items.sort(key=lambda item: item.get_closest_marker("gloo") is None)
     for item in items:
-        gloo = item.get_closest_marker("gloo")
-        item.add_marker(pytest.mark.xdist_group("gloo" if gloo else item.nodeid.partition("::")[0]))
+        group = item.nodeid.partition("::")[0]
+        if item.get_closest_marker("gloo"):
+            group = "gloo"
+        item.add_marker(pytest.mark.xdist_group(group))
     if chosen := config.getoption("--slice"):
         index, count = map(int, chosen.split("/"))
-        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % count == index - 1]
+        items[:] = [item for item in items if zlib.crc32(_sliced_by(item).encode()) % count == index - 1]
+
+
+def _sliced_by(item: pytest.Item) -> str:
+    """Return the text whose digest decides the test's slice: its file's if the file's tests share a long fixture."""
+    if item.get_closest_marker("one_slice"):
+        return item.nodeid.partition("::")[0]
+    return item.nodeid
 
 
 def pytest_collection_finish() -> None:
     """A run collects garbage between its phases: half a second, where it looks through all that is imported."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -95,7 +111,7 @@ def small_config(pattern: str = "M-W-F", tie_embeddings: bool = True) -> ModelCo
 def small_model(
     pattern: str = "M-W-F", dtype: torch.dtype = torch.float32, tie_embeddings: bool = True
 ) -> LanguageModel:
-    model = LanguageModel(small_config(pattern, tie_embeddings))
+    model = LanguageModel(architecture(small_config(pattern, tie_embeddings)))
     initialise(model, seed=1)
     return model.to(dtype)
 
@@ -116,18 +132,20 @@ def seq_info(rows: int, length: int, documents: list[list[int]] | None = None) -
 
 
 def part_of(seq: SeqInfo, first: int, last: int) -> SeqInfo:
-    documents = None if seq.documents_BL is None else seq.documents_BL[:, first:last]
-    return SeqInfo(seq.positions_BL[:, first:last], documents, seq.key)
+    positions_BL = seq.positions_BL[:, first:last]
+    if seq.documents_BL is None:
+        return SeqInfo(positions_BL, None, seq.key)
+    return SeqInfo(positions_BL, seq.documents_BL[:, first:last], seq.key)
 
 
 def stored_weights(model: LanguageModel) -> dict[str, Tensor]:
     """A model's weights as a checkpoint stores them, fused ones by their parts."""
-    found = {}
+    weights = {}
     for name, weight in model.named_parameters():
         keys = model.table[name].stored(name)
         rows = [shape[0] for shape in keys.values()]
-        found |= dict(zip(keys, weight.detach().split(rows), strict=True))
-    return found
+        weights |= dict(zip(keys, weight.detach().split(rows), strict=True))
+    return weights
 
 
 def small_run(model: ModelConfig | None = None, optim: OptimConfig | None = None, precision: str = "fp32") -> Config:

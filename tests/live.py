@@ -18,7 +18,10 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
+        tensors = out
+        if not isinstance(out, tuple | list):
+            tensors = [out]
+        for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()).nbytes():
                 self.add(storage)
         return out

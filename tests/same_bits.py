@@ -213,7 +213,8 @@ def compare(before: Results, now: Results) -> int:
     """Print a line a case; the number of cases that differ."""
     different = [name for name in before if before[name] != now.get(name)]
     for name in before:
-        print(f"{name:<20} {'DIFFERENT' if name in different else 'the same bits'}")
+        verdict = {True: "DIFFERENT", False: "the same bits"}[name in different]
+        print(f"{name:<20} {verdict}")
     return len(different)
 
 
@@ -227,12 +228,12 @@ def main() -> int:
         return 0
     if arguments.commit:
         before, written = results_of(arguments.commit)
-        return 1 if compare(before, results_here(written)) else 0
+        return int(compare(before, results_here(written)) > 0)
     record = json.loads(RECORD.read_text())
     if record["machine"] != machine():
         print(f"recorded on {record['machine']}, and this is {machine()}: name a commit instead", file=sys.stderr)
         return 2
-    return 1 if compare(record["results"], results_here()) else 0
+    return int(compare(record["results"], results_here()) > 0)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hybridtron"
 ORDER = [
-    "shipped",
+    "resources",
     "requirements",  # which commands check before all else is imported
-    "regular_files",
+    "safe_open",
     "nested",
     "file_errors",
     "problems",
@@ -34,6 +34,7 @@ ORDER = [
     "parallel",
     "mixers",
     "model",
+    "inference",
     "engine",
     "checkpoint",
     "train",
@@ -70,24 +71,25 @@ OWNERS = {
     "datasets": "evaluate/harness_tasks.py",
     "jinja2": "data/prepare/template_program.py",
     # kernels of our own
-    "triton": "ops/kernel_launch.py ops/kernel_compiled.py ops/gate_kernels.py ops/*/kernels*.py ops/*/triton.py",
+    "triton": "ops/kernel_launch.py ops/kernel_compiled.py ops/gate_kernels.py ops/sum_kernels.py ops/*/kernels*.py"
+    " ops/*/triton.py",
 }
-STOOD_FOR = ("rehearse/stand_ins.py", "rehearse/signatures.py")
+STUBBED = ("rehearse/package_stubs.py", "rehearse/signatures.py")
 TORCH_FREE = (
-    *("regular_files", "nested", "file_errors", "problems", "limits", "own_folders", "compiled"),
+    *("safe_open", "nested", "file_errors", "problems", "limits", "own_folders", "compiled"),
     *("architecture", "optimizers", "config", "planning", "tasks"),
 )
 GENERATED = "mixers_hybridtron"  # made by interop/shipped_code
 
 
 def _imports(nodes: list[ast.AST]) -> list[str]:
-    found = []
+    names = []
     for node in nodes:
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            found += [f"{'.' * node.level}{node.module}.{alias.name}" for alias in node.names]
-    return found
+            names += [f"{'.' * node.level}{node.module}.{alias.name}" for alias in node.names]
+    return names
 
 
 @dataclass(frozen=True)
@@ -147,8 +149,9 @@ def dotted(node: ast.expr) -> str | None:
     """Return `a.b.c` for nested attributes of a name, or None if anything else is inside."""
     if isinstance(node, ast.Name):
         return node.id
-    inner = dotted(node.value) if isinstance(node, ast.Attribute) else None
-    return f"{inner}.{node.attr}" if inner and isinstance(node, ast.Attribute) else None
+    if isinstance(node, ast.Attribute) and (inner := dotted(node.value)):
+        return f"{inner}.{node.attr}"
+    return None
 
 
 SOURCES = [SourceFile(path) for path in sorted(PACKAGE.rglob("*.py"))]
@@ -161,7 +164,7 @@ BESIDE = [
 EVERYTHING = [*SOURCES, *BESIDE, SourceFile(ROOT / "train.py")]
 LINES_OF_A_FILE = 500
 LINES_OF_A_FUNCTION = 60
-LONG_FUNCTIONS = {  # Triton kernels: a comment above each says why it is one function
+LONG_FUNCTIONS = {  # Triton kernels, whose docstrings say why they are one function
     "hybridtron/ops/conv/kernels.py _backward",
     "hybridtron/ops/scan/kernels.py _retrace",
     "hybridtron/ops/scan/kernels_backward.py _gradients",
@@ -179,20 +182,20 @@ def rooms_to_the_right(room: str, imports: list[str]) -> list[str]:
     return [other for other in imported if other in ORDER and ORDER.index(other) > ORDER.index(room)]
 
 
-def test_the_map_has_the_order_of_imports() -> None:
+def test_map_has_the_order_of_imports() -> None:
     """The map in hybridtron/README.md has every name of `ORDER`, in that order."""
     map_of_code = (PACKAGE / "README.md").read_text()
-    (line,) = [line for line in map_of_code.splitlines() if line.startswith("`shipped, ") and line.endswith("cli`")]
+    (line,) = [line for line in map_of_code.splitlines() if line.startswith("`resources, ") and line.endswith("cli`")]
     assert line.strip("`").replace(" -> ", ", ").split(", ") == [name for name in ORDER if name != "__main__"]
 
 
-def test_a_file_imports_only_from_its_left() -> None:
+def test_rooms_import_from_their_left_alone() -> None:
     inside = [source for source in SOURCES if source.name not in ("__init__.py", "__main__.py")]
     wrong = {source.name: rooms_to_the_right(source.room, source.imports) for source in inside}
     assert {name: rooms for name, rooms in wrong.items() if rooms} == {}
 
 
-def test_the_import_rule_catches_a_wrong_import() -> None:
+def test_import_rule_notices_a_wrong_import() -> None:
     assert rooms_to_the_right("model", ["hybridtron.train.trainer.run"]) == ["train"]
 
 
@@ -205,11 +208,11 @@ def test_imports_are_absolute() -> None:
     assert {name: imports for name, imports in relative.items() if imports} == {}
 
 
-def test_only_device_names_torch_cuda() -> None:
+def test_device_alone_names_torch_cuda() -> None:
     users = [
         source.name for source in SOURCES if any(n.startswith("torch.cuda") for n in [*source.chains, *source.imports])
     ]
-    assert users == ["device.py", "rehearse/absent_gpu.py"]  # the latter answers in its place
+    assert users == ["device.py", "rehearse/fake_cuda.py"]  # the latter answers in its place
 
 
 def test_ops_and_mixers_know_no_process_groups() -> None:
@@ -221,7 +224,7 @@ def test_ops_and_mixers_know_no_process_groups() -> None:
     ] == []
 
 
-def test_only_parallel_groups_reads_megatrons_groups() -> None:
+def test_parallel_groups_alone_reads_the_groups_of_megatron() -> None:
     """Other files get process groups as values."""
     readers = [
         source.name
@@ -235,9 +238,9 @@ def foreign_packages(source: SourceFile) -> set[str]:
     """Optional packages that a file names though another one owns them."""
     named = {module.split(".")[0] for module in source.imports}
     named |= {text.split(".")[0] for text in source.strings if text.replace(".", "_").isidentifier()}
-    own = {name for name, owners in OWNERS.items() if any(fnmatch(source.name, owner) for owner in owners.split())}
-    foreign = named & OWNERS.keys() - own
-    if source.name in ("requirements.py", "cli/doctor.py", "cli/lean_imports.py", "proving/gpu/carry.py", *STOOD_FOR):
+    owned = {name for name, owners in OWNERS.items() if any(fnmatch(source.name, owner) for owner in owners.split())}
+    foreign = named & OWNERS.keys() - owned
+    if source.name in ("requirements.py", "cli/doctor.py", "cli/fast_start.py", "proving/gpu/carry.py", *STUBBED):
         return set()  # looked for, hidden, packed or stood for, not imported
     if source.name.startswith("config/check"):
         return foreign - {"wandb", "transformer_engine", "nvidia"}  # asked for, not imported
@@ -256,7 +259,7 @@ def test_configuration_needs_no_torch() -> None:
 
 
 def files_read_elsewhere(source: SourceFile) -> list[int]:
-    """Lines that read a file without regular_files."""
+    """Lines that read a file without safe_open."""
     calls = [node for node in source.nodes if isinstance(node, ast.Call)]
     methods = [(call, call.func) for call in calls if isinstance(call.func, ast.Attribute)]
     lines = [call.lineno for call, method in methods if method.attr in ("read_text", "read_bytes")]
@@ -267,18 +270,22 @@ def files_read_elsewhere(source: SourceFile) -> list[int]:
     return lines + [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "open"]
 
 
-def test_imported_folders_are_read_through_one_door() -> None:
+def test_imported_folders_are_read_as_regular_files() -> None:
     exempt = ("interop/shipped_code.py", "interop/definitions.py")  # read this package's own sources
     inside = [source for source in SOURCES if source.room == "interop" and source.name not in exempt]
     assert {source.name: lines for source in inside if (lines := files_read_elsewhere(source))} == {}
 
 
-def test_the_rule_of_one_door_catches_each_way_past_it() -> None:
-    ways = ["path.read_text()", "(folder / 'a').read_bytes()", "path.open('rb')", "open(path)"]
-    for way in [*ways, "Checkpoint.open(path)"]:
-        source = SourceFile(Path("x.py"))
-        source.__dict__["nodes"] = list(ast.walk(ast.parse(way)))
-        assert files_read_elsewhere(source) == ([1] if way in ways else [])
+def test_rule_of_regular_files_notices_every_other_way_to_read() -> None:
+    for way in ("path.read_text()", "(folder / 'a').read_bytes()", "path.open('rb')", "open(path)"):
+        assert files_read_elsewhere(source_of(way)) == [1]
+    assert files_read_elsewhere(source_of("Checkpoint.open(path)")) == []
+
+
+def source_of(text: str) -> SourceFile:
+    source = SourceFile(Path("x.py"))
+    source.__dict__["nodes"] = list(ast.walk(ast.parse(text)))
+    return source
 
 
 PICKLED = {  # never what another process of a job, or a file, could have written
@@ -299,19 +306,17 @@ def unpickling(source: SourceFile) -> set[str]:
 
 
 def test_ranks_send_no_pickles() -> None:
-    users = {source.name: found for source in SOURCES if (found := unpickling(source))}
+    users = {source.name: modules for source in SOURCES if (modules := unpickling(source))}
     assert users == {name: {"pickle"} for name in PICKLED}
 
 
-def test_the_rule_of_pickles_catches_each_way_past_it() -> None:
+def test_rule_of_pickles_notices_every_way_to_unpickle() -> None:
     ways = ["dist.all_gather_object(a, b)", "from torch.distributed import broadcast_object_list", "import pickle as p"]
     for way in [*ways, "from pickle import loads"]:
-        source = SourceFile(Path("x.py"))
-        source.__dict__["nodes"] = list(ast.walk(ast.parse(way)))
-        assert len(unpickling(source)) == 1
+        assert len(unpickling(source_of(way))) == 1
 
 
-def test_only_weights_are_unpickled_from_files() -> None:
+def test_files_are_unpickled_as_weights_alone() -> None:
     calls = [
         (source.name, {word.arg: ast.unparse(word.value) for word in node.keywords})
         for source in SOURCES
@@ -322,15 +327,17 @@ def test_only_weights_are_unpickled_from_files() -> None:
     assert all(words.get("weights_only") == "True" for _, words in calls)
 
 
-KNOWS_WEIGHTS = ("architecture", "optimizers", "planning", "parallel", "mixers", "model", "engine", "train")
+KNOWS_WEIGHTS = (
+    *("architecture", "optimizers", "planning", "parallel", "mixers", "model", "inference", "engine", "train"),
+)
 PARSERS = {"startswith", "endswith", "split", "rsplit", "partition", "rpartition", "removeprefix", "removesuffix"}
 PARSED_NAMES = {
-    "engine/serving.py": {"."},  # the module of a weight
+    "inference/parallel_reader.py": {"."},  # the module of a weight
     "model/shared.py": {"."},
     "parallel/adapters.py": {".weight"},
     "train/hooks.py": {"."},  # classes that a configuration names
     "architecture/adapters.py": {".adapter."},  # keys of checkpoints
-    "engine/stored_states.py": {"held."},
+    "engine/states.py": {"held."},
     "parallel/fp8_statistics.py": {"fp8_history."},
 }
 
@@ -345,46 +352,44 @@ def parsed_names(source: SourceFile) -> set[str]:
     return {text for text in texts if "." in text}
 
 
-def test_no_behaviour_follows_from_the_name_of_a_weight() -> None:
+def test_behavior_does_not_depend_on_weight_names() -> None:
     """The parameter table says who owns a weight, and how it is treated."""
     inside = [source for source in SOURCES if source.room in KNOWS_WEIGHTS]
     assert {source.name: texts for source in inside if (texts := parsed_names(source))} == PARSED_NAMES
 
 
-def test_the_rule_of_names_catches_each_way_past_it() -> None:
+def test_rule_of_names_notices_every_way_to_parse_one() -> None:
     ways = ["name.endswith('norm.weight')", "name.split('.')[1]", "name.partition('.mixer.')", "'.mixer.' in name"]
     for way in [*ways, "name in table", "line.split()"]:
-        source = SourceFile(Path("x.py"))
-        source.__dict__["nodes"] = list(ast.walk(ast.parse(way)))
-        assert len(parsed_names(source)) == (way in ways)
+        assert len(parsed_names(source_of(way))) == (way in ways)
 
 
-def test_every_module_says_what_it_is() -> None:
+def test_every_module_has_a_docstring() -> None:
     assert [where(source) for source in EVERYTHING if not ast.get_docstring(source.tree)] == []
 
 
 def test_files_and_functions_are_short() -> None:
     long = {where(source) for source in EVERYTHING if source.path.read_text().count("\n") > LINES_OF_A_FILE}
     assert long == set()
-    functions = [(where(source), one) for source in EVERYTHING for one in source.functions]
-    long = {f"{name} {one.name}" for name, one in functions if one.end_lineno - one.lineno >= LINES_OF_A_FUNCTION}
+    functions = [(where(source), node) for source in EVERYTHING for node in source.functions]
+    long = {f"{file} {node.name}" for file, node in functions if node.end_lineno - node.lineno >= LINES_OF_A_FUNCTION}
     assert long <= LONG_FUNCTIONS
 
 
-def test_a_function_names_its_arguments() -> None:
-    keywords = {where(source) for source in EVERYTHING for one in source.functions if one.args.kwarg}
+def test_functions_name_their_arguments() -> None:
+    keywords = {where(source) for source in EVERYTHING for node in source.functions if node.args.kwarg}
     assert keywords <= {
         "hybridtron/ops/dispatch.py",  # force(op="implementation")
         "hybridtron/rehearse/collectives.py",  # stands for functions of torch
-        "hybridtron/rehearse/stand_ins.py",  # for functions of other packages
-        "hybridtron/rehearse/fp8_work.py",  # for their classes
+        "hybridtron/rehearse/package_stubs.py",  # for functions of other packages
+        "hybridtron/rehearse/fp8_cost.py",  # for their classes
         "hybridtron/ops/kernel_launch.py",  # what Triton is given: the options of a launch
         "hybridtron/hf/modeling_hybridtron.py",  # the signatures of transformers
         "hybridtron/hf/configuration_hybridtron.py",
     }
 
 
-def test_a_class_has_a_name_of_its_own() -> None:
+def test_class_names_are_unique() -> None:
     """A search for a class then finds one thing."""
     files: dict[str, set[str]] = {}
     for source in SOURCES:
@@ -395,7 +400,7 @@ def test_a_class_has_a_name_of_its_own() -> None:
     assert doubled == {}
 
 
-def test_what_is_shipped_needs_torch_and_transformers_alone() -> None:
+def test_shipped_files_need_torch_and_transformers_alone() -> None:
     standard = set(sys.stdlib_module_names)
     for source in SHIPPED:
         roots = {module.split(".")[0] for module in source.imports if not module.startswith(".")}

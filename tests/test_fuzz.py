@@ -15,7 +15,7 @@ SEED = os.environ.get("HYBRIDTRON_FUZZ_SEED", "0")
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["keys", "commands"])
-def test_hostile_words_end_in_a_message(kind: str) -> None:
+def test_hostile_words_end_with_an_exit_code(kind: str) -> None:
     command = [sys.executable, "-m", "tests.fuzz", "--only", kind, "--cases", "300", "--seed", SEED]
     root = Path(__file__).parents[1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ PLAIN = {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_U
 COME_AS_SOURCE = ("antlr4-python3-runtime==4.9.3", "rouge-score", "sqlitedict", "word2number")  # plain Python
 
 
-def pip(*arguments: str) -> subprocess.CompletedProcess[str]:
+def pip(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """pip without this machine's own indexes, wheels and constraints; proxies and certificates stay."""
     return subprocess.run(
         [sys.executable, "-m", "pip", *arguments],
@@ -49,10 +50,10 @@ def wanted() -> list[str]:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build wheels of the packages that the index has only as source."""
     folder = tmp_path_factory.mktemp("wheels")
-    asked = pip("download", "--quiet", "--no-deps", "--retries", "1", "--dest", str(folder), "pip")
+    asked = pip(["download", "--quiet", "--no-deps", "--retries", "1", "--dest", str(folder), "pip"])
     if asked.returncode:
         pytest.skip("the public package index can't be reached: that the requirements resolve is not proved")
-    done = pip("wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), *COME_AS_SOURCE)
+    done = pip(["wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), *COME_AS_SOURCE])
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -60,16 +61,17 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("python", "megatron"), [("3.11", "0.16."), ("3.12", "0.19."), ("3.13", "0.19.")])
-def test_everything_resolves_together(python: str, megatron: str, built: Path, tmp_path: Path) -> None:
-    for_python = ("--python-version", python, "--only-binary=:all:", "--target", str(tmp_path / "nothing"))
+def test_requirements_resolve_together(python: str, megatron: str, built: Path, tmp_path: Path) -> None:
+    for_python = ["--python-version", python, "--only-binary=:all:", "--target", str(tmp_path / "nothing")]
     report = tmp_path / "report.json"
-    dry = ("install", "--quiet", "--dry-run", "--ignore-installed", "--report", str(report), *for_python)
-    done = pip(*dry, "--find-links", str(built), *wanted())
+    dry = ["install", "--quiet", "--dry-run", "--ignore-installed", "--report", str(report), *for_python]
+    done = pip([*dry, "--find-links", str(built), *wanted()])
     assert done.returncode == 0, done.stderr
-    chosen = {one["metadata"]["name"]: one["metadata"]["version"] for one in json.loads(report.read_text())["install"]}
+    installed = [package["metadata"] for package in json.loads(report.read_text())["install"]]
+    chosen = {package["name"]: package["version"] for package in installed}
     assert chosen["megatron-core"].startswith(megatron)
     assert "triton" in chosen
-    alone = pip(*dry, "--no-deps", "--group", f"{ROOT / 'pyproject.toml'}:without-dependencies")
+    alone = pip([*dry, "--no-deps", "--group", f"{ROOT / 'pyproject.toml'}:without-dependencies"])
     assert alone.returncode == 0, alone.stderr
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from hybridtron.nested import DEEPEST, MOST_REPEATED, NotParsed, yaml_of
+from hybridtron.nested import DEEPEST, MAX_REPEATED, NotParsed, yaml_of
 
 
 def chain(levels: int) -> str:
@@ -17,18 +17,19 @@ def test_chained_aliases_may_be_as_deep_as_brackets() -> None:
     """The outer list is one level more."""
     assert yaml_of(chain(DEEPEST - 1)) == yaml.safe_load(chain(DEEPEST - 1))
     assert yaml_of("[" * DEEPEST + "]" * DEEPEST) is not None
-    with pytest.raises(NotParsed, match=r"more than 100 deep by \*a99; write"):
+    with pytest.raises(NotParsed, match=r"100 deep.*\*a99"):
         yaml_of(chain(DEEPEST))
-    with pytest.raises(NotParsed, match="more than 100 deep"):
+    with pytest.raises(NotParsed, match="100 deep"):
         yaml_of("[" * (DEEPEST + 1) + "]" * (DEEPEST + 1))
 
 
-def test_a_scalar_may_be_repeated_to_a_megabyte() -> None:
+def test_scalar_may_be_repeated_to_a_megabyte() -> None:
     """Each repetition counts one character more than the text has."""
-    text, times = "x" * 1023, MOST_REPEATED // 1024
+    text = "x" * 1023
+    times = MAX_REPEATED // 1024
     entries = ", ".join(["*a"] * times)
     assert yaml_of(f"[&a {text}, {entries}]") == [text] * (times + 1)
-    with pytest.raises(NotParsed, match=r"repeats \*a and others to more than 1,048,576 characters; name values"):
+    with pytest.raises(NotParsed, match=r"\*a.*1,048,576"):
         yaml_of(f"[&a {text}, {entries}, *a]")
 
 
@@ -45,11 +46,11 @@ def test_small_aliases_are_parsed(text: str, parsed: object) -> None:
 
 
 @pytest.mark.parametrize("text", ["&a [*a]", "&a [[*a]]", "&a {b: *a}"])
-def test_a_value_within_itself_is_refused(text: str) -> None:
-    with pytest.raises(NotParsed, match=r"holds \*a within itself"):
+def test_value_within_itself_is_refused(text: str) -> None:
+    with pytest.raises(NotParsed, match=r"\*a.*itself"):
         yaml_of(text)
 
 
-def test_an_alias_of_nothing_is_refused_with_its_line() -> None:
-    with pytest.raises(NotParsed, match=r"(?s)is not YAML: .*undefined alias.*line 2"):
+def test_undefined_alias_is_refused_with_its_line() -> None:
+    with pytest.raises(NotParsed, match=r"(?s)undefined.*line 2"):
         yaml_of("a: 1\nb: *c\n")

@@ -39,7 +39,7 @@ def shared() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def test_what_is_absent_is_made_for_the_user_alone(tmp_path: Path) -> None:
+def test_absent_folders_are_created_for_the_user_alone(tmp_path: Path) -> None:
     path = opened(tmp_path / "a" / "b")
     assert path == tmp_path / "a" / "b" / "hybridtron" / "native"
     for folder in (path, path.parent, tmp_path / "a" / "b", tmp_path / "a"):
@@ -48,31 +48,31 @@ def test_what_is_absent_is_made_for_the_user_alone(tmp_path: Path) -> None:
 
 @as_root
 @pytest.mark.parametrize("depth", range(4), ids=["native", "hybridtron", "base", "above"])
-def test_a_folder_of_another_user(depth: int, tmp_path: Path, no_home: None) -> None:
+def test_folder_of_another_user_is_refused(depth: int, tmp_path: Path, no_home: None) -> None:
     path = opened(tmp_path / "above" / "base")
     folder = (path, *path.parents)[depth]
     os.chown(folder, OTHER, 0)
-    with pytest.raises(NotOwn, match=rf"^{folder} belongs to another user \(1234\)$"):
+    with pytest.raises(NotOwn, match=rf"^{folder} .*\(1234\)$"):
         opened(tmp_path / "above" / "base")
 
 
 @pytest.mark.parametrize("depth", range(4), ids=["native", "hybridtron", "base", "above"])
-def test_a_folder_that_all_can_change(depth: int, tmp_path: Path, no_home: None) -> None:
+def test_folder_that_all_users_can_change_is_refused(depth: int, tmp_path: Path, no_home: None) -> None:
     path = opened(tmp_path / "above" / "base")
     folder = (path, *path.parents)[depth]
     folder.chmod(0o777)
-    with pytest.raises(NotOwn, match=rf"^{folder} can be changed by every user: chmod go-w {folder}$"):
+    with pytest.raises(NotOwn, match=rf"^{folder} .*chmod go-w {folder}$"):
         opened(tmp_path / "above" / "base")
     folder.chmod(0o1777)  # as /tmp
     assert opened(tmp_path / "above" / "base") == path
 
 
 @as_root
-def test_a_folder_that_a_group_can_change(tmp_path: Path, no_home: None) -> None:
+def test_folder_that_a_group_can_change_is_refused(tmp_path: Path, no_home: None) -> None:
     path = opened(tmp_path)
     os.chown(path, 0, OTHER)
     path.chmod(0o770)
-    with pytest.raises(NotOwn, match=rf"can be changed by its group \(1234\): chmod g-w {path}$"):
+    with pytest.raises(NotOwn, match=rf"\(1234\): chmod g-w {path}$"):
         opened(tmp_path)
     os.chown(path, 0, 0)
     assert opened(tmp_path) == path, "root's own group, in which nobody else is"
@@ -88,7 +88,7 @@ def test_a_folder_that_a_group_can_change(tmp_path: Path, no_home: None) -> None
         ("ada", [], 78, False),
     ],
 )
-def test_a_group_of_one_user(
+def test_group_of_one_user_is_recognized(
     name: str, members: list[str], primary: int, alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     user = own_folders.pwd.struct_passwd(("ada", "x", 1000, primary, "", "/home/ada", "/bin/sh"))
@@ -99,14 +99,14 @@ def test_a_group_of_one_user(
 
 
 @pytest.mark.parametrize("depth", range(2), ids=["native", "hybridtron"])
-def test_a_link_below_the_base_is_not_followed(depth: int, tmp_path: Path) -> None:
+def test_link_below_the_base_is_not_followed(depth: int, tmp_path: Path) -> None:
     path = opened(tmp_path / "base")
     link = (path, *path.parents)[depth]
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     shutil.rmtree(link)
     link.symlink_to(elsewhere)
-    with pytest.raises(NotOwn, match=rf"^{link} is a link, which is not followed$"):
+    with pytest.raises(NotOwn, match=rf"^{link} .*link"):
         opened(tmp_path / "base")
     assert not [*elsewhere.iterdir()]
 
@@ -119,14 +119,14 @@ def test_links_up_to_the_base_are_resolved(tmp_path: Path) -> None:
     assert opened(tmp_path / "base") == opened(tmp_path / "disk" / "caches") == real
 
 
-def test_a_link_in_circles(tmp_path: Path) -> None:
+def test_circular_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "base").symlink_to(tmp_path / "base")
     with pytest.raises(OSError, match="base"):
         opened(tmp_path / "base")
 
 
 @as_root
-def test_homes_of_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_homes_on_a_disk_of_another_account_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """/home leads to a disk owned by another account; folders beside the home there are not trusted."""
     homes = tmp_path / "disk" / "homes"
     (homes / "me").mkdir(parents=True)
@@ -136,32 +136,32 @@ def test_homes_of_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert cache_folder("native") == homes / "me" / ".cache" / "hybridtron" / "native"
     monkeypatch.setenv("XDG_CACHE_HOME", str(homes / "caches"))
-    with pytest.raises(NotBuilt, match=r"homes belongs to another user \(1234\) \(XDG_CACHE_HOME=FOLDER"):
+    with pytest.raises(NotBuilt, match=r"homes .*\(1234\) \(XDG_CACHE_HOME"):
         cache_folder("native")
     (homes / "me").chmod(0o777)
     monkeypatch.delenv("XDG_CACHE_HOME")
-    with pytest.raises(NotBuilt, match="me can be changed by every user: chmod go-w"):
+    with pytest.raises(NotBuilt, match=r"me .*chmod go-w"):
         cache_folder("native")
 
 
 @as_root
 @pytest.mark.parametrize("ending", ["", ".sha256"])
-def test_a_library_of_another_user(ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_of_another_user_is_not_loaded(ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = cache_folder("native")
     for name in ("x.so", "x.so.sha256"):
         (folder / name).write_text("")
     os.chown(folder / f"x.so{ending}", OTHER, OTHER)
-    with pytest.raises(NotBuilt, match=rf"x.so{ending} belongs to another user \(1234\): remove it"):
+    with pytest.raises(NotBuilt, match=rf"x\.so{ending} .*\(1234\)"):
         load("native", "x.so", lambda _: pytest.fail("compiled"))
 
 
-def test_a_library_that_all_can_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_that_all_users_can_change_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with own_folder(tmp_path, *NAMES) as folder:
         (folder.path / "x.so").write_text("")
         (folder.path / "x.so").chmod(0o777)
-        with pytest.raises(OSError, match="could be changed by others"):
+        with pytest.raises(OSError, match="changed"):
             folder.open("x.so")
 
 
@@ -186,7 +186,7 @@ def as_user(user: int, task: Callable[[], object]) -> str:
 
 
 @as_root
-def test_who_was_first_in_a_shared_folder(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_another_user_created_first_is_refused(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another user makes /scratch/hybridtron, and waits for one whose cache would be in it."""
     monkeypatch.setenv("HOME", "/nowhere")
     shared.chmod(0o1777)
@@ -200,11 +200,11 @@ def test_who_was_first_in_a_shared_folder(shared: Path, monkeypatch: pytest.Monk
     path.mkdir(0o700)
     os.chown(path, victim, victim)  # as if the victim had made it there
     said = as_user(victim, lambda: opened(shared))
-    assert said == f"NotOwn: {path.parent} belongs to another user (1234)"
+    assert said.startswith(f"NotOwn: {path.parent} ")
 
 
 @as_root
-def test_folders_that_can_be_passed_but_not_listed(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_below_unlistable_ones_are_accepted(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/nowhere")
     (shared / "mine").mkdir(0o700)
     os.chown(shared / "mine", 1000, 1000)

@@ -27,10 +27,10 @@ def test_codes_and_problems_survive_pickling() -> None:
     assert (type(task_error), str(task_error), task_error.code) == (TaskError, "no room", "does-not-fit")
 
 
-def test_an_error_without_a_code_is_refused() -> None:
+def test_errors_without_a_code_are_refused() -> None:
     with pytest.raises(TypeError, match="code"):
         Unusable("wrong")  # pyrefly: ignore[missing-argument]
 
 
-def test_a_problem_moves_below_a_section() -> None:
+def test_problems_move_below_a_section() -> None:
     assert Problem("heads", "not-divisible", "is 3").below("model.layers.A").key == "model.layers.A.heads"

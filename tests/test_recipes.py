@@ -13,18 +13,17 @@ from torch import Tensor
 from hybridtron.architecture.base import Parameter
 from hybridtron.architecture.inits import Normal
 from hybridtron.architecture.model import ModelConfig
-from hybridtron.architecture.table import architecture, parameter_table
+from hybridtron.architecture.table import architecture
 from hybridtron.config.check import check
-from hybridtron.config.load import choices_of, load
-from hybridtron.config.resolve import resolve
+from hybridtron.config.load import load
+from hybridtron.config.resolve import RunPlan, resolve
 from hybridtron.config.schema import Config, Precision, PrecisionConfig
 from hybridtron.engine.engine import Engine
 from hybridtron.model.init import starting_value
 from hybridtron.model.lm import LanguageModel
 from hybridtron.parallel.groups import Groups
 from tests.conftest import random_batch
-
-RECIPES = [name for name in choices_of("recipe") if not name.startswith("length/")]  # those start from a checkpoint
+from tests.recipes import RECIPES
 
 
 @pytest.fixture(params=RECIPES)
@@ -32,20 +31,20 @@ def config(request: pytest.FixtureRequest) -> Config:
     return load([f"recipe={request.param}"])
 
 
-def test_builds_on_the_meta_device_with_the_counted_parameters(config: Config) -> None:
-    assert check(config) == []
+def test_every_recipe_builds_on_the_meta_device_with_the_counted_parameters(config: Config) -> None:
+    assert check(RunPlan.of(config)) == []
     with torch.device("meta"):
-        model = LanguageModel(config.model)
+        model = LanguageModel(architecture(config.model))
     built = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-    assert built == {name: parameter.shape for name, parameter in parameter_table(config.model).items()}
+    assert built == {name: parameter.shape for name, parameter in architecture(config.model).table.items()}
 
 
-def test_takes_a_step_with_its_widths_shrunk(config: Config, alone: Groups) -> None:
+def test_every_recipe_takes_a_step_with_its_widths_shrunk(config: Config, alone: Groups) -> None:
     """The model has only one layer of each kind."""
     model = shrunk(one_of_each(config.model))
     small = dataclasses.replace(config, model=model, precision=PrecisionConfig(Precision.fp32))
     phase = resolve(small)[0]
-    engine = Engine(small, alone, partial(start_of, parameter_table(phase.model)))
+    engine = Engine(resolve(small)[0], alone, partial(start_of, architecture(phase.model).table))
     before = {name: weight.clone() for name, weight in engine.weights()}
     loss = engine.forward_backward([random_batch(2, 16, vocab=64) for _ in range(2)])
     assert loss.mean.item() == pytest.approx(math.log(64), rel=0.2)
@@ -66,7 +65,9 @@ def one_of_each(model: ModelConfig) -> ModelConfig:
 def start_of(table: dict[str, Parameter], name: str) -> Tensor:
     """Return a weight's initial value. Random values replace zeros, through which no gradient would flow."""
     start = starting_value(table[name].init, table[name].shape, 0, name)
-    return start if start.any() else starting_value(Normal(0.02), table[name].shape, 0, name)
+    if start.any():
+        return start
+    return starting_value(Normal(0.02), table[name].shape, 0, name)
 
 
 def shrunk(model: ModelConfig) -> ModelConfig:
@@ -77,7 +78,7 @@ def shrunk(model: ModelConfig) -> ModelConfig:
     width = 8 * heads
     small = {"hidden": 24, "window": 8, "head_dim": 8, "rotary_dim": 4, "chunk": 8, "block": 2}
     layers = {
-        letter: {name: small[name] if name in small and value is not None else value for name, value in options.items()}
+        letter: options | {name: small[name] for name in small.keys() & options.keys() if options[name] is not None}
         for letter, options in model.layers.items()
     }
     return dataclasses.replace(model, width=width, vocab_size=64, layers=layers)

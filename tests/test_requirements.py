@@ -6,6 +6,7 @@ import email
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ else:
 """
 
 
-def started_without(absent: str, *command: str) -> subprocess.CompletedProcess[str]:
+def started_without(absent: str, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """A program that finds everything but some modules."""
     return subprocess.run(
         [sys.executable, "-c", WITHOUT, absent, *command],
@@ -51,8 +52,8 @@ def started_without(absent: str, *command: str) -> subprocess.CompletedProcess[s
         ("transformers", ["tools/convert.py", "export", "--checkpoint", "a", "--output", "b"], "[export]"),
     ],
 )
-def test_a_program_says_on_one_line_what_it_lacks(absent: str, command: list[str], cure: str) -> None:
-    done = started_without(absent, *command)
+def test_programs_report_a_missing_package_on_one_line(absent: str, command: list[str], cure: str) -> None:
+    done = started_without(absent, command)
     assert done.returncode == 2
     assert not done.stdout
     (line,) = done.stderr.splitlines()
@@ -60,17 +61,17 @@ def test_a_program_says_on_one_line_what_it_lacks(absent: str, command: list[str
 
 
 @pytest.mark.parametrize("arguments", [["recipe=laptop"], ["--suite"], ["recipe=samba_421m", "--no-kernels"]])
-def test_rehearse_says_which_extra_it_lacks(arguments: list[str], tmp_path: Path) -> None:
+def test_rehearse_reports_its_missing_extra(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         f"import sys; from hybridtron.cli.main import main; sys.exit(main({['rehearse', *arguments]!r}))"
     )
-    done = started_without("triton", str(tmp_path / "program.py"))
+    done = started_without("triton", [str(tmp_path / "program.py")])
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == 'triton is not installed: pip install --editable ".[rehearse]"\n'
 
 
-def test_a_mirror_that_could_not_be_reached_is_a_problem_before_training() -> None:
-    done = started_without("boto3", "train.py", "run.max_steps=1", "checkpoint.mirror=s3://bucket/a")
+def test_mirror_without_its_package_is_reported_before_training() -> None:
+    done = started_without("boto3", ["train.py", "run.max_steps=1", "checkpoint.mirror=s3://bucket/a"])
     assert done.returncode == 2
     assert "checkpoint.mirror" in done.stderr
     assert "[s3]" in done.stderr
@@ -85,7 +86,7 @@ from hybridtron.data.mds.store import DocumentStore
 from hybridtron.data.mds.verify import verify
 from hybridtron.data.prepare.input_files import find
 from hybridtron.data.prepare.parts import FolderSettings
-from hybridtron.data.prepare.run import prepare
+from hybridtron.data.prepare.prepare_folder import prepare
 from hybridtron.data.prepare.vocabulary import vocabulary_of
 from hybridtron.storage.cache import CacheOptions
 from tokenizers import Tokenizer, models
@@ -106,11 +107,13 @@ ONLY_OF_STORES = "streaming,boto3,botocore,brotli,catalogue,filelock,PIL,snappy,
 
 def test_local_folders_need_no_package_of_stores(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(OF_LOCAL_FOLDERS)
-    done = started_without(ONLY_OF_STORES, str(tmp_path / "program.py"), str(tmp_path))
+    done = started_without(ONLY_OF_STORES, [str(tmp_path / "program.py"), str(tmp_path)])
     assert done.returncode == 0, done.stderr
 
 
-def test_a_benchmark_says_so_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmarks_report_a_missing_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "benchmarks.mixer", raising=False)
     assert main(["bench", "mixer", "--quick"]) == 2
@@ -118,15 +121,15 @@ def test_a_benchmark_says_so_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_help_needs_no_extra() -> None:
-    done = started_without("matplotlib", "hybridtron", "plot", "--help")
+    done = started_without("matplotlib", ["hybridtron", "plot", "--help"])
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_here_all_is_there() -> None:
+def test_extras_of_the_tests_are_installed() -> None:
     assert missing("prepare", "plot", "export", "s3", "streaming") is None
 
 
-def test_what_is_missing_and_how_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = {"numpy", "pyarrow", "mosaicml-streaming"}
     monkeypatch.setattr(requirements, "is_there", lambda name: name not in absent)
     assert missing("prepare") == 'numpy, pyarrow are not installed: pip install --editable ".[prepare]"'
@@ -138,7 +141,7 @@ def test_what_is_missing_and_how_it_is_installed(monkeypatch: pytest.MonkeyPatch
     assert missing("streaming") is None
 
 
-def test_an_installed_package_asks_its_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_package_reads_requirements_from_its_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     about = email.message_from_string(
         "Requires-Python: <3.14,>=3.11\nProvides-Extra: s3\nProvides-Extra: streaming\nProvides-Extra: dev\n"
         "Requires-Dist: numpy<3,>=2.0\nRequires-Dist: boto3<2,>=1.40; extra == 's3'\n"
@@ -146,16 +149,16 @@ def test_an_installed_package_asks_its_metadata(monkeypatch: pytest.MonkeyPatch)
     )
     monkeypatch.setattr(requirements, "PROJECT", Path("/nowhere/pyproject.toml"))
     monkeypatch.setattr("importlib.metadata.metadata", lambda name: about)
-    found = requirements.requirements()
-    assert found.python == "<3.14,>=3.11"
-    assert found.required == {"numpy": "<3,>=2.0"}
+    declared = requirements.requirements()
+    assert declared.python == "<3.14,>=3.11"
+    assert declared.required == {"numpy": "<3,>=2.0"}
     streaming = {"brotli": "<2,>=1.1", "mosaicml-streaming": "==0.13.0"}
-    assert found.extras == {"s3": {"boto3": "<2,>=1.40"}, "streaming": streaming, "dev": {}}
+    assert declared.extras == {"s3": {"boto3": "<2,>=1.40"}, "streaming": streaming, "dev": {}}
     monkeypatch.setattr(requirements, "is_there", lambda name: name != "boto3")
     assert missing("s3") == 'boto3 is not installed: pip install "hybridtron[s3]"'
 
 
-def test_a_project_file_beside_it_may_be_anothers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_project_file_of_another_package_is_not_taken_for_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert requirements.is_checkout()
     monkeypatch.setattr(requirements, "PROJECT", tmp_path / "pyproject.toml")
     assert not requirements.is_checkout()
@@ -163,24 +166,24 @@ def test_a_project_file_beside_it_may_be_anothers(monkeypatch: pytest.MonkeyPatc
     assert not requirements.is_checkout()
 
 
-def test_make_installs_what_the_extra_stands_for() -> None:
+def test_make_installs_the_packages_without_dependencies() -> None:
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
     alone = [f"{name}{version}" for of_extra in requirements.ALONE.values() for name, version in of_extra.items()]
     assert groups["without-dependencies"] == alone
 
 
-def test_a_package_below_one_that_is_absent() -> None:
+def test_installed_and_absent_packages_are_distinguished() -> None:
     assert not is_there("no-such-package")
     assert is_there("megatron-core")
 
 
-def test_an_extra_of_extras_is_read_by_its_own_packages() -> None:
+def test_extra_of_extras_lists_its_own_packages() -> None:
     extras = requirements.requirements().extras
     assert "pytest" in extras["dev"]
     assert not any("hybridtron" in names for names in extras.values())
 
 
-def test_programs_do_not_repeat_that_there_is_no_gpu(capfd: pytest.CaptureFixture[str]) -> None:
+def test_known_warnings_about_an_absent_gpu_are_hidden(capfd: pytest.CaptureFixture[str]) -> None:
     said = "import logging; log = logging.getLogger('torch.utils.cpp_extension'); "
     records = "log.warning('No CUDA runtime is found, using CUDA_HOME=/usr/local'); log.warning('another')"
     hidden = "from hybridtron.requirements import hide_known_warnings; hide_known_warnings(); "

@@ -22,8 +22,8 @@ def state():
     """What other parts of a process could notice."""
     loggers = [logging.getLogger(), *map(logging.getLogger, logging.root.manager.loggerDict)]
     return {
-        "filters": [repr(one) for one in warnings.filters],
-        "handlers": {one.name: [repr(handler) for handler in one.handlers] for one in loggers if one.handlers},
+        "filters": [repr(entry) for entry in warnings.filters],
+        "handlers": {log.name: [repr(handler) for handler in log.handlers] for log in loggers if log.handlers},
         "signals": {str(number): repr(signal.getsignal(number)) for number in signal.valid_signals()},
         "environment": dict(os.environ),
         "made up": sorted(name for name, module in sys.modules.items() if getattr(module, "__spec__", None) is None),
@@ -55,7 +55,7 @@ before = state()
 brought(asked["modules"])
 after = state()
 changed = [what for what in before if before[what] != after[what]]
-print(json.dumps({what: [one for one in after[what] if one not in before[what]] for what in changed}))
+print(json.dumps({what: [entry for entry in after[what] if entry not in before[what]] for what in changed}))
 '''
 
 
@@ -71,12 +71,13 @@ def changed() -> dict[str, list[object]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # seconds of imports, and minutes on a busy machine
-def test_importing_all_of_it_changes_nothing(changed: dict[str, list[object]]) -> None:
+def test_importing_every_module_changes_no_global_state(changed: dict[str, list[object]]) -> None:
     assert changed == {}
 
 
-def test_no_module_imports_what_is_for_processes_alone() -> None:
+def test_modules_for_worker_processes_are_not_imported() -> None:
     texts = {path: path.read_text() for path in (ROOT / "hybridtron").rglob("*.py")}
     importing = ("parallel import quiet", "parallel.quiet import", "import hybridtron.parallel.quiet")
     assert [path for path, text in texts.items() if any(words in text for words in importing)] == []

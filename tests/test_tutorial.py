@@ -50,8 +50,9 @@ def tutorial_files() -> dict[str, str]:
 
 def block_with(text: str) -> str:
     """The page's one block of Python that has this in it, and is no file."""
-    (found,) = (block for block in blocks(PAGE, "python") if text in block and not block.startswith("# hybridtron/"))
-    return found
+    candidates = (block for block in blocks(PAGE, "python") if not block.startswith("# hybridtron/"))
+    (match,) = (block for block in candidates if text in block)
+    return match
 
 
 def commands_of(*starts: str) -> list[str]:
@@ -95,7 +96,7 @@ class Workplace:
 
     def execute(self, *commands: str) -> str:
         """Run a page's commands, those of Python in one process; training gets the small sizes."""
-        own = []
+        in_process = []
         for program, *words in map(shlex.split, commands):
             words += self.small * ("train" in words)
             if program == "cp":
@@ -104,8 +105,10 @@ class Workplace:
                 self.run("-m", "torch.distributed.run", *words)
             else:
                 assert program == "hybridtron" or words[:2] == ["-m", "pytest"]
-                own.append((program, words))
-        return self.run("-c", IN_ONE_PROCESS.format(own)) if own else ""
+                in_process.append((program, words))
+        if not in_process:
+            return ""
+        return self.run("-c", IN_ONE_PROCESS.format(in_process))
 
     def losses(self, run: str) -> list[float]:
         lines = (self.folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
@@ -117,18 +120,19 @@ def workplace(tmp_path: Path, counting_folder: Path) -> Workplace:
     return Workplace(tmp_path / "copy", counting_folder)
 
 
-def test_the_tutorial_is_short() -> None:
+def test_tutorial_is_short() -> None:
     files = tutorial_files()
     assert set(files) == {"hybridtron/architecture/ema.py", "hybridtron/mixers/ema.py"}
     assert sum(code.count("\n") for code in files.values()) < 110
 
 
-def test_every_command_is_run_here() -> None:
+def test_every_command_of_the_tutorial_is_run() -> None:
     assert set(commands_of()) == set(commands_of(CONTRACT, *ALONE, *AUDIT, *PARALLEL))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_it_holds_the_contract_trains_and_is_exported_loaded_and_imported(workplace: Workplace) -> None:
+def test_tutorial_mixer_holds_the_contract_trains_and_is_exported_and_imported(workplace: Workplace) -> None:
     """The contract's tests have the one line that the page adds to them."""
     assert OPTIONS in PAGE.read_text()
     for name in ("tests/conftest.py", "tests/mixers/test_contract.py", "pyproject.toml"):
@@ -152,14 +156,14 @@ def test_it_holds_the_contract_trains_and_is_exported_loaded_and_imported(workpl
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.timeout(300)
-def test_two_tensor_parallel_ranks_have_the_gradients_of_one_process(workplace: Workplace) -> None:
+def test_tutorial_mixer_over_two_tensor_ranks_has_the_gradients_of_one_process(workplace: Workplace) -> None:
     workplace.execute(*commands_of(*AUDIT))
 
 
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.timeout(300)
-def test_two_tensor_parallel_ranks_train_as_one_process(workplace: Workplace) -> None:
+def test_tutorial_mixer_over_two_tensor_ranks_trains_as_one_process(workplace: Workplace) -> None:
     """The run passes states on from row to row."""
     workplace.execute(*commands_of(*PARALLEL))
     losses_of_one = workplace.losses("ema_passing")

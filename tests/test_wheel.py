@@ -39,7 +39,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_it_holds_the_package_its_configs_and_its_benchmarks(wheel: Path) -> None:
+def test_wheel_holds_the_package_its_configs_and_its_benchmarks(wheel: Path) -> None:
     inside = set(zipfile.ZipFile(wheel).namelist())
     expected = {path.relative_to(ROOT).as_posix() for path in (ROOT / "hybridtron").rglob("*.py")}
     for name, pattern in (("configs", "*.yaml"), ("benchmarks", "*.py")):
@@ -51,7 +51,7 @@ def test_it_holds_the_package_its_configs_and_its_benchmarks(wheel: Path) -> Non
     assert {name.split("/")[0] for name in inside} == {"hybridtron", f"hybridtron-{hybridtron.__version__}.dist-info"}
 
 
-def test_it_names_its_command_its_extras_and_its_version(wheel: Path) -> None:
+def test_wheel_names_its_command_its_extras_and_its_version(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         about = f"hybridtron-{hybridtron.__version__}.dist-info"
         metadata = archive.read(f"{about}/METADATA").decode()
@@ -67,6 +67,8 @@ def without_privileges() -> None:
 
     It keeps its number, since another user may not be let into the folder that its interpreter stands in.
     """
+    if os.geteuid() != 0:
+        return
     libc = ctypes.CDLL(None)
     for capability in range(64):
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
@@ -80,9 +82,13 @@ class Installed:
     home: Path
 
     def pip(self, *arguments: str) -> None:
-        own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
+        }
         command = [str(self.venv / "bin/python"), "-m", "pip", "install", "--quiet", *arguments]
-        done = subprocess.run(command, cwd="/", env=own, capture_output=True, text=True, timeout=1500, check=False)
+        done = subprocess.run(
+            command, cwd="/", env=environment, capture_output=True, text=True, timeout=1500, check=False
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         for path in (self.venv, *self.venv.rglob("*")):
             if not path.is_symlink():
@@ -92,11 +98,11 @@ class Installed:
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         """A program of the environment, by a user who can't write there."""
-        own = {"PATH": f"{self.venv / 'bin'}:/usr/bin:/bin", "HOME": str(self.home), "OMP_NUM_THREADS": "1"}
+        environment = {"PATH": f"{self.venv / 'bin'}:/usr/bin:/bin", "HOME": str(self.home), "OMP_NUM_THREADS": "1"}
         return subprocess.run(
             [str(self.venv / "bin" / words[0]), *words[1:]],
-            cwd=self.home, env=own, capture_output=True, text=True, timeout=400, check=False,
-            preexec_fn=without_privileges if os.geteuid() == 0 else None,
+            cwd=self.home, env=environment, capture_output=True, text=True, timeout=400, check=False,
+            preexec_fn=without_privileges,
         )  # fmt: skip
 
     def says(self, *words: str) -> str:
@@ -110,11 +116,11 @@ class Installed:
 def installed(wheel: Path) -> Iterator[Installed]:
     folder = Path(tempfile.mkdtemp(prefix="wheel-"))
     try:
-        found = Installed(folder / "venv", folder / "home")
-        found.home.mkdir()
-        venv.create(found.venv, with_pip=True)
-        found.pip(str(wheel))
-        yield found
+        user = Installed(folder / "venv", folder / "home")
+        user.home.mkdir()
+        venv.create(user.venv, with_pip=True)
+        user.pip(str(wheel))
+        yield user
     finally:
         for path in (folder / "venv", *(folder / "venv").rglob("*")):
             if path.is_dir() and not path.is_symlink():
@@ -124,21 +130,21 @@ def installed(wheel: Path) -> Iterator[Installed]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_user_trains_looks_and_exports_with_the_wheel_alone(wheel: Path, installed: Installed) -> None:
+def test_user_of_the_wheel_alone_trains_inspects_and_exports(wheel: Path, installed: Installed) -> None:
     where = installed.says("python", "-c", "import hybridtron; print(hybridtron.__file__)")
     assert Path(where.strip()).is_relative_to(installed.venv / "lib")
     assert "ModuleNotFoundError" in installed.run("python", "-c", "import pytest").stderr
     denied = f"open({str(installed.venv / 'lib' / 'new')!r}, 'w')"
     assert "PermissionError" in installed.run("python", "-c", denied).stderr
 
-    assert "training can run" in installed.says("hybridtron", "doctor")
+    assert "can run" in installed.says("hybridtron", "doctor")
     assert "8 layers" in installed.says("hybridtron", "inspect", *SETTINGS)
     assert "finished at step 3" in installed.says("hybridtron", "train", *SETTINGS)
     assert "def" in installed.says("hybridtron", "generate", "run", "--prompt", "def", "--tokens", "5")
-    assert "all well" in installed.says("hybridtron", "checkpoint", "verify", "run")
+    assert "no fault" in installed.says("hybridtron", "checkpoint", "verify", "run")
 
     refused = installed.run("hybridtron", "export", "run", "--output", "exported")
     assert (refused.returncode, 'pip install "hybridtron[export]"' in refused.stderr) == (2, True)
     installed.pip(f"{wheel}[export]")
-    assert "logits apart by" in installed.says("hybridtron", "export", "run", "--output", "exported")
+    assert "logits differ by" in installed.says("hybridtron", "export", "run", "--output", "exported")
     assert installed.says("python", "-m", "hybridtron", "--version") == f"hybridtron {hybridtron.__version__}\n"

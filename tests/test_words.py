@@ -31,7 +31,7 @@ KEPT = {  # former names that still work, a method of Python's files, words of b
         "tests/tasks/solvers.py",
     ),
     "put down": ("hybridtron/tasks/babilong/world.py", "tests/tasks/solvers.py"),
-    "aside": ("hybridtron/data/prepare/run.py",),
+    "aside": ("hybridtron/data/prepare/prepare_folder.py",),
     "tell": ("hybridtron/data/prepare/inputs.py",),
     "of_weights": ("docs/history.md", "hybridtron/config/load.py", "tests/config/test_load.py"),
 }
@@ -50,7 +50,7 @@ def pattern(words: list[str]) -> re.Pattern[str]:
     return re.compile(rf"(?<![^\W_])(?:{'|'.join(separated)})(?![^\W_])", re.IGNORECASE)
 
 
-def found_in(text: str) -> Iterator[tuple[int, str]]:
+def uses_in(text: str) -> Iterator[tuple[int, str]]:
     """Line number and phrase of each use. `GoBack` is read as `Go Back`."""
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", text)
     for match in pattern(phrases()).finditer(spaced):
@@ -67,27 +67,27 @@ def written_files() -> Iterator[Path]:
     )
 
 
-def test_no_file_uses_the_words() -> None:
-    found = []
+def test_files_do_not_use_the_banned_words() -> None:
+    uses = []
     for path in written_files():
         where = path.relative_to(ROOT).as_posix()
-        found += [f"{where}: {phrase}" for _, phrase in found_in(where)]
-        used = (use for use in found_in(path.read_text()) if where not in KEPT.get(use[1], ()))
-        found += [f"{where}:{line}: {phrase}" for line, phrase in used]
-    assert found == []
+        uses += [f"{where}: {phrase}" for _, phrase in uses_in(where)]
+        in_text = (use for use in uses_in(path.read_text()) if where not in KEPT.get(use[1], ()))
+        uses += [f"{where}:{line}: {phrase}" for line, phrase in in_text]
+    assert uses == []
 
 
-def test_the_list_is_read() -> None:
+def test_list_of_the_glossary_is_read() -> None:
     assert {"told", "aside", "go back", "so many"} <= set(phrases())
 
 
 @pytest.mark.parametrize(
     "text", ["as told.", "go_back.py", "class GoBack:", "it goes\n    # on here", "Put down", "x_told"]
 )
-def test_uses_are_found(text: str) -> None:
-    assert list(found_in(text))
+def test_uses_of_banned_words_are_noticed(text: str) -> None:
+    assert list(uses_in(text))
 
 
 @pytest.mark.parametrize("text", ["a method", "metrics", "so that many", "metres", "retold", "loudness"])
-def test_other_words_are_not(text: str) -> None:
-    assert [phrase for _, phrase in found_in(text)] == []
+def test_other_words_are_accepted(text: str) -> None:
+    assert [phrase for _, phrase in uses_in(text)] == []

@@ -1,18 +1,27 @@
-"""Low-rank adapters of frozen projections, and their rows in the parameter table.
+"""Low-rank adapters of frozen projections, and their entries in the parameter table.
 
     y = W x + (alpha / rank) B A x          A (rank, in), B (out, rank)
 
-B starts at zero, so that a model with adapters begins as the model without. A projection with fused outputs has one
-pair for each part: the rows of all A are concatenated, and so are those of all B, stored under the parts' names.
-Column-parallel: every rank holds the full A and gets a partial gradient for it; B is cut as W is. Row-parallel: A is
-cut as W is; every rank holds the full B with a partial gradient, and the adapter's output is summed over ranks
-together with the layer's own.
+x is the projection's input, y its output, W its frozen weight. B starts at zero, so that a model with new adapters
+computes the same as the model without them.
 
-With `dora` the lengths of the rows of W + (alpha / rank) B A are learned separately, starting from those of W: M is
-their change, cut as B's rows are (`parallel/magnitude.py`). `dropout` is applied to the adapter's input in training.
+A projection whose weight fuses several parts (such as k and v in `kv`) has one pair A, B for each adapted part. In
+memory, the A of all parts are concatenated along their rows to one tensor, and the B of all parts to another. A
+checkpoint stores each part's A and B under its own name.
 
-LoRA: Hu et al. 2021. `lora_plus` also trains embedding and norms (LongLoRA), `hylora` the short convolutions as well
-(Expansion Span, section 3.3). A tied embedding that is trained is also the head.
+Tensor parallelism shards the adapter like its layer:
+
+    column-parallel    B is sharded along its rows, as W is. Every rank holds the full A, with a partial gradient
+    row-parallel       A is sharded along its columns, as W is. Every rank holds the full B, with a partial gradient.
+                       The adapter's output is all-reduced together with the layer's own output
+
+With `dora` each row of W + (alpha / rank) B A is rescaled to a learned L2 norm: the norm of W's row plus an entry of
+the learned vector M. M starts at zero and is sharded like B's rows (`parallel/dora.py`). In training, `dropout` zeroes
+elements in the adapter's input.
+
+The adapters are LoRA's (Hu et al. 2021). The preset `lora_plus` also trains the embedding and the norms (LongLoRA). The
+preset `hylora` trains all these and the short convolutions (Expansion Span, section 3.3). If the embedding is tied to
+the head, training the embedding also trains the head.
 """
 
 from __future__ import annotations
@@ -24,68 +33,75 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Annotated
 
-from hybridtron.architecture.base import LayerOwner, ModelOwner, Parameter
+from hybridtron.architecture.base import LayerOwner, Parameter
 from hybridtron.architecture.inits import Constant, Uniform
 from hybridtron.limits import above, at_least, below_one
 from hybridtron.problems import Problem, did_you_mean
 
 
 class Adapting(StrEnum):
-    """Weights trained in addition to the adapters: none; embedding and norms; or these and the short convolutions."""
+    """Presets that choose the weights to train besides the adapters; TRAINED_WITH_ADAPTERS lists these weights."""
 
     lora = "lora"
     lora_plus = "lora_plus"
     hylora = "hylora"
 
 
-LEARNING_BESIDE = {
+TRAINED_WITH_ADAPTERS = {
     Adapting.lora: (),
     Adapting.lora_plus: ("embedding.weight", "*norm*"),
     Adapting.hylora: ("embedding.weight", "*norm*", "*conv*"),
 }
-"""Patterns of the names of weights that each preset trains."""
+"""Name patterns for the weights that each preset trains in addition to the adapters."""
 
 ADAPTERS = "*.adapter.*"
-"""Pattern of all adapter weights' names."""
+"""Name pattern for all adapter weights."""
 
 
 @dataclass
 class AdaptersConfig:
-    """Low-rank adapters of frozen projections, and the weights trained with them."""
+    """Low-rank adapters for frozen projections, and the weights trained with them."""
 
     preset: Adapting = (
         Adapting.lora
-    )  # weights trained too: lora: none; lora_plus: embedding and norms; hylora: also convolutions
-    # names of projections, or of their parts, such as layers.*.mixer.kv.weight.k
+    )  # weights to train besides the adapters. lora: none; lora_plus: embedding, norms; hylora: also convolutions
+    # name patterns of the adapted projections, or of their parts, such as layers.*.mixer.kv.weight.k
     weights: list[str] = field(default_factory=lambda: [f"layers.*.mixer.{name}.weight" for name in ("q", "kv", "out")])
     rank: Annotated[int, at_least(1)] = 32  # inner width of an adapter
     alpha: Annotated[float, above(0)] = 64.0  # an adapter's output is multiplied by alpha / rank
-    # probability of dropping an adapter's input in training, drawn for each layer, token and channel
+    # probability that an element of an adapter's input is zeroed in training, independently by layer, token and channel
     dropout: Annotated[float, below_one("such as 0.05")] = 0.0
-    dora: bool = False  # learn the lengths of a projection's rows separately from their directions
+    dora: bool = False  # learn the norms of a projection's rows separately from their directions (DoRA)
 
     restart: bool = False  # merge the previous phase's adapters and start new ones, even if the settings are the same
 
     def continues(self, before: AdaptersConfig | None) -> bool:
-        """Return True if training continues with the adapters of the previous phase."""
+        """Return True if a phase with these settings continues to train the previous phase's adapters.
+
+        `before` has the previous phase's settings, or is None if that phase trained no adapters.
+        """
         if before is None or self.restart:
             return False
         return all(getattr(self, key) == getattr(before, key) for key in ("weights", "rank", "alpha", "dora"))
 
 
 def is_adapter(key: str) -> bool:
-    """Return True for names of adapter weights, their parts and their optimizer tensors."""
+    """Return True if a checkpoint's key belongs to an adapter: A, B or M, a part of these, or their optimizer state."""
     return ".adapter." in key
 
 
 def adapter_key(key: str, piece: str) -> str:
-    """Return the checkpoint's name for the A, B or M that adapts this weight or part."""
+    """Return the name of the adapter's tensor `piece` ("A", "B" or "M") for the weight or part named `key`."""
     return re.sub(r"\.weight(?=$|\.)", f".adapter.{piece}", key)
 
 
 @dataclass(frozen=True)
 class AdaptedPart:
-    """Rows of a projection, with their own adapter or without one."""
+    """A part that is fused into a projection's weight.
+
+    `name` is the part's name, `rows` its row count, and `adapted` is True if it has an adapter. A weight without fused
+    parts counts as a single part with an empty name.
+    """
 
     name: str
     rows: int
@@ -95,12 +111,15 @@ class AdaptedPart:
 def adapted_projections(
     table: Mapping[str, Parameter], adapters: AdaptersConfig | None
 ) -> dict[str, tuple[AdaptedPart, ...]]:
-    """Map the weight name of each projection with adapters to its parts."""
+    """Return every adapted projection's parts, by weight name.
+
+    A projection is adapted if at least one of its parts has an adapter. All its parts are returned.
+    """
     if adapters is None:
         return {}
     parts_by_weight = {}
     for name, weight in table.items():
-        if not is_adaptable(weight):
+        if not weight.is_mixer_projection:
             continue
         parts = tuple(
             AdaptedPart(part, rows, any(fnmatchcase(name, p) or fnmatchcase(key, p) for p in adapters.weights))
@@ -111,13 +130,8 @@ def adapted_projections(
     return parts_by_weight
 
 
-def is_adaptable(weight: Parameter) -> bool:
-    """Return True for the weight of a linear layer in a mixer."""
-    return weight.projection and not isinstance(weight.owner, ModelOwner)
-
-
 def adapter_rows(table: Mapping[str, Parameter], adapters: AdaptersConfig | None) -> dict[str, Parameter]:
-    """Return every adapter weight by its full name, such as `layers.1.mixer.kv.adapter.A`."""
+    """Return the parameter table's entries for the adapter weights, by full name: `layers.1.mixer.kv.adapter.A`."""
     rows = {}
     for name, parts in adapted_projections(table, adapters).items():
         assert adapters is not None
@@ -125,6 +139,7 @@ def adapter_rows(table: Mapping[str, Parameter], adapters: AdaptersConfig | None
         A, B, M = (adapter_key(name, piece) for piece in "ABM")
         rank = adapters.rank
         chosen = [part for part in parts if part.adapted]
+        # True if tensor-parallel ranks divide the inputs (row-parallel), or the outputs (column-parallel)
         by_inputs = any(cut.axis == 1 for cut in weight.cuts)
         by_outputs = any(cut.axis == 0 for cut in weight.cuts)
         treatment = {"fp8": False, "fp32": False, "decay": True, "projection": False}
@@ -156,14 +171,15 @@ def adapter_rows(table: Mapping[str, Parameter], adapters: AdaptersConfig | None
 
 
 def adapter_problems(table: Mapping[str, Parameter], adapters: AdaptersConfig) -> Iterator[Problem]:
-    """Yield a problem for every pattern that matches no projection; keys are those of the adapters' section.
+    """Yield a problem if `adapters.weights` is empty, and for every pattern in it that matches no projection.
 
-    Without this check such a pattern would silently train nothing.
+    Without this check, a misspelt pattern would silently adapt nothing. Each problem's key is `weights`, without the
+    path of the configuration section that holds the adapters' settings.
     """
     names = []
     projection_names = []
     for name, weight in table.items():
-        if is_adaptable(weight):
+        if weight.is_mixer_projection:
             keys = dict.fromkeys((name, *weight.stored(name)))
             names += keys
             projection_names += [_in_any_layer(key, weight) for key in keys]

@@ -1,13 +1,19 @@
 """Softmax attention with rotary positions: full or sliding window, with grouped key/value heads.
 
     q, k, v = u W_q, u W_k, u W_v [-> silu(conv(.)) where `conv` is set]
-    q, k -> RMSNorm [where `qk_norm` is set] -> RoPE, or on their first channels
-    y = out(softmax(q k^T / sqrt(head_dim) [or times `scale`]) v [* sigmoid(u W_g) where `gate` is set])
+    q, k -> RMSNorm [where `qk_norm` is set] -> RoPE, on all channels or on the first `rotary_dim` of each head
+    y = out(softmax(scale q k^T) v [* sigmoid(u W_g) where `gate` is set])
 
-With a window of w a token sees itself and the w - 1 tokens before it. Grouped-query attention has fewer `kv_heads`
-than `heads`; multi-query attention has one. `conv` is the short convolution on q, k and v of Samba's Table 8; that of
-mamba2attn-2.7b has a bias and no SiLU, and its rotary positions rotate only `rotary_dim` of a head's channels.
-OLMo-Hybrid norms the queries of all heads together, and the keys; Qwen3-Next norms each head, and gates the output.
+u is the mixer's input, y its output. conv is a short causal convolution over the tokens of each channel. `scale` is
+head_dim^-0.5 by default. With a window of w a token sees itself and the w - 1 tokens before it. Grouped-query attention
+has fewer `kv_heads` than `heads`; multi-query attention has one.
+
+Published models use the options in these ways:
+
+    Samba, Table 8       `conv`, a short convolution on q, k and v
+    mamba2attn-2.7b      `conv` with a bias and without SiLU; rotates only a head's first `rotary_dim` channels
+    OLMo-Hybrid          `qk_norm: all`, one RMSNorm over the queries from all heads, and one over the keys
+    Qwen3-Next           `qk_norm: head`, an RMSNorm over each head; `gate`
 """
 
 from __future__ import annotations
@@ -25,14 +31,14 @@ from hybridtron.problems import Problem, choice
 
 
 def visible_tokens(seq_len: int, window: int | None) -> float:
-    """Return the mean number of positions that a token sees over a sequence, itself included."""
+    """Return the mean number of tokens that a token sees under causal attention, itself included."""
     if window is None or seq_len <= window:
         return (seq_len + 1) / 2
     return window - window * (window - 1) / (2 * seq_len)
 
 
 class ReadingAttention(StrEnum):
-    """Attention that an evaluation uses instead of the model's option: full, or as in training."""
+    """The attention in an evaluation: full attention, or the attention that the model was trained with."""
 
     full = "full"
     trained = "trained"
@@ -40,14 +46,14 @@ class ReadingAttention(StrEnum):
 
 @dataclass(frozen=True)
 class HeadsSpec(MixerSpec):
-    """Shared base of mixers with queries, keys and values: heads, projections, convolutions and positions.
+    """Shared base for mixers with queries, keys and values: heads, projections, convolutions and positions.
 
     `kv_heads` defaults to `heads`, and `head_dim` to width / heads.
     """
 
     width_option: ClassVar[str] = "heads"
     projects_input: ClassVar[bool] = True
-    reading: ClassVar[Mapping[ReadingAttention, Mapping[str, Any]]]  # options that select each attention
+    reading: ClassVar[Mapping[ReadingAttention, Mapping[str, Any]]]  # options to override in an evaluation, by choice
 
     heads: Annotated[int, at_least(1)] = 1  # query heads
     kv_heads: Annotated[int | None, at_least(1)] = None  # key/value heads; null: heads
@@ -60,12 +66,12 @@ class HeadsSpec(MixerSpec):
     conv: Annotated[int | None, at_least(2, "leave it out for none")] = None
     conv_bias: bool = False  # the short convolution has a bias
     conv_silu: bool = True  # SiLU follows the short convolution
-    # norm of queries and of keys: none, of each head (one weight for all heads), or over all heads together
+    # RMSNorm of queries and of keys. head: each head by itself, with one weight for all; all: over all heads together
     qk_norm: Annotated[str, one_of(("none", "head", "all"))] = "none"
     norm_eps: Annotated[float, above(0)] = 1e-5  # added to the mean square in the norm of queries and keys
-    # factor of the products of queries and keys; null: head_dim^-0.5
+    # factor of q k^T before the softmax; null: head_dim^-0.5
     scale: Annotated[float | None, above(0)] = None
-    gate: bool = False  # multiply the output by the sigmoid of one more projection
+    gate: bool = False  # multiply the heads' output by the sigmoid of one more projection of the input
 
     def __post_init__(self) -> None:
         if isinstance(self.rope, Mapping):  # from YAML or config.json
@@ -83,7 +89,10 @@ class HeadsSpec(MixerSpec):
         return None
 
     def query_factor(self, head_dim: int) -> float:
-        """Return the factor by which queries are multiplied, on top of head_dim^-0.5 in the attention op."""
+        """Return the factor by which queries are multiplied to get `scale`.
+
+        The attention op itself multiplies q k^T by head_dim^-0.5.
+        """
         if self.scale is None:
             return 1.0
         return self.scale * head_dim**0.5
@@ -95,7 +104,7 @@ class HeadsSpec(MixerSpec):
         return self.head_dim or self.input_width(model) // self.heads
 
     def rotary(self, model: ModelSizes) -> int:
-        """Return the number of a head's channels that rotary positions rotate."""
+        """Return how many channels in a head are rotated by rotary positions."""
         return self.rotary_dim or self.head(model)
 
     def channels(self, model: ModelSizes) -> tuple[int, int]:
@@ -105,7 +114,8 @@ class HeadsSpec(MixerSpec):
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         queries, keys = self.channels(model)
         input_width = self.input_width(model)
-        # Queries and keys/values are two weights, because every rank replicates key/value heads if they are few.
+        # Queries have a separate weight from keys and values, because the two are cut differently: if ranks can't
+        # divide the key/value heads evenly, every rank holds all key/value heads.
         head = linear(queries, input_width, cut=Cut(0, unit=self.head(model)))
         pair = (("k", keys), ("v", keys))
         shared = Cut(0, unit=self.head(model), replicate=True)
@@ -164,16 +174,18 @@ class HeadsSpec(MixerSpec):
 
     def activation_values(self, model: ModelSizes) -> int:
         queries, keys = self.channels(model)
-        # q, k, v (once more where a convolution stands between), the output, an fp32 number a head; what a form gathers
-        # of the keys it gathers again. Keys that are not yet rotated lie beside the values, and live as long.
+        # q, k, v; with a convolution also its inputs; the heads' output; and one fp32 element per head (log-sum-exp).
+        # With rotary positions, the keys before rotation stay in memory too, because they share a tensor with the
+        # values. Gathered copies of keys don't count: an op that gathers keys gathers them again in the backward pass.
         unrotated = keys if self.positions is not None else 0
-        # the gate's projection, its sigmoid and the product; queries and keys before their norm
+        # with a gate: its logits, its sigmoid and the gated output; with `qk_norm`: queries and keys before their norm
         beside = 3 * queries * self.gate + (queries + keys) * (self.qk_norm != "none")
         return (queries + 2 * keys) * (2 if self.conv else 1) + unrotated + queries + model.wide * self.heads + beside
 
     def carried_heads(self, model: ModelSizes, tokens: int | None) -> dict[str, StatePart]:
-        """Return the state parts: keys and values of `tokens` tokens, their number, and the convolutions' last
-        inputs.
+        """Return the state parts: keys, values, how many tokens they cover, and the convolutions' last inputs.
+
+        `tokens` is the maximum number of tokens whose keys and values are kept; with None all are kept.
         """
         queries, keys = self.channels(model)
         heads = (tokens, self.groups(), self.head(model))
@@ -211,7 +223,7 @@ class HeadsSpec(MixerSpec):
             )
 
     def _rotary_problems(self, model: ModelSizes) -> Iterator[Problem]:
-        """Check that rotary positions can rotate pairs of a head's channels."""
+        """Yield a problem if the rotated channels can't be divided into pairs, or are more than a head has."""
         head = self.head(model)
         if self.rotary_dim is None:
             if head % 2:
@@ -223,11 +235,11 @@ class HeadsSpec(MixerSpec):
 
 @dataclass(frozen=True)
 class AttentionSpec(HeadsSpec):
-    """Options of an attention mixer. Without a `window` a token sees all tokens before it."""
+    """Options for softmax attention. Without a `window` a token sees itself and all tokens before it."""
 
     kind: ClassVar[str] = "attention"
     module: ClassVar[str] = "hybridtron.mixers.attention:Attention"
-    hands_over: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     reading: ClassVar[Mapping[ReadingAttention, Mapping[str, Any]]] = {
         ReadingAttention.full: {"window": None},
         ReadingAttention.trained: {},

@@ -1,9 +1,14 @@
 """Torch-free description of a mixer: options, parameters, FLOPs, state shapes, and rules for layouts.
 
-A mixer is described by one frozen dataclass whose fields are its YAML options. Everything else follows from these and
-the model's width, so a 3.8B model's parameters, FLOPs and memory take milliseconds, and a wrong option is refused
-without torch. The module in `mixers/NAME.py` must build the parameters that `parameters()` lists; a test compares
-them.
+A mixer is the computation in one residual sub-layer: attention, a state-space recurrence or an MLP. A mixer's *spec* is
+a frozen dataclass whose fields are the mixer's YAML options. A mixer's parameters, FLOPs and state shapes follow from
+the mixer's spec and the model's sizes. Computing them needs no torch: it takes milliseconds even for a 3.8B model, and
+a wrong option is refused before torch is imported.
+
+A mixer's torch module is in `mixers/`, in a file with the same name. The module must build exactly the parameters that
+the spec's `parameters()` lists; a test compares the two.
+
+A *layout* says how many ranks there are in each dimension of parallelism: tensor, pipeline and others.
 """
 
 from __future__ import annotations
@@ -16,17 +21,20 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
 from hybridtron.architecture.inits import Init, Orthogonal, OutputProjection, Projection
-from hybridtron.architecture.place import PlaceSpec
+from hybridtron.architecture.placement import Placement
 from hybridtron.problems import Problem
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Sharding of one tensor axis over one dimension of the layout.
+    """Sharding of one tensor axis over one layout dimension.
 
-    `unit` is the number of entries that must stay together (a head). If the ranks can't divide the units evenly, each
-    rank holds the full axis, provided `replicate` allows it. If the entries (key heads) are read by `readers` (query
-    heads), a rank holds those that its own readers need, so that several ranks may hold the same entry.
+    axis         the tensor axis, by its index
+    over         the dimension, such as "tensor"
+    unit         how many consecutive entries must stay on one rank, such as a head's channels
+    replicate    each rank may hold the full axis if the rank count does not divide the unit count
+    readers      for an axis of key heads: the model's number of query heads, which share the key heads evenly. A rank
+                 holds the key heads that its own query heads read. Several ranks may hold the same key head
     """
 
     axis: int
@@ -37,24 +45,32 @@ class Cut:
 
 
 DENSE = "dense"
-"""Family of the weights that each tensor-parallel rank uses for every token of its rows."""
+"""Name of the only family of weights so far.
+
+All weights of a family are sharded and replicated over the same ranks. Dense weights are applied to every token, unlike
+the experts of a mixture of experts.
+"""
 
 
 @dataclass(frozen=True)
 class Sharded(ABC):
-    """A tensor that may be sharded: at most one cut for each dimension of the layout, each along its own axis.
+    """A tensor that may be sharded: at most one cut for each layout dimension, each along its own axis.
 
-    A rank holds the product of its entries along the axes. Along a dimension without a cut all ranks hold the same.
+    A rank holds one range of entries along every cut axis. Ranks that differ only in a dimension without a cut hold the
+    same entries.
     """
 
     cuts: tuple[Cut, ...] = field(default=(), kw_only=True)
 
     @abstractmethod
     def fused_sizes(self, axis: int) -> tuple[int, ...]:
-        """Return the sizes of the parts fused along an axis; each part is cut separately."""
+        """Return the sizes of the parts that are fused along an axis; without fused parts, the axis's full size."""
 
     def cut_over(self, dimension: str, ranks: int) -> Cut | None:
-        """Return the cut over a dimension with this many ranks, or None if each rank holds the full axis."""
+        """Return the cut over one layout dimension, or None if this dimension does not divide the tensor.
+
+        `ranks` counts the dimension's ranks.
+        """
         cut = next((cut for cut in self.cuts if cut.over == dimension), None)
         if cut is None or ranks == 1:
             return None
@@ -65,16 +81,17 @@ class Sharded(ABC):
         return None
 
     def active_cuts(self, layout: Mapping[str, int]) -> list[Cut]:
-        """Return the cuts that apply in a layout, given as the number of ranks in each dimension."""
+        """Return the cuts that apply in a layout; `layout` maps each dimension to its rank count."""
         cuts = (self.cut_over(dimension, ranks) for dimension, ranks in layout.items())
         return [cut for cut in cuts if cut is not None]
 
 
 def groups_of_heads(used: range, heads: int, groups: int) -> slice | list[int]:
-    """Return the indices of the groups that some of `heads` heads use, if these share `groups` groups evenly.
+    """Return an index for an axis of groups: it selects the groups that the heads in `used` read.
 
-    If each group serves equally many of the heads, this is a slice with one entry per group, so that indexing makes no
-    copy. Otherwise it is a list with one entry per head.
+    The model has `heads` heads and `groups` groups; head h reads group h * groups // heads. If each selected group is
+    read by equally many heads in `used`, the index is a slice over these groups, so that indexing makes no copy.
+    Otherwise the index lists the group for each head in `used`.
     """
     group_of_head = [head * groups // heads for head in used]
     distinct = range(group_of_head[0], group_of_head[-1] + 1)
@@ -85,31 +102,34 @@ def groups_of_heads(used: range, heads: int, groups: int) -> slice | list[int]:
 
 @dataclass(frozen=True)
 class LayerOwner:
-    """One sub-layer, by its index in the model."""
+    """A weight's owner: one sub-layer, by its index in the model."""
 
     index: int
 
     @property
     def path(self) -> str:
-        """Beginning of the names of its weights."""
+        """Prefix for the sub-layer's weight names."""
         return f"layers.{self.index}"
 
 
 @dataclass(frozen=True)
 class LetterOwner:
-    """All sub-layers of a letter, which share the weight."""
+    """Owner of a weight that all sub-layers with one pattern letter share.
+
+    The layer pattern is a string such as `(M-W-)*6`, in which each letter is a sub-layer.
+    """
 
     letter: str
 
     @property
     def path(self) -> str:
-        """Beginning of the names of its weights."""
+        """Prefix for the letter's weight names."""
         return f"shared.{self.letter}"
 
 
 @dataclass(frozen=True)
 class ModelOwner:
-    """The model outside its sub-layers: `embedding`, `norm` or `head`."""
+    """Owner of a weight outside the sub-layers; `path` is `embedding`, `norm` or `head`."""
 
     path: str
 
@@ -121,18 +141,27 @@ Owner = LayerOwner | LetterOwner | ModelOwner
 class Parameter(Sharded):
     """One weight: its shape, its initialisation, and its treatment by optimizer, precision, layout and checkpoint.
 
-    `parts` names the parts fused along `parts_axis`, as (name, size); a checkpoint stores each under its own name, and
-    a layout cuts each separately. The ranks of the weight's `family` cut it and hold copies of it. `fp8` marks large
-    projections, which multiply in FP8 where a run does. `grown` initialises the weight if loaded weights lack it: by a
-    rule, or from concatenated rows of stored keys in its sub-layer. None: it may not be missing. `projection` marks the
-    weight of a linear layer, which can have an adapter.
+    `parts` lists the matrices that are fused along `parts_axis`, each with its name and its size along this axis. A
+    checkpoint stores each part under its own name, and a layout cuts each part separately. `family` selects the ranks
+    that shard or replicate the weight. Five fields are flags:
 
-    A replicated weight's gradient is summed over tensor-parallel ranks if each rank's is partial: with
-    `partial_gradient` because the weight works on that rank's channels, with `sequence_partial` because it reads the
-    residual stream, of which a rank has its own tokens under sequence parallelism. A weight that computes the same on
-    every rank has neither mark.
+        decay         weight decay applies to the weight
+        fp32          the weight stays in fp32 in a bf16 model
+        fp8           a large projection, whose matmuls are in FP8 if the run uses FP8
+        projection    a linear layer's weight, which can have an adapter
+        shared        all sub-layers with the same pattern letter share the weight
 
-    A spec marks a weight as `shared` by all sub-layers of its letter. The table then sets the `owner`.
+    `grown` says how to initialise the weight if a loaded checkpoint lacks it: by a rule, or by concatenating the
+    weights with these names in the same sub-layer. None means that a checkpoint without the weight is refused.
+
+    Two more flags say why the gradient on each rank is incomplete if tensor-parallel ranks hold replicas of the weight.
+    The ranks must then all-reduce the gradient:
+
+        partial_gradient    each rank uses the weight's output only for its own heads or channels
+        sequence_partial    the weight is applied to the residual stream, and under sequence parallelism each rank holds
+                            only some tokens of the stream
+
+    A spec leaves `owner` None; `architecture/table.py` sets it.
     """
 
     shape: tuple[int, ...]
@@ -150,6 +179,11 @@ class Parameter(Sharded):
     grown: Init | tuple[str, ...] | None = None
     owner: Owner | None = None
 
+    @property
+    def is_mixer_projection(self) -> bool:
+        """True for a linear layer's weight in a mixer: not for embedding, head, convolutions or A_log."""
+        return self.projection and not isinstance(self.owner, ModelOwner)
+
     def fused_sizes(self, axis: int) -> tuple[int, ...]:
         if self.parts and axis == self.parts_axis:
             return tuple(size for _, size in self.parts)
@@ -160,15 +194,15 @@ class Parameter(Sharded):
         return math.prod(self.shape)
 
     def stored(self, name: str) -> dict[str, tuple[int, ...]]:
-        """Return the keys and shapes under which a checkpoint stores this weight: those of its parts, or its own."""
+        """Return the keys under which a checkpoint stores this weight or its parts, with their shapes."""
         if not self.parts:
             return {name: self.shape}
         before = self.shape[: self.parts_axis]
         behind = self.shape[self.parts_axis + 1 :]
         return {f"{name}.{part}": (*before, size, *behind) for part, size in self.parts}
 
-    def share_shape(self, layout: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of a rank's shard in a layout, given as the number of ranks in each dimension."""
+    def shard_shape(self, layout: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape of one rank's shard; `layout` maps each dimension to its rank count."""
         shape = list(self.shape)
         for cut in self.active_cuts(layout):
             shape[cut.axis] //= layout[cut.over]
@@ -178,34 +212,54 @@ class Parameter(Sharded):
 def linear(
     out_features: int, in_features: int, parts: tuple[tuple[str, int], ...] = (), cut: Cut = Cut(0), fp8: bool = True
 ) -> Parameter:
-    """Return a projection initialised Kaiming-uniform, a = sqrt 5: U(+-1/sqrt(in_features))."""
+    """Return a projection's weight, initialised uniformly on +-1/sqrt(in_features), as torch's nn.Linear is.
+
+    By default the projection is column-parallel: tensor-parallel ranks divide its outputs.
+    """
     start = Projection(in_features**-0.5)
     return Parameter((out_features, in_features), start, parts=parts, cuts=(cut,), fp8=fp8, projection=True)
 
 
 def output_linear(out_features: int, in_features: int, num_sublayers: int) -> Parameter:
-    """Return a sub-layer's output projection, with its initialisation divided by sqrt(sub-layers of the model)."""
+    """Return a sub-layer's output projection, initialised uniformly on +-1/sqrt(in_features * num_sublayers).
+
+    The projection is row-parallel: tensor-parallel ranks divide its inputs.
+    """
     start = OutputProjection((in_features * num_sublayers) ** -0.5)
     return Parameter((out_features, in_features), start, cuts=(Cut(1),), fp8=True, projection=True)
 
 
 @dataclass(frozen=True)
 class StatePart(Sharded):
-    """One tensor of a carried state, per lane. Recipes select parts by `kind`; `dtype` None means the stream's type.
+    """One tensor in a mixer's state.
 
-    The real tensor's first axis is the lane; `shape` and the cuts' axes do not count it. None in a shape grows with
-    the tokens seen (keys of full attention). `parts` are sizes fused along the last axis. `handed` says which `kv`
-    data later sequence shards (`parallel/context.py`) receive, if it is not a window: the full row before them, the
-    sets that all earlier shards would carry, a running sum, the last tokens, or an all-reduced table. `transition` is
-    the number of values by which a shard multiplies the recurrent state before it, sent beside its own state.
+    With the state after a row (a sequence in the batch), the next row can continue the same text. The tensor's first
+    axis is the row's index in the batch. `shape` and the cuts' axes leave this axis out. An axis with size None grows
+    with the tokens seen, such as the token axis of full attention's keys. With `dtype` None the tensor has the residual
+    stream's dtype. `parts` are the sizes of tensors that are fused along the last axis. `kind` is a recurrent state
+    (`ssm`), a convolution's last inputs (`conv`), or attention's keys and values (`kv`).
+
+    The last two fields are for context parallelism (`parallel/context.py`), where each rank holds a sequence shard:
+    consecutive tokens from every row. `exchange` says which `kv` data a shard receives from the shards before it:
+
+        None     a window of tokens, or all earlier tokens if the window is unlimited
+        row      all earlier tokens in the row
+        sets     from each earlier shard, the keys that the shard keeps for later tokens
+        sum      a running sum
+        tail     the last tokens
+        table    a table with entries from every shard, all-reduced
+
+    For a recurrent state, `transition` counts the elements in the factor by which a shard multiplies the state before
+    it. The shard sends this factor with its own state.
     """
 
     kind: Literal["ssm", "conv", "kv"]
     shape: tuple[int | None, ...]
     dtype: Literal["float32", "int64"] | None = None
-    heads: int = 1  # equal runs of the first axis with separate statistics (for states drawn as noise)
+    # number of equal groups along axis 0 of `shape`; if the state is drawn as noise, each group has its own statistics
+    heads: int = 1
     parts: tuple[int, ...] = ()
-    handed: Literal["row", "sets", "sum", "tail", "table"] | None = None
+    exchange: Literal["row", "sets", "sum", "tail", "table"] | None = None
     transition: int = 0
 
     def fused_sizes(self, axis: int) -> tuple[int, ...]:
@@ -217,40 +271,43 @@ class StatePart(Sharded):
 
 
 Names = dict[str, tuple[str, ...]]
-"""Name in an exported model -> our keys, whose rows are concatenated there; both inside a sub-layer."""
+"""Map from the name of an exported model's weight to names of this package's weights.
+
+The exported weight is the concatenation of these weights along axis 0. All names are relative to the sub-layer.
+"""
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of the model around a mixer, and its index among all layers and among those of its kind."""
+    """Sizes of the model that contains a mixer, and the position of the mixer's sub-layer in the model."""
 
     width: int
     num_sublayers: int
-    layer: int = 0
-    nth_of_kind: int = 0
+    layer: int = 0  # index among all sub-layers
+    nth_of_kind: int = 0  # index among the sub-layers with this kind of mixer
     layers_of_kind: int = 1
-    wide: int = 2  # size of an fp32 value, in units of the compute type
-    tensor: int = 1  # tensor-parallel ranks that keep a mixer's activations together, for counting these
+    wide: int = 2  # bytes of an fp32 value divided by bytes of a value in the compute type
+    tensor: int = 1  # number of tensor-parallel ranks, over which `activation_values` sums
 
     def at(self, layer: int, kinds: Sequence[str]) -> ModelSizes:
-        """Return the sizes for one layer of a model with layers of these kinds."""
+        """Return the sizes for the sub-layer with index `layer`; `kinds` has every sub-layer's kind."""
         kind = kinds[layer]
         return replace(self, layer=layer, nth_of_kind=kinds[:layer].count(kind), layers_of_kind=kinds.count(kind))
 
 
 @dataclass(frozen=True)
-class MixerSpec(PlaceSpec, ABC):
-    """Options of one pattern letter. Subclasses add their options as fields."""
+class MixerSpec(Placement, ABC):
+    """Base class for specs: the options of one pattern letter. Subclasses add their options as fields."""
 
     kind: ClassVar[str]
-    module: ClassVar[str]  # the mixer, "package.file:Class"; a name, because importing it would need torch
-    width_option: ClassVar[str | None] = None  # option that sets the projections' widths, with the model's width
-    projects_input: ClassVar[bool] = False  # only `projected` (parallel/linear) reads its input
-    hands_over: ClassVar[bool] = False  # supports context parallelism (parallel/context)
+    module: ClassVar[str]  # the mixer's class as "package.file:Class", because importing it would need torch
+    width_option: ClassVar[str | None] = None  # option to name in errors about sizes that don't divide evenly
+    projects_input: ClassVar[bool] = False  # the mixer reads its input only through `project_all` (parallel/linear.py)
+    supports_context_parallel: ClassVar[bool] = False  # ranks may divide a row's tokens (parallel/context.py)
 
     @classmethod
     def renamed(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options with their current names; recipes and checkpoints may have former ones."""
+        """Return the options under their current names; recipes and checkpoints may use former names."""
         return dict(options)
 
     def input_width(self, model: ModelSizes) -> int:
@@ -260,33 +317,38 @@ class MixerSpec(PlaceSpec, ABC):
 
     @abstractmethod
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
-        """Return every parameter of the module, by its name inside the module."""
+        """Return every parameter in the mixer's torch module, by its name inside the module."""
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
-        """Return forward FLOPs per token by part (here: of weights); a multiply-add counts 2."""
+        """Return forward FLOPs per token, by part of the mixer; a multiply-add counts 2.
+
+        This base method counts matmuls and convolutions with weights. Subclasses add the rest, such as attention.
+        """
         parts: Counter[str] = Counter()
         for weight in self.parameters(model).values():
             is_projection = isinstance(weight.init, Projection | OutputProjection | Orthogonal)
-            if is_projection or (len(weight.shape) == 2 and weight.decay):  # convolution taps; not A_log, not decayed
+            # convolution taps have two axes and weight decay; Mamba's A_log has two axes, but no weight decay
+            if is_projection or (len(weight.shape) == 2 and weight.decay):
                 parts["projections" if is_projection else "conv"] += 2 * weight.size
         return {**parts}
 
     @abstractmethod
     def activation_values(self, model: ModelSizes) -> int:
-        """Return the values per token kept from the forward to the backward pass: an estimate, over all tensor ranks.
+        """Estimate how many elements are saved for the backward pass per token, summed over tensor-parallel ranks.
 
-        fp32 values count `model.wide`, values that every tensor-parallel rank keeps whole `model.tensor` times. The
-        mixer's input is counted by the planner.
+        The unit is an element of the compute type, so an fp32 element counts as `model.wide`. An element that every
+        tensor-parallel rank saves counts `model.tensor` times. The mixer's input is not included: the planner adds it.
         """
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
-        """Return the state parts that this mixer carries from chunk to chunk; none by default."""
+        """Return the tensors of this mixer's state by name; none by default."""
         return {}
 
     def exported_names(self, model: ModelSizes) -> Names:
-        """Return the names of the weights in an exported model; by default our own.
+        """Return the weights' names in an exported model; by default the names in this package.
 
-        A name that ends in conv1d.weight is exported with the shape (channels, 1, taps); ours has no middle axis.
+        A weight whose exported name ends in conv1d.weight is exported with the shape (channels, 1, taps); in this
+        package its shape is (channels, taps).
         """
         return {name: tuple(weight.stored(name)) for name, weight in self.parameters(model).items()}
 
@@ -296,38 +358,53 @@ class MixerSpec(PlaceSpec, ABC):
 
     @property
     def auxiliary(self) -> tuple[str, ...]:
-        """Names of the losses that the mixer adds to the training loss."""
+        """Names for the losses that the mixer adds to the training loss."""
         return ()
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterable[Problem]:
-        """Yield problems of options that are within their limits but don't fit together; keys are option names."""
+        """Yield problems with options that do not fit together; limits of single options are checked elsewhere.
+
+        Each problem's key is an option's name.
+        """
         return ()
 
     @property
     def attention_at_eval(self) -> str | None:
-        """Attention that runs outside training and its reach, for tables; None for mixers without attention."""
+        """Name of the attention outside training: `full` or `window 2048`; None for a mixer without attention."""
         return None
 
     @property
     def shares_rows(self) -> bool:
-        """True if the tokens of a row can be divided over ranks (context parallelism)."""
-        return self.hands_over
+        """True if ranks may divide a row's tokens (context parallelism) with this spec's options."""
+        return self.supports_context_parallel
 
     @property
-    def reads_in(self) -> int:
-        """Multiple at which a text can be split outside training with the same result as reading it at once."""
+    def chunk_multiple(self) -> int:
+        """Granularity, in tokens, for splitting a text outside training.
+
+        A text that is split at multiples of this number gives the same result as the unsplit text.
+        """
         return 1
 
     def carry_problems(self, seq_len: int) -> Iterable[Problem]:
-        """Yield problems that keep rows of this length from continuing the previous row; keys are option names."""
+        """Yield a problem for each reason why a row of `seq_len` tokens can't continue the previous row's state.
+
+        Each problem's key is an option's name.
+        """
         return ()
 
-    def surprises(self, carried: bool) -> Iterable[Problem]:
-        """Yield warnings about surprising options; `carried`: a phase carries keys and values in training."""
+    def warnings(self, carried: bool) -> Iterable[Problem]:
+        """Yield warnings about options with surprising effects.
+
+        `carried` is True if some phase carries keys and values from row to row in training.
+        """
         return ()
 
     def layout_problems(self, model: ModelSizes, tensor: int) -> Iterable[Problem]:
-        """Yield problems that keep this mixer from being cut over `tensor` ranks; keys are option names."""
+        """Yield a problem if `tensor` tensor-parallel ranks can't divide this mixer.
+
+        The problem's key is an option's name.
+        """
         uneven = [
             f"{size // cut.unit} in {name}"
             for name, weight in self.parameters(model).items()
@@ -336,7 +413,7 @@ class MixerSpec(PlaceSpec, ABC):
             for size in weight.fused_sizes(cut.axis)
             if size % (cut.unit * tensor)
         ]
-        if uneven:  # report one weight: the same option fixes the others
+        if uneven:  # report the first weight only: the same option fixes all weights
             option = self.width_option or "kind"
             yield Problem(
                 option,
@@ -345,6 +422,6 @@ class MixerSpec(PlaceSpec, ABC):
             )
 
     def describe(self) -> str:
-        """Return the options that differ from their defaults, for tables: `window=2048 kv_heads=4`."""
+        """Return the options that differ from their defaults, for printed tables: `window=2048 kv_heads=4`."""
         chosen = ((f.name, f.default, getattr(self, f.name)) for f in fields(self))
         return " ".join(f"{name}={value}" for name, default, value in chosen if value not in (default, None))

@@ -1,11 +1,11 @@
-"""Shared base of linear attention's kinds: keys write values into a state per head, and queries read from it.
+"""Shared base of linear-attention mixers: keys write values into a state per head, and queries read from the state.
 
     q, k, v, z = in_proj(u) [q, k, v -> silu(conv(.)) where `conv` is set]
-    y = the kind's recurrence over q, k and v
+    y = recurrence(q, k, v)                                   defined by each mixer based on this file, such as `gla`
     out_proj(norm(y) * silu(z))                               RMSNorm over a head's values, one weight for all heads
 
-`conv` is the short convolution of Samba's Table 8. A kind may have fewer heads of queries and keys than of values, and
-another gate than silu(z).
+u is the mixer's input. `conv` is the short convolution in Samba's Table 8. A mixer based on this file may have fewer
+heads for queries and keys than for values, and another gate than silu(z).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from hybridtron.problems import Problem, choice
 
 @dataclass(frozen=True)
 class LinearAttentionSpec(MixerSpec):
-    """Options of linear attention's kinds: heads, projections, convolution and norm."""
+    """Options for linear-attention mixers: heads, projections, convolution and norm."""
 
     width_option: ClassVar[str] = "heads"
-    hands_over: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     chunk: ClassVar[int]
-    """Chunk length of the chunked form, for the FLOP count."""
+    """Tokens per chunk in the recurrence's chunked algorithm; the FLOP count assumes this algorithm."""
     norm_name: ClassVar[str] = "g_norm_swish_gate"
-    """Name of the norm in flash-linear-attention."""
+    """Name of the output norm in flash-linear-attention."""
 
     heads: Annotated[int, at_least(1)] = 4  # number of heads; each has its own state
     expand_k: Annotated[float, above(0)] = 1.0  # key channels of all heads, in multiples of the model's width
@@ -41,30 +41,30 @@ class LinearAttentionSpec(MixerSpec):
 
     @property
     def num_key_heads(self) -> int:
-        """Number of query and key heads."""
+        """Number of key heads, which is also the number of query heads."""
         return self.heads
 
     def channels(self, model: ModelSizes) -> tuple[int, int]:
-        """Return the key and value channels of all heads."""
+        """Return the key channels and the value channels, each summed over all heads."""
         return round(self.expand_k * model.width), round(self.expand_v * model.width)
 
     def head_sizes(self, model: ModelSizes) -> tuple[int, int]:
-        """Return the key and value channels of one head."""
+        """Return one head's key channels and value channels."""
         keys, values = self.channels(model)
         return keys // self.num_key_heads, values // self.heads
 
     def convolved(self, model: ModelSizes) -> tuple[tuple[str, int], ...]:
-        """Return the inputs of the short convolution, as (name, channels)."""
+        """Return the inputs to the short convolution, as (name, channels)."""
         keys, values = self.channels(model)
         return ("q", keys), ("k", keys), ("v", values)
 
     def projected(self, model: ModelSizes) -> tuple[tuple[str, int], ...]:
-        """Return the outputs of in_proj, as (name, channels)."""
+        """Return the outputs that in_proj concatenates, as (name, channels)."""
         return *self.convolved(model), ("z", self.channels(model)[1])
 
     @abstractmethod
     def state_shape(self, model: ModelSizes) -> tuple[int, int]:
-        """Return the shape of one head's state, in the order of its op."""
+        """Return the shape of one head's state: key and value channels, in the order that the recurrence's op uses."""
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         width, (keys, values), (_, head) = model.width, self.channels(model), self.head_sizes(model)
@@ -81,7 +81,7 @@ class LinearAttentionSpec(MixerSpec):
         return table
 
     def exported_names(self, model: ModelSizes) -> Names:
-        """Return flash-linear-attention's names; each of our fused projections is several there."""
+        """Return the weights' names in flash-linear-attention, where fused projections are separate weights."""
         names: Names = {f"{self.norm_name}.weight": ("norm_weight",), "o_proj.weight": ("out_proj.weight",)}
         for part, _ in self.projected(model):
             names[f"{'g' if part == 'z' else part}_proj.weight"] = (f"in_proj.weight.{part}",)
@@ -91,19 +91,24 @@ class LinearAttentionSpec(MixerSpec):
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
         (keys, values), chunk = self.channels(model), min(self.chunk, seq_len)
-        # scores and their product with v inside a chunk; k v^T into the state, and q out of it
+        # inside a chunk: q k^T, and the matmul of q k^T with v; between chunks: k v^T, added to the state, and q times
+        # the state
         scan = 2 * chunk * (keys + values) + 4 * keys * values // self.num_key_heads
         return super().flops(model, seq_len) | {self.kind: scan}
 
     def activation_values(self, model: ModelSizes) -> int:
-        # q, k, v, z, the first three once more in rows of heads, convolved or rotated or as they are; the scan's output
-        # and the normed one, the gate and its product with that
+        # q, k, v and z as projected; q, k and v again, divided into heads (after convolution or rotation, if any); the
+        # recurrence's output; the normed output, silu(z), and the product of these two
         keys, values = self.channels(model)
         return 4 * keys + 7 * values
 
     @abstractmethod
     def transition(self, model: ModelSizes) -> int:
-        """Return the number of values that multiply a row's first state."""
+        """Return how many elements a state transition has, for context parallelism.
+
+        The transition is the factor by which a sequence shard (consecutive tokens of a row, on one rank) multiplies
+        the state before it.
+        """
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         shape = (self.heads, *self.state_shape(model))
@@ -129,5 +134,5 @@ class LinearAttentionSpec(MixerSpec):
         )
 
     def layout_problems(self, model: ModelSizes, tensor: int) -> Iterator[Problem]:
-        if self.heads % tensor:  # even if the channels could be divided
+        if self.heads % tensor:  # refused even if the number of channels is a multiple of the ranks
             yield Problem("heads", "not-divisible", f"is {self.heads}, which {tensor} ranks can't share evenly")

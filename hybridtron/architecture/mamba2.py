@@ -4,11 +4,14 @@
     h_t = exp(delta_t A) h_{t-1} + delta_t x_t B_t^T;  y_t = h_t C_t + D x_t             A = -exp(A_log), one per head
     out_proj(norm(y * silu(z)))                             RMSNorm over each group's channels, one weight per channel
 
-Without `norm` the output is out_proj(y * silu(z)). With `multipliers` the projected z, x, B, C and dt are scaled (dt
-before its bias), as in Falcon-H1. `dt_floor` is a lower bound of delta. Heads of a group share B and C: head h belongs
-to group h // (heads / groups). B and C have separate weights here, because tensor-parallel ranks divide the heads but
-replicate groups if they are few. Published checkpoints fuse all in one in_proj and one conv1d, with the rows of
-`exported_names`.
+u is the mixer's input, z the output gate, delta the step size, h a head's state. conv is a causal convolution over the
+tokens of each channel. `dt_floor` is a lower bound on delta. Without `norm` the output is out_proj(y * silu(z)). With
+`multipliers` the projected z, x, B, C and dt are scaled (dt before its bias), as in Falcon-H1. The heads are divided
+into groups, and a group's heads share B and C: head h belongs to group h // (heads / groups).
+
+B and C have a projection of their own here. The reason is tensor parallelism: ranks divide the heads, but each rank
+holds all groups if the groups can't be divided evenly. Published checkpoints have one fused in_proj and one fused
+conv1d instead. `exported_names` lists the weights of this package that each of the two concatenates, in order.
 """
 
 from __future__ import annotations
@@ -24,17 +27,17 @@ from hybridtron.limits import above, at_least, disordered, divisors_near
 from hybridtron.problems import Problem, choice
 
 CHUNK = 128
-"""Chunk length of the chunked form, for the FLOP count."""
+"""Tokens per chunk in the recurrence's chunked algorithm; the FLOP count assumes this algorithm."""
 
 
 @dataclass(frozen=True)
 class ProjectionMultipliers:
-    """Factors of the input projection's parts."""
+    """Factors that multiply the outputs of in_proj and bc_proj."""
 
     z: Annotated[float, above(0)] = 1.0  # factor of the gate, before SiLU
-    x: Annotated[float, above(0)] = 1.0  # factor of the convolution's input for values
-    B: Annotated[float, above(0)] = 1.0  # factor of the convolution's input for keys
-    C: Annotated[float, above(0)] = 1.0  # factor of the convolution's input for queries
+    x: Annotated[float, above(0)] = 1.0  # factor of x (the values), before the convolution
+    B: Annotated[float, above(0)] = 1.0  # factor of B (the keys), before the convolution
+    C: Annotated[float, above(0)] = 1.0  # factor of C (the queries), before the convolution
     dt: Annotated[float, above(0)] = 1.0  # factor of the step size, before its bias and softplus
 
     def __str__(self) -> str:
@@ -44,9 +47,10 @@ class ProjectionMultipliers:
 
 @dataclass(frozen=True)
 class Mamba2Spec(RecurrenceSpec):
-    """Options of a Mamba-2 mixer. `state` is the size n; -A starts in [a_min, a_max].
+    """Options of a Mamba-2 mixer, with optional sparse attention (`sparse.py`).
 
-    FLOPs are those of the chunked form with full CHUNK x CHUNK tiles, as its kernels compute them.
+    FLOPs are counted for the chunked algorithm. Its kernels compute full CHUNK x CHUNK tiles, including the part above
+    the diagonal that the causal mask discards.
     """
 
     kind: ClassVar[str] = "mamba2"
@@ -55,7 +59,7 @@ class Mamba2Spec(RecurrenceSpec):
     projects_by_default: ClassVar[bool] = False
     projects_input: ClassVar[bool] = True
 
-    state: Annotated[int, at_least(1)] = 128  # state size n per channel
+    state: Annotated[int, at_least(1)] = 128  # state entries per inner channel
     head_dim: Annotated[int, at_least(1)] = 64  # channels of a head
     expand: Annotated[int, at_least(1)] = 2  # inner channels, in multiples of the model's width; unused with `heads`
     # number of heads, which overrides `expand`; null: expand * width / head_dim
@@ -131,15 +135,17 @@ class Mamba2Spec(RecurrenceSpec):
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
         inner = self.inner(model)
         chunk = min(CHUNK, seq_len)
-        # inside a chunk C B^T per group and its product with x; B x^T into the state, and C out of it
+        # inside a chunk: C B^T for each group, and the matmul of C B^T with x; between chunks: B x^T, added to the
+        # state, and C times the state
         ssd = 2 * chunk * (self.groups * self.state + inner) + 4 * self.state * inner
         return super().flops(model, seq_len) | {"ssd": ssd}
 
     def activation_values(self, model: ModelSizes) -> int:
-        # z, x, the convolved x, y and what is made of it; B and C before and after the convolution; dt, beside z and x
-        # and alone; without a norm in fp32 the factors of heads that stand for it
+        # z, x, the convolved x, y and the gated y; B and C before and after the convolution; dt twice (in the output of
+        # in_proj and separately); without a norm also one fp32 element per head, the factor 1 that the gating op reads
         head_values = (2 if self.norm else 4) * self.num_heads(model)
-        copies = model.tensor if self.groups % model.tensor else 1  # groups that ranks can't share out
+        # each rank holds all groups if they can't be divided evenly
+        copies = model.tensor if self.groups % model.tensor else 1
         mixer_values = 5 * self.inner(model) + 4 * copies * self.groups * self.state + head_values
         return mixer_values + self.branch_values(model)
 
@@ -170,9 +176,10 @@ class Mamba2Spec(RecurrenceSpec):
 
 
 def bc_projection(groups: int, state: int, width: int) -> Parameter:
-    """Return the projection to B and C.
+    """Return the weight of the projection to B and C.
 
-    Every rank replicates them if groups are few, and uses them for its own heads: so each has a part of the gradient.
+    If tensor-parallel ranks can't divide the groups evenly, every rank computes B and C for all groups, but uses them
+    for its own heads only. The weight's gradient on a rank is then partial.
     """
     size = groups * state
     weight = linear(2 * size, width, parts=(("B", size), ("C", size)))
@@ -180,7 +187,7 @@ def bc_projection(groups: int, state: int, width: int) -> Parameter:
 
 
 def uneven_heads(width: int, expand: int, head_dim: int, groups: int) -> Iterator[Problem]:
-    """Check that heads divide the inner channels, and groups the heads."""
+    """Yield a problem if `head_dim` does not divide the inner channels, or if `groups` does not divide the heads."""
     inner = expand * width
     heads = inner // head_dim
     if inner % head_dim:
@@ -195,7 +202,7 @@ def uneven_heads(width: int, expand: int, head_dim: int, groups: int) -> Iterato
 
 
 def uneven_groups(heads: int, groups: int) -> Iterator[Problem]:
-    """Check that groups divide the heads."""
+    """Yield a problem if `groups` does not divide the heads."""
     if heads % groups:
         fitting = choice(divisors_near(heads, groups))
         yield Problem("groups", "not-divisible", f"is {groups}, must divide the {heads} heads: {fitting}")

@@ -2,20 +2,29 @@
 
     z, x, dt, a, trap = in_proj(u);  B, C = bc_proj(u);  rate = pi tanh(angle_proj(u))
     delta = softplus(dt + dt_bias);  A = -f(a);  lambda = sigmoid(trap);  theta_t = theta_{t-1} + delta_t rate_t
-    B, C = rotated by theta(norm(B) + B_bias, norm(C) + C_bias)
+    B, C = rotate(norm(B) + B_bias, theta), rotate(norm(C) + C_bias, theta)
     h_t = exp(delta_t A_t) (h_{t-1} + (1 - lambda_t) delta_t x_{t-1} B_{t-1}^T) + lambda_t delta_t x_t B_t^T
     y_t = h_t C_t + D x_t;   out_proj(y * silu(z)), and with `norm` out_proj(norm(y) * silu(z))
 
-The state's input is a weighted mean of both ends of a step, and pairs of its entries are rotated, each by its own
-angle per head. B and C belong to a group, their biases to a head; the norms of B, C and y are over a head's entries.
-Only differences of angles matter. A carried state is therefore rotated back to angle 0, together with x and B of the
-last token, so that it can also start another text. The published class carries the angles as well.
+u is the mixer's input, z the output gate, delta the step size, h a head's state. Step t goes from token t - 1 to token
+t. By the trapezoidal rule, it adds to the state a weighted mean of x B^T at these two tokens, times delta_t. The
+weights are 1 - lambda_t for token t - 1 and lambda_t for token t. B and C are rotated in pairs of entries; each head
+has its own angle theta for every pair. All heads in a group share B and C, but each head adds its own biases. The norms
+of B and C are over a group's state entries, the norm of y over a head's channels.
 
-Two forms are published. Here f(x) = 1 + x, and 1 / (1 - x) below 0, as in the main branch of state-spaces/mamba since
-June 2026; release 2.3.2 has softplus. The authors changed it because a 2B hybrid diverged with softplus under a
-constant-and-decay schedule, as A fell to zero, and saw no loss under a cosine. The weights have the same names and
-shapes in both forms, and in flash-linear-attention's `mamba3`, but they are not interchangeable: that class has
-softplus. The published floor of 1e-4 under f begins where a is below -9999, and is left out. MIMO is not implemented.
+The outputs depend only on differences between angles. The state that is carried from row to row (sequence to sequence)
+is therefore rotated back to angle 0, and the last token's B is carried without rotation. So both can also precede
+another text. The authors' class keeps its state rotated, and carries the angles in addition.
+
+Two versions of f are published:
+
+    used here    1 + a for a >= 0 and 1 / (1 - a) for a < 0, as in state-spaces/mamba's main branch since June 2026
+    softplus     softplus(a), as in release 2.3.2 of state-spaces/mamba and in flash-linear-attention's `mamba3`
+
+The authors replaced softplus because A fell to zero with it, and a 2B hybrid diverged under a constant-and-decay
+schedule. The weights have equal names and shapes in both versions, but a model trained with one version can't run with
+the other. The authors' lower bound 1e-4 on f is left out, because it changes only values of a below -9999. The MIMO
+variant is not implemented.
 """
 
 from __future__ import annotations
@@ -33,17 +42,17 @@ from hybridtron.problems import Problem
 
 @dataclass(frozen=True)
 class Mamba3Spec(MixerSpec):
-    """Options of a Mamba-3 mixer. `state` is the size n, `head_dim` the channels of a head."""
+    """Options for a Mamba-3 mixer."""
 
     kind: ClassVar[str] = "mamba3"
     module: ClassVar[str] = "hybridtron.mixers.mamba3:Mamba3"
-    hands_over: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     width_option: ClassVar[str] = "head_dim"
 
-    state: Annotated[int, at_least(2)] = 128  # state size n per channel
+    state: Annotated[int, at_least(2)] = 128  # state entries per inner channel
     head_dim: Annotated[int, at_least(1)] = 64  # channels of a head
     expand: Annotated[int, at_least(1)] = 2  # inner channels, in multiples of the model's width
-    groups: Annotated[int, at_least(1)] = 1  # head groups that share B and C, except for the heads' biases
+    groups: Annotated[int, at_least(1)] = 1  # head groups; the heads of a group share B and C, except for the biases
     turned: Annotated[float, above(0), at_most(1)] = 0.5  # fraction of the state that is rotated; published: 0.5 and 1
     norm: bool = False  # norm each head's output before the gate
     dt_min: float = 0.001  # smallest initial step size
@@ -58,7 +67,7 @@ class Mamba3Spec(MixerSpec):
 
     @property
     def angles(self) -> int:
-        """Number of rotated entry pairs in the state."""
+        """Number of pairs of state entries that are rotated."""
         return int(self.state * self.turned) // 2
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
@@ -66,11 +75,11 @@ class Mamba3Spec(MixerSpec):
         inner = self.inner(model)
         heads = self.num_heads(model)
         bc = bc_projection(self.groups, self.state, width)
-        # every rank replicates all angles, and uses them for its own heads
+        # every rank computes the rates of all angles, and uses them for its own heads
         angles = replace(linear(self.angles, width, fp8=False), cuts=(), partial_gradient=True)
         fused = (("z", inner), ("x", inner), ("dt", heads), ("A", heads), ("trap", heads))
         per_head = Parameter((heads,), Constant(1.0), decay=False, fp32=True, cuts=(Cut(0),))
-        bias = replace(per_head, shape=(heads, 1, self.state))  # the middle axis is the rank of the MIMO form
+        bias = replace(per_head, shape=(heads, 1, self.state))  # the middle axis is the MIMO variant's rank, 1 here
         norm = Parameter((self.state,), Constant(1.0), decay=False, partial_gradient=True)
         table = {
             "in_proj.weight": linear(2 * inner + 3 * heads, width, parts=fused),
@@ -104,13 +113,15 @@ class Mamba3Spec(MixerSpec):
         inner = self.inner(model)
         heads = self.num_heads(model)
         chunk = min(CHUNK, seq_len)
-        # as Mamba-2, with C B^T per head; rotating a pair of B and one of C takes 6 each
+        # inside a chunk: C B^T for each head, and the matmul of C B^T with x; between chunks: B x^T, added to the
+        # state, and C times the state; rotating a pair of entries takes 6 operations for B, and 6 for C
         ssd = 2 * chunk * (heads * self.state + inner) + 4 * self.state * inner
         return super().flops(model, seq_len) | {"ssd": ssd, "turns": 12 * heads * self.angles}
 
     def activation_values(self, model: ModelSizes) -> int:
-        # z, x, x in rows, y, the gate and its product with y; y normed, and by the norm's weight; B and C as
-        # projected, in rows, normed, and by head; in fp32 angles, some 12 numbers a head, the rates twice
+        # z, x, a contiguous copy of x, y, silu(z), and y silu(z); with `norm` also the normed y before and after the
+        # norm's weight; for each group B and C as projected, copied and normed; for each head B and C rotated, and in
+        # fp32 the angles and about 12 elements; in fp32 the rates twice
         inner = self.inner(model)
         heads = self.num_heads(model)
         by_head = 2 * heads * self.state + model.wide * heads * (self.angles + 12)

@@ -1,4 +1,8 @@
-"""Recipe keys that describe the model: sizes, the pattern of letters, and each letter's mixer."""
+"""Recipe keys that describe the model: sizes, the pattern of letters, and each letter's mixer.
+
+A recipe is a run's YAML configuration. Each letter in the pattern is one residual sub-layer: norm, mixer (such as
+attention, a state-space recurrence or an MLP), and addition to the residual stream.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,15 @@ from hybridtron.limits import above, at_least
 
 
 class Start(StrEnum):
-    """Initialisation of projections, embedding and head: as in Mamba's code, or as in lit-gpt's for untied models.
+    """Initialisation of projections, embedding and head: as in Mamba's code, or as in lit-gpt's code.
 
-    mamba: U(+-1/sqrt(inputs)), output projections over sqrt(sub-layers), the embedding N(0, embedding_std^2).
-    lit_gpt: N(0, 2 / (5 width)), output projections N(0, 1 / (width blocks^2)); a block is a mixer with its MLP.
+                              mamba                                    lit_gpt
+        projections, head     uniform, +-1/sqrt(inputs)                normal, variance 2 / (5 * width)
+        output projections    uniform, +-1/sqrt(inputs * layers)       normal, variance 1 / (width * blocks^2)
+        embedding             normal, variance embedding_std^2         normal, variance 2 / (5 * width)
+
+    An output projection is the last projection in a sub-layer. `inputs` counts a projection's inputs, and `layers`
+    counts the sub-layers in the model. `blocks` counts all sub-layers except MLPs and parallel branches.
     """
 
     mamba = "mamba"
@@ -24,7 +33,10 @@ class Start(StrEnum):
 
 
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
-"""Granite's multipliers, with which one learning rate fits several widths; attention has a fourth, `scale`."""
+"""Keys of the multipliers in Granite models; with suitable values, one learning rate fits several widths.
+
+Granite's fourth multiplier is the option `scale` of attention mixers.
+"""
 
 
 @dataclass
@@ -32,7 +44,7 @@ class ModelConfig:
     """The architecture: a pattern of letters, and each letter's mixer (`kind` and its options)."""
 
     width: Annotated[int, at_least(1)] = MISSING  # channels of the residual stream
-    vocab_size: Annotated[int, at_least(1)] = MISSING  # tokens of the vocabulary; must be at least the tokenizer's
+    vocab_size: Annotated[int, at_least(1)] = MISSING  # tokens of the vocabulary; at least as many as the tokenizer has
     pattern: str = MISSING  # the order of the sub-layers, one letter each: "(M-W-)*6"
     layers: dict[str, dict[str, Any]] = MISSING  # the mixer of each letter: {M: {kind: mamba}}; options below
     tie_embeddings: bool = True  # the head uses the embedding's weights
@@ -41,7 +53,7 @@ class ModelConfig:
     embedding_multiplier: Annotated[float, above(0)] = 1.0  # factor of the token embeddings, as in Granite
     residual_multiplier: Annotated[float, above(0)] = 1.0  # factor of every sub-layer's output
     logits_scaling: Annotated[float, above(0)] = 1.0  # divisor of the logits
-    init: Start = Start.mamba  # how weights are initialized: as in Mamba's public code, or as in lit_gpt
+    init: Start = Start.mamba  # how weights are initialised: as in Mamba's or in lit-gpt's public code
     embedding_std: Annotated[float, above(0)] = 0.02  # standard deviation of the embedding under init=mamba
-    # adapters of phases without adapters of their own; a checkpoint's configuration has its phase's adapters here
+    # low-rank adapters, for phases that set none; in a checkpoint's configuration, the adapters of its phase
     adapters: AdaptersConfig | None = None

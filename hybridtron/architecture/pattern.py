@@ -3,9 +3,10 @@
     letter     any one character except whitespace and ( ) * |
     ( ... )    a group
     *N         repeats the letter or group before it N times
-    |          a boundary between pipeline stages, also inside a group
+    |          a boundary between pipeline stages; it may be inside a group
 
-Whitespace is ignored. This file does not know the letters' meanings: a recipe defines them under `model.layers`.
+Whitespace is ignored. `(M-W-)*6|M` has 25 letters in two stages. A recipe, the YAML file of a run, defines each letter
+under `model.layers` by its mixer: attention, a recurrence or an MLP.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ RESERVED = "()*|"
 
 _REPEAT = re.compile(r"\*\s*([0-9]+)")
 
-_Symbol = tuple[str, int]  # a letter or a bar, and its position in the text
+_Symbol = tuple[str, int]  # a letter or "|", and its position in the text
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """The letters in order, and the number of letters in each stage (one stage if there is no bar)."""
+    """The letters in order, and the number of letters in each stage; a pattern without "|" has one stage."""
 
     letters: tuple[str, ...]
     stages: tuple[int, ...]
 
 
 class PatternError(ValueError):
-    """Raised for a pattern that can't be parsed. The message ends with the pattern and a caret under the error."""
+    """Raised for a pattern that can't be parsed. The message ends with the pattern, and a caret under the error."""
 
     def __init__(self, message: str, text: str, position: int) -> None:
         self.position = position
@@ -41,7 +42,10 @@ class PatternError(ValueError):
 
 
 def parse(text: str, known: Collection[str]) -> Pattern:
-    """Expand a pattern whose letters must all be in `known`. Raises PatternError if it can't be parsed."""
+    """Parse and expand a pattern. Raises PatternError if it is malformed, or has a letter that is not in `known`.
+
+    `known` are the letters that the recipe defines.
+    """
     if not text.strip():
         raise PatternError("the pattern is empty", text, 0)
     letters: list[str] = []
@@ -54,17 +58,17 @@ def parse(text: str, known: Collection[str]) -> Pattern:
             continue
         bar = position
         if not stages[-1]:
-            raise PatternError("no letter stands before this stage border", text, position)
+            raise PatternError("no letter stands before this stage boundary: remove the boundary", text, position)
         stages.append(0)
     if not stages[-1]:
-        raise PatternError("no letter stands after this stage border", text, bar)
+        raise PatternError("no letter stands after this stage boundary: remove the boundary", text, bar)
     return Pattern(tuple(letters), tuple(stages))
 
 
 def _expanded(text: str, known: Collection[str]) -> list[_Symbol]:
-    """Return the letters and bars of the text, with groups and repeats expanded."""
-    groups: list[list[_Symbol]] = [[]]  # the open groups, the innermost last
-    opened: list[int] = []  # the positions of their opening parentheses
+    """Return the letters and stage boundaries of the text, with groups and repeats expanded."""
+    groups: list[list[_Symbol]] = [[]]  # first the symbols outside groups, then the symbols of each open group
+    opened: list[int] = []  # positions of the open groups' parentheses
     last: list[_Symbol] = []  # the symbols that a following *N repeats
     at = 0
     while at < len(text):
@@ -79,11 +83,11 @@ def _expanded(text: str, known: Collection[str]) -> list[_Symbol]:
             last = []
         elif symbol == ")":
             if not opened:
-                raise PatternError("this parenthesis closes nothing", text, here)
+                raise PatternError("this parenthesis closes no group: remove it, or open a group with '('", text, here)
             opened.pop()
             last = groups.pop()
             if not last:
-                raise PatternError("this group is empty", text, here)
+                raise PatternError("this group is empty: put letters into it, or remove it", text, here)
             groups[-1] += last
         elif symbol == "*":
             repeats, at = _repeats(text, here, last)
@@ -95,9 +99,9 @@ def _expanded(text: str, known: Collection[str]) -> list[_Symbol]:
             groups[-1].append((symbol, here))
             last = [] if symbol == "|" else [(symbol, here)]
         if sum(map(len, groups)) > MAX_LETTERS:
-            raise PatternError(f"the pattern has more than {MAX_LETTERS} letters from here on", text, here)
+            raise PatternError(f"the pattern has more than {MAX_LETTERS} letters: shorten it", text, here)
     if opened:
-        raise PatternError("this parenthesis is never closed", text, opened[-1])
+        raise PatternError("this parenthesis is never closed: add ')'", text, opened[-1])
     return groups[0]
 
 
@@ -107,18 +111,18 @@ def _repeats(text: str, here: int, repeated: list[_Symbol]) -> tuple[int, int]:
     if match is None:
         raise PatternError("'*' needs a number after it, as in M*3; it can't be a letter", text, here)
     if not repeated:
-        raise PatternError("nothing to repeat: '*N' stands after a letter or a group", text, here)
+        raise PatternError("'*N' has nothing to repeat: put it after a letter or a group", text, here)
     digits = match[1].lstrip("0")
     if not digits:
-        raise PatternError("repeats zero times: use at least 1, or leave it out", text, here)
+        raise PatternError("'*0' repeats zero times: use a number of at least 1, or leave the letters out", text, here)
     if len(digits) > len(str(MAX_LETTERS)) or int(digits) * len(repeated) > MAX_LETTERS:
-        raise PatternError(f"repeats to more than {MAX_LETTERS} letters", text, here)
+        raise PatternError(f"this repeat gives more than {MAX_LETTERS} letters: use a smaller number", text, here)
     return int(digits), match.end()
 
 
 def _unknown(text: str, here: int, known: Collection[str]) -> NoReturn:
     if known:
-        letters = f"have: {' '.join(known)}"
+        letters = f"model.layers defines {' '.join(known)}"
     else:
-        letters = "none are defined"
+        letters = "model.layers defines no letters"
     raise PatternError(f"unknown letter {text[here]!r}; {letters}", text, here)

@@ -1,15 +1,19 @@
 """The time mix of RWKV-6 (Finch): a state per head, with data-dependent decays and token shifts.
 
-Peng et al. 2024, "Eagle and Finch". With x' the token before x:
+Peng et al. 2024, "Eagle and Finch". x is a token's input and x' the previous token's. The time mix first interpolates x
+and x' in five ways, the *streams*: r, k and v are the inputs to queries, keys and values, w to the decays, g to the
+output gate. `up`, `down`, `decay_up` and `decay_down` are projections. y is a head's output, and h its state, a matrix
+with one row per key channel:
 
-    m = up(tanh(down(x + mix_input (x' - x))))                one m for each of five streams
+    m = up(tanh(down(x + mix_input (x' - x))))                one vector m_s for each of the five streams s
     x_s = x + (mix_s + m_s) (x' - x)                          s in r, w, k, v, g
     r, k, v, z = r_proj(x_r), k_proj(x_k), v_proj(x_v), g_proj(x_g)
-    g = -exp(decay_bias + decay_up(tanh(decay_down(x_w))))    log decays, of each key channel
-    y_t = (h_{t-1} + diag(bonus) k_t v_t^T)^T r_t;   h_t = diag(exp(g_t)) h_{t-1} + k_t v_t^T
-    out_proj(norm(y) * silu(z))                               LayerNorm of each head, weight and bias by channel
+    d = -exp(decay_bias + decay_up(tanh(decay_down(x_w))))    log decays, one per key channel
+    y_t = (h_{t-1} + diag(bonus) k_t v_t^T)^T r_t;   h_t = diag(exp(d_t)) h_{t-1} + k_t v_t^T
+    out_proj(norm(y) * silu(z))                               LayerNorm per head, weight and bias per channel
 
-Weights are initialised as in the public code, which depends on the layer's index among those of its kind.
+Weights are initialised as in the authors' code. The initial values depend on the layer's index among the layers with
+this mixer.
 """
 
 from __future__ import annotations
@@ -34,12 +38,12 @@ class RWKV6Spec(MixerSpec):
 
     kind: ClassVar[str] = "rwkv6"
     module: ClassVar[str] = "hybridtron.mixers.rwkv6:RWKV6"
-    hands_over: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     width_option: ClassVar[str] = "head_dim"
 
     head_dim: Annotated[int, at_least(1)] = 64  # key channels, and value channels, per head
-    mix_rank: Annotated[int, at_least(1)] = 32  # inner size of the projection to each stream's mix
-    decay_rank: Annotated[int, at_least(1)] = 64  # inner size of the projection to the decays
+    mix_rank: Annotated[int, at_least(1)] = 32  # inner size of the low-rank projection to each stream's mix m_s
+    decay_rank: Annotated[int, at_least(1)] = 64  # inner size of the low-rank projection to the decays
     norm_eps: Annotated[float, above(0)] = 64e-5  # added to the variance in each head's norm
 
     def num_heads(self, model: ModelSizes) -> int:
@@ -60,7 +64,7 @@ class RWKV6Spec(MixerSpec):
         return {
             **self._mixes(model),
             **projections,
-            # every rank computes the decays' small input in full, and uses it for its own heads
+            # every rank computes all `decay_rank` outputs, and uses them for its own heads
             "decay_down.weight": replace(small, init=Constant(0.0), cuts=(), partial_gradient=True),
             "decay_up.weight": replace(small, shape=(width, self.decay_rank), init=Uniform(0.01), cuts=(of_heads,)),
             "decay_bias": Parameter(
@@ -79,7 +83,7 @@ class RWKV6Spec(MixerSpec):
         }
 
     def _mixes(self, model: ModelSizes) -> dict[str, Parameter]:
-        """Return the parameters that mix a token with the previous one, for five streams."""
+        """Return the parameters that interpolate a token with the previous token, for the five streams."""
         depth = model.nth_of_kind / max(1, model.layers_of_kind - 1)
         inner = len(STREAMS) * self.mix_rank
         slow = mix_start(model)
@@ -93,7 +97,7 @@ class RWKV6Spec(MixerSpec):
         }
 
     def exported_names(self, model: ModelSizes) -> Names:
-        """Return flash-linear-attention's names."""
+        """Return the weights' names in flash-linear-attention."""
         return {
             "x_proj.0.mu": ("mix_input",),
             "x_proj.0.linear.weight": ("mix_down.weight",),
@@ -113,14 +117,15 @@ class RWKV6Spec(MixerSpec):
         width = model.width
         chunk = min(GLASpec.chunk, seq_len)
         small = 2 * len(STREAMS) * self.mix_rank * width + 2 * self.decay_rank * width
-        # as gated linear attention, and the token's own values by r, bonus and k
+        # the recurrence of gated linear attention; in addition the token's own contribution, v times the sum of
+        # r bonus k over the key channels
         scan = 4 * chunk * width + 4 * width * self.head_dim + 4 * width
         return super().flops(model, seq_len) | {"low_rank": 2 * small, self.kind: scan}
 
     def activation_values(self, model: ModelSizes) -> int:
-        # the difference to the token before, mixes and streams; k and v in rows, r of the next tokens, z, the gate, the
-        # normed output and their product; in fp32 r, k and v for the token itself, r by bonus, the decays' exponential
-        # and their logarithms, the norm's input and output
+        # on every rank for all channels: x' - x, the five mixes and five streams. For the rank's own channels: k, v, r
+        # shifted by a token, z, silu(z), the normed output and its product with silu(z); in fp32 r, k and v for the
+        # token's own contribution, r times bonus, the decays and log decays, the norm's input and output
         whole = (1 + 2 * len(STREAMS)) * model.tensor
         return (whole + 7 + 8 * model.wide) * model.width
 

@@ -1,9 +1,10 @@
-"""The channel mix of RWKV-6 (Finch), in the place of an MLP. With x' the token before x:
+"""The channel mix of RWKV-6 (Finch), which takes the place of an MLP.
 
     k = x + key_mix (x' - x);   r = x + receptance_mix (x' - x)
     y = sigmoid(receptance(r)) * value(relu(key(k))^2)
 
-It looks one token back, and so carries a state. Weights are initialised as in the public code.
+x is a token's input, x' the previous token's input, y the output. `key`, `value` and `receptance` are projections. The
+state that is carried to the next row is the last token's input. Weights are initialised as in the authors' code.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class RWKV6ChannelMixSpec(MixerSpec):
 
     kind: ClassVar[str] = "rwkv6_channel_mix"
     module: ClassVar[str] = "hybridtron.mixers.rwkv6_channel_mix:RWKV6ChannelMix"
-    hands_over: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
 
     # inner channels; null: 3.5 times the model's width, rounded down to a multiple of 32
     hidden: Annotated[int | None, at_least(1)] = None
@@ -44,7 +45,7 @@ class RWKV6ChannelMixSpec(MixerSpec):
         }
 
     def exported_names(self, model: ModelSizes) -> Names:
-        """Return flash-linear-attention's names."""
+        """Return the weights' names in flash-linear-attention."""
         return {
             "key.mu": ("key_mix",),
             "key.linear.weight": ("key.weight",),
@@ -57,7 +58,7 @@ class RWKV6ChannelMixSpec(MixerSpec):
         return super().exported_options(model) | {"hidden": self.inner(model)}
 
     def activation_values(self, model: ModelSizes) -> int:
-        # the two projections' inputs; the key's positive part, its square; the receptance's sigmoid, and the values
+        # k and r, which every tensor-parallel rank saves; relu(key(k)) and its square; the sigmoid, and value's output
         return 2 * self.inner(model) + (2 * model.tensor + 2) * model.width
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:

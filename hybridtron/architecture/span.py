@@ -1,34 +1,39 @@
 """Span-expanded attention (SE-Attn): attention inside chunks, and to the most relevant blocks of the past.
 
-    q, k, v  as in attention, rotary positions and short convolutions included
-    y_i = out(softmax over the tokens that i sees of (q_i . k_j / sqrt(head_dim)) v_j)
+    q, k, v  computed as in `attention.py`, with rotary positions and short convolutions
+    y_i = out(sum over the tokens j that token i sees:  softmax_j(q_i . k_j / sqrt(head_dim)) v_j)
 
-Token i sees its chunk up to itself, and `blocks` blocks of `block` tokens that end before its chunk begins. Chunks are
-counted from the document's start. Each has `chunk` tokens, or a size drawn from a list in every step, for each
-micro-batch (`draw: batch`) or for every layer separately (`layer`). `memory` selects the blocks:
+Token i sees itself, the tokens before it in its chunk, and the tokens in selected blocks. A block is `block`
+consecutive tokens in the document. A chunk selects `blocks` blocks that end before the chunk begins. Chunks are counted
+from the document's start and have `chunk` tokens. If `chunk` is a list, training draws a size from the list: one for
+each micro-batch (`draw: batch`), or one for each layer and micro-batch (`draw: layer`). `memory` selects the blocks:
 
-    span      largest relevance: the chunk's summed queries, times the mean output of the block's tokens in non-causal
-              attention to the block. Each key/value head selects by its own query heads
-    landmark  as span, but a fixed random vector per head attends to the block instead of its tokens (SE-Attn-LM)
+    span      the blocks with the largest relevance. Relevance is the dot product of the chunk's summed queries with the
+              block's summary. For the summary, the block's tokens attend to the block without a causal mask, and the
+              outputs are averaged. Each key/value head selects its own blocks, by its query heads' queries
+    landmark  like span, except for the summary: it is the output if a fixed random vector, one per head, attends to the
+              block (SE-Attn-LM)
     random    random blocks
     none      no blocks: chunks are independent (SE-Attn-NoMem)
-    shifted   no blocks either, but for half of the heads chunks begin half a chunk earlier (S2-Attn)
+    shifted   no blocks; for the second half of the heads, chunks begin half a chunk earlier (S2-Attn)
 
-With `relevance: chunk`, as in the paper, all queries in a chunk select, so that early tokens depend on later ones in
-their chunk through the selection. It is causal from chunk to chunk, and inside a chunk only for given selections. With
-`relevance: previous_chunk` the previous chunk's queries select, and no token ever depends on a later one.
+With `relevance: chunk`, as in the paper, the queries from all tokens in a chunk select the chunk's blocks. Through the
+selection, early tokens in a chunk then depend on later tokens in the chunk, so attention is causal only between chunks.
+With `relevance: previous_chunk`, the previous chunk's queries select, and no token depends on a later token.
 
-`eval: full` is the paper's evaluation: full attention, in generation too; `span` keeps to the blocks, with the largest
-chunk. The weights are those of attention.
+With `eval: full`, as in the paper, evaluation and generation use full attention. With `eval: span` they read selected
+blocks as in training, with the largest chunk size. Weights have the same names and shapes as in `attention.py`.
 
-A state that training carries holds the current chunk and the `remember` tokens before it; a row may select blocks from
-these alone, and the state's size never changes. Outside training, with `eval: span`, a state holds the keys and values
-of the full document, as in full attention, and every block can be selected.
+If training carries a state from row to row (sequence to sequence), the state holds the keys and values for the current
+chunk and for the `remember` tokens before the chunk. A row may select blocks only from these tokens, and the state's
+size is fixed. Outside training, with `eval: span`, a state holds the keys and values for the full document, and every
+block can be selected.
 
-Where the previous chunk selects, or relevance decides nothing, rows may be cut anywhere: generation token by token
-equals reading the full row. Under `relevance: chunk` rows may be cut only at multiples of the chunks: a partial chunk
-lacks the remaining queries and selects by those it has, and so does a generated token. A document that begins in
-mid-row may end its row in mid-chunk, with the same effect.
+With `relevance: previous_chunk`, or if `memory` selects without relevance, a text may be split into rows anywhere, even
+into single tokens for generation: the result is the same as with one row. With `relevance: chunk`, a text may be split
+only at multiples of the chunk size. If only the first tokens in a chunk are known, their queries select, and may select
+other blocks than the full chunk would. This also happens in generation, and at the end of a document whose length is
+not a multiple of the chunk size.
 """
 
 from __future__ import annotations
@@ -46,11 +51,11 @@ from hybridtron.problems import Problem, choice
 
 @dataclass(frozen=True)
 class SpanSpec(HeadsSpec):
-    """Options of span-expanded attention; `HeadsSpec` has those of every attention."""
+    """Options for span-expanded attention, in addition to the options for all attention mixers in `HeadsSpec`."""
 
     kind: ClassVar[str] = "span"
     module: ClassVar[str] = "hybridtron.mixers.span:SpanAttention"
-    hands_over: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     reading: ClassVar[Mapping[ReadingAttention, Mapping[str, Any]]] = {
         ReadingAttention.full: {"eval": "full"},
         ReadingAttention.trained: {"eval": "span"},
@@ -62,30 +67,30 @@ class SpanSpec(HeadsSpec):
     draw: Annotated[str, one_of(("batch", "layer"))] = "batch"
     block: Annotated[int, at_least(2)] = 32  # tokens of a block
     blocks: Annotated[int, at_least(1, "memory: none reads none")] = 8  # blocks of the past that a chunk reads
-    # queries that select blocks: the chunk's (the paper's), or the previous chunk's (strictly causal)
+    # queries that select a chunk's blocks: the chunk's own, as in the paper, or the previous chunk's (strictly causal)
     relevance: Annotated[str, one_of(("chunk", "previous_chunk"))] = "chunk"
-    # which blocks of the past are read: the most relevant (span), none, random, those selected by a landmark, or none
-    # with shifted chunks
+    # which blocks of the past are read. span: the most relevant; landmark: the most relevant, with block summaries by a
+    # random vector; random: random blocks; none: no blocks; shifted: no blocks, with shifted chunks for half the heads
     memory: Annotated[str, one_of(("span", "none", "random", "landmark", "shifted"))] = "span"
-    # outside training: full attention, or span as in training
+    # attention outside training. full: full attention; span: selected blocks, as in training
     eval: Annotated[str, one_of(("full", "span"))] = "full"
-    # with carried states: tokens before the current chunk that can still be read
+    # if training carries states: number of tokens before the current chunk that can still be read
     remember: Annotated[int, at_least(0)] = 0
 
     def chunks(self) -> tuple[int, ...]:
-        """Return the sizes that a chunk can have."""
+        """Return the possible chunk sizes."""
         if isinstance(self.chunk, int):
             return (self.chunk,)
         return tuple(self.chunk)
 
     @property
     def asks(self) -> bool:
-        """True if relevance decides which blocks are read."""
+        """True if relevance selects the blocks that are read."""
         return self.memory in ("span", "landmark")
 
     @property
     def retrieves(self) -> bool:
-        """True if chunks read blocks of the past."""
+        """True if chunks read blocks from the past."""
         return self.asks or self.memory == "random"
 
     @property
@@ -95,19 +100,23 @@ class SpanSpec(HeadsSpec):
         return f"span {max(self.chunks())}"
 
     @property
-    def reads_in(self) -> int:
+    def chunk_multiple(self) -> int:
         if self.eval == "span" and self.asks and self.relevance == "chunk":
             return max(self.chunks())
         return 1
 
     def remembered(self, training: bool) -> int | None:
-        """Return how many tokens before the current chunk a row may select from; None for the full document."""
+        """Return the number of tokens before the current chunk in which blocks are selected; None for all tokens."""
         if training or not self.retrieves:
             return self.remember
         return None
 
     def carried_blocks(self, remembered: int | None) -> tuple[int | None, int]:
-        """Return how many block summaries and query sums a state holds; None for all of the document's summaries."""
+        """Return how many block summaries and how many query sums a state has.
+
+        Each block has one summary and one query sum. `remembered` is the result of the method `remembered`. The number
+        of summaries is None if the state holds the summaries for the full document.
+        """
         largest = max(self.chunks())
         if remembered is None:
             return None, 2 * largest // self.block
@@ -119,14 +128,15 @@ class SpanSpec(HeadsSpec):
         num_visible = sum(self._visible(seq_len, chunk) for chunk in sizes) / len(sizes)
         table = super().flops(model, seq_len) | {"attention": 4 * queries * num_visible}
         if self.asks:
-            # each block's tokens, or its landmark alone, attend to the block; every chunk scores the blocks before it
+            # summaries: the tokens of a block, or the landmark, attend to the block; relevance: every chunk scores all
+            # blocks before the chunk
             table["summaries"] = queries * (2 * self.block + 2 if self.memory == "span" else 4)
             pairs = sum((seq_len / chunk - 1) / 2 for chunk in sizes if chunk < seq_len) / len(sizes)
             table["relevance"] = 2 * queries * pairs / self.block
         return table
 
     def _visible(self, seq_len: int, chunk: int) -> float:
-        """Return the mean number of positions that a token sees, itself included."""
+        """Return the mean number of tokens that a token sees with this chunk size, itself included."""
         in_chunk = visible_tokens(min(seq_len, chunk), None)
         if self.memory in ("none", "shifted"):
             max_chosen = 0
@@ -136,18 +146,20 @@ class SpanSpec(HeadsSpec):
         return in_chunk + sum(min(max_chosen, begin) * min(chunk, seq_len - begin) for begin in begins) / seq_len
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
-        """Return the state parts that training carries."""
+        """Return the state parts that training carries from row to row."""
         largest = max(self.chunks())
         head = self.head(model)
         parts = self.carried_heads(model, self.remember + largest)
         if self.retrieves:
-            parts |= {name: replace(parts[name], handed="row") for name in ("keys", "values")}
+            parts |= {name: replace(parts[name], exchange="row") for name in ("keys", "values")}
         if self.asks:
             blocks, num_sums = self.carried_blocks(self.remember)
             assert blocks is not None
-            parts["queries"] = StatePart("kv", (self.block - 1, self.heads, head), cuts=(Cut(1),), handed="tail")
-            parts["summaries"] = StatePart("kv", (blocks, self.heads, head), "float32", cuts=(Cut(1),), handed="table")
-            parts["sums"] = StatePart("kv", (num_sums, self.heads, head), "float32", cuts=(Cut(1),), handed="table")
+            parts["queries"] = StatePart("kv", (self.block - 1, self.heads, head), cuts=(Cut(1),), exchange="tail")
+            parts["summaries"] = StatePart(
+                "kv", (blocks, self.heads, head), "float32", cuts=(Cut(1),), exchange="table"
+            )
+            parts["sums"] = StatePart("kv", (num_sums, self.heads, head), "float32", cuts=(Cut(1),), exchange="table")
         return parts
 
     def carry_problems(self, seq_len: int) -> Iterator[Problem]:
@@ -157,8 +169,8 @@ class SpanSpec(HeadsSpec):
             ends = f"but rows of {seq_len} tokens end inside chunks of {uneven}"
             yield Problem("chunk", "not-divisible", f"is {self.chunk}, {ends}: {cure}")
 
-    def surprises(self, carried: bool) -> Iterator[Problem]:
-        if self.reads_in > 1:
+    def warnings(self, carried: bool) -> Iterator[Problem]:
+        if self.chunk_multiple > 1:
             leak = "is span, but under relevance=chunk held-out losses depend on later tokens through the chosen blocks"
             cure = "which generation can't choose by: use relevance=previous_chunk, or eval=full"
             yield Problem("eval", "reads-ahead", f"{leak}, {cure}")

@@ -1,25 +1,31 @@
 """Sparse attention added to a recurrence: the option `sparse:` of `mamba` and `mamba2`. Zhan, Zhao, Zhu and Tang 2025.
 
-    x      the recurrence's input, after its convolution; q, k as below; v = x
-    y_i    = sum over the j <= i that i sees of  softmax(q_i . k_j / sqrt(state)) v_j;   0 where it sees none
-    added  gate * y to the recurrence's y + D x, inside the output gate (mamba) or the gated norm (mamba2)
+    s_i = sum over the tokens j <= i that token i sees:  softmax_j(q_i . k_j / sqrt(state)) x_j
+    y_i = (the recurrence's output) + D x_i + gate * s_i
 
-One pattern selects at most `keys` tokens for all channels of a group:
+x is the recurrence's input after the convolution, and serves as the values. D is the weight on the recurrence's skip
+connection. `state` says how many channels a query or key has. s_i is 0 if token i sees no token. `gate` is a learned
+vector with one entry per channel. y is then multiplied by the output gate (mamba), or enters the gated norm (mamba2).
+The option `pattern` selects the tokens that a query sees, at most `keys` of them:
 
     window          the last tokens
-    dilated         the last tokens at multiples of `stride`
-    window_dilated  half of the keys for each of these two
-    sink_window     half of the keys for the last tokens, half for the first tokens
-    lsh             the last tokens whose key falls into the query's bin of a random hash
-    ks              the tokens of largest score: a small MLP reads the key and the normed sum of all queries so far
-    hax             lsh and ks, half of the keys each
+    dilated         the last tokens whose position in the document is a multiple of `stride`
+    window_dilated  half the keys by window, half by dilated
+    sink_window     half the keys for the last tokens, half for the document's first tokens
+    lsh             the last tokens whose key a random hash puts into the query's bin
+    ks              the tokens with the largest scores. A small MLP computes a token's score from the token's key and
+                    from the normed sum of the queries up to the token
+    hax             half the keys by lsh, half by ks
 
-Queries and keys are projections of x (`projected`; `k|q`, without a bias), the paper's choice for mamba. Alternatively
-they are the recurrence's C and B, by state-space duality, group by group; this is the default on mamba2.
+With `projected`, q and k are projections of x without a bias, as in the paper for Mamba; this is the default on mamba.
+Without `projected`, q and k are the recurrence's C and B, as state-space duality suggests; this is the default on
+mamba2. The channels are then divided into mamba2's groups, each with its own queries and keys. In all other cases there
+is one group.
 
-The hash is drawn for every micro-batch in training, and is fixed outside of it. The MLP learns only by the ranking
-loss, which each layer adds to the training loss with the factor `alpha`; q and k get no gradient from it. Its last bias
-is left out, because it changes neither an order nor a difference.
+In training, a new hash is drawn for every micro-batch; outside training the hash is fixed. The MLP that scores keys is
+trained only by the ranking loss, which each layer adds to the training loss with the factor `alpha`. The ranking loss
+gives no gradient to q and k. The MLP's last layer has no bias, because a constant added to all scores changes neither
+their order nor their differences.
 """
 
 from __future__ import annotations
@@ -43,51 +49,58 @@ PATTERNS = {
     "ks": ("best",),
     "hax": ("bin", "best"),
 }
-"""Selection rules of each pattern, which divide its keys equally."""
+"""Selection rules of each pattern; a pattern's rules share the number of keys equally.
+
+    recent     the last tokens
+    strided    the last tokens whose position in the document is a multiple of the stride
+    first      the document's first tokens
+    bin        the last tokens in the query's hash bin
+    best       the tokens with the largest scores
+"""
 
 
 class BranchSizes(NamedTuple):
-    """Sizes of the sparse branch: channels of a query, inner channels, groups with their own queries and keys, and
-    heads.
-    """
+    """Sizes of the sparse attention in one mixer."""
 
-    state: int
-    inner: int
-    groups: int
-    heads: int
+    state: int  # channels of a query or key
+    inner: int  # channels of the values, over all groups
+    groups: int  # groups of channels, each with its own queries and keys
+    heads: int  # heads of the recurrence
 
 
 @dataclass(frozen=True)
 class SparseOptions:
-    """Options of sparse attention added to a recurrence."""
+    """Options for the sparse attention that is added to a recurrence."""
 
-    # hax, its halves lsh and ks, or a fixed pattern: window, dilated, window_dilated, sink_window
+    # which tokens a query sees. hax: half the keys by lsh, half by ks; or lsh, ks, or a fixed pattern alone: window,
+    # dilated, window_dilated, sink_window
     pattern: Annotated[str, one_of(PATTERNS)] = "hax"
     keys: Annotated[int, at_least(1)] = (
         128  # maximum number of tokens that a query sees; the pattern's rules divide them equally
     )
-    bins: Annotated[str, one_of(("argmax", "sign"))] = "argmax"  # bins of a hash: `hashes` of them, or 2^hashes
-    # columns of the random matrix; null: as many as keys for argmax, 8 for sign
+    bins: Annotated[str, one_of(("argmax", "sign"))] = "argmax"  # hash bins. argmax: `hashes` bins; sign: 2^hashes bins
+    # columns of the hash's random matrix; null: `keys` for bins=argmax, 8 for bins=sign
     hashes: Annotated[int | None, at_least(1)] = None
     stride: Annotated[int | None, at_least(1)] = (
-        None  # of dilated patterns; in the paper the longest row divided by the keys
+        None  # stride of dilated patterns, in tokens; in the paper the longest row divided by the keys
     )
-    # mean that is subtracted before hashing: the vector's own (features), or the document's (sequence). The latter
-    # includes later tokens, so it is not a language model and only reproduces published code
+    # mean that is subtracted from a query or key before hashing. features: over its entries; sequence: over all tokens
+    # of the document, later tokens included, so that the model is not causal; for reproducing published code only
     centre: Annotated[str, one_of(("features", "sequence"))] = "features"
     alpha: Annotated[float, at_least(0)] = 0.1  # weight of the ranking loss
     target: Annotated[str, one_of(("sum", "mean"))] = (
-        "sum"  # a key's value in the ranking loss: the sum over its queries, or their mean
+        "sum"  # target of a key's score in the ranking loss: sum over the queries that may see it, or mean
     )
     gate: float | None = None  # initial gate of every channel; null: 1, or 0 when loaded weights lack the branch
-    projected: bool | None = None  # project queries and keys separately; null: on mamba, not on mamba2
+    # project x to queries and keys instead of using C and B; null: true on mamba, false on mamba2
+    projected: bool | None = None
 
     def __str__(self) -> str:
         return self.pattern
 
     @property
     def budget(self) -> dict[str, int]:
-        """Number of keys for each rule, and the stride."""
+        """Maximum number of keys that each rule selects, by rule; and under `stride` the stride in tokens."""
         rules = PATTERNS[self.pattern]
         return {**dict.fromkeys(rules, self.keys // len(rules)), "stride": self.stride or 1}
 
@@ -101,12 +114,12 @@ class SparseOptions:
 
     @property
     def columns(self) -> int:
-        """Number of columns in the hash's matrix."""
+        """Number of columns in the hash's random matrix."""
         return self.hashes or (self.keys if self.bins == "argmax" else 8)
 
     @property
     def slots(self) -> int:
-        """Maximum number of carried keys: those that later queries may see by any rule."""
+        """Maximum number of keys in a state: all keys that later queries may see by some rule."""
         num_keys = self.keys // len(PATTERNS[self.pattern])
         if self.bins == "argmax":
             num_bins = self.columns
@@ -122,10 +135,10 @@ class SparseOptions:
         return sum(rules[rule] for rule in PATTERNS[self.pattern])
 
     def parameters(self, sizes: BranchSizes, projected: bool, copied: tuple[str, ...]) -> dict[str, Parameter]:
-        """Return the branch's parameters by their names in the mixer.
+        """Return the sparse attention's parameters, by their names in the mixer.
 
-        If weights without the branch are loaded, its projections are copied from the keys in `copied`, if there are
-        any.
+        A loaded checkpoint may lack these parameters. The projection to queries and keys is then initialised from the
+        weights named in `copied`, or drawn at random if `copied` is empty.
         """
         state, inner, _, _ = sizes
         from_scratch, grown = (Constant(other if self.gate is None else self.gate) for other in (1.0, 0.0))
@@ -136,7 +149,7 @@ class SparseOptions:
         if self.scored:
             start = Projection((2 * state) ** -0.5)
             bias = Uniform((2 * state) ** -0.5)
-            # each rank's loss covers its own groups, divided by the number of ranks
+            # the gradient is partial: each rank's ranking loss covers the rank's own groups
             square = Parameter((2 * state, 2 * state), start, fp32=True, partial_gradient=True, grown=start)
             for layer in ("1", "2"):
                 table[f"sparse.weight_{layer}"] = square
@@ -145,45 +158,56 @@ class SparseOptions:
         return table
 
     def flops(self, sizes: BranchSizes) -> dict[str, float]:
-        """Return FLOPs per token in addition to those of the weights, which are counted for one group."""
+        """Return the FLOPs per token, by part, that are added to those of the base class.
+
+        The base class counts each weight once, as if there were one group.
+        """
         state, inner, groups, _ = sizes
         parts: dict[str, float] = {"sparse": 2 * self.keys * (groups * state + inner) + 2 * inner}
         if self.hashed:
             parts["hash"] = 4 * groups * state * self.columns
         if self.scored:
             of_scorer = 2 * (2 * (2 * state) ** 2 + 2 * state)
-            parts["scores"] = (groups - 1) * of_scorer + 2 * groups * state * self.budget["best"]  # and the ranking
+            # the scoring MLP for all groups but the first, which the base class has counted; then the ranking loss
+            parts["scores"] = (groups - 1) * of_scorer + 2 * groups * state * self.budget["best"]
         return parts
 
     def activation_values(self, sizes: BranchSizes, projected: bool, wide: int) -> int:
-        """Return the values per token kept by the branch: those attended to, the attended ones, and each group's."""
+        """Return how many elements are saved for the backward pass per token, over all groups.
+
+        `wide` is an fp32 element's size, in elements of the compute type.
+        """
         return 2 * sizes.inner + sizes.groups * self.group_values(sizes.state, projected, wide)
 
     def group_values(self, state: int, projected: bool, wide: int) -> int:
-        """Return those of one group: keys and queries (shared ones are kept already), and in fp32 the scores' MLP."""
-        numbers = 4 + (self.keys // len(PATTERNS[self.pattern]) + 64) // 64  # who sees whom, 8 bytes each
+        """Return how many elements are saved per token for one group.
+
+        These are keys, queries, indices of the visible keys, and in fp32 the scoring MLP's activations. If keys and
+        queries are the recurrence's B and C, which the recurrence saves anyway, only one scaled copy counts.
+        """
+        # number of int64 elements that say for the backward pass which keys a query sees; each is as large as two fp32
+        # elements
+        numbers = 4 + (self.keys // len(PATTERNS[self.pattern]) + 64) // 64
         return (4 if projected else 1) * state + 2 * wide * numbers + (6 * wide * state if self.scored else 0)
 
     def state_parts(self, sizes: BranchSizes) -> dict[str, StatePart]:
-        """Return the state parts carried within a document, by group; a rank holds those that its own heads read."""
+        """Return the state's tensors by name. A rank holds the groups that its heads of the recurrence read."""
         state, inner, groups, heads = sizes
         first = Cut(0, readers=heads)
         second = Cut(1, readers=heads)
         parts = {
-            "sparse_keys": StatePart("kv", (self.slots, groups, state), cuts=(second,), handed="sets"),
-            "sparse_values": StatePart("kv", (self.slots, inner), cuts=(Cut(1),), handed="sets"),
-            "sparse_places": StatePart("kv", (self.slots, groups), "int64", cuts=(second,), handed="sets"),
+            "sparse_keys": StatePart("kv", (self.slots, groups, state), cuts=(second,), exchange="sets"),
+            "sparse_values": StatePart("kv", (self.slots, inner), cuts=(Cut(1),), exchange="sets"),
+            "sparse_places": StatePart("kv", (self.slots, groups), "int64", cuts=(second,), exchange="sets"),
             "sparse_length": StatePart("kv", (), "int64"),
         }
         if self.scored:
-            parts["sparse_scores"] = StatePart("kv", (self.slots, groups), "float32", cuts=(second,), handed="sets")
-            parts["sparse_queries"] = StatePart("kv", (groups, state), "float32", cuts=(first,), handed="sum")
+            parts["sparse_scores"] = StatePart("kv", (self.slots, groups), "float32", cuts=(second,), exchange="sets")
+            parts["sparse_queries"] = StatePart("kv", (groups, state), "float32", cuts=(first,), exchange="sum")
         return parts
 
     def problems(self, max_seq_len: int) -> Iterator[Problem]:
-        """Yield problems of options that are within their limits but don't fit together; keys are names below
-        `sparse`.
-        """
+        """Yield problems with options that do not fit together; each problem's key is an option name below `sparse`."""
         rules = PATTERNS[self.pattern]
         if self.keys % len(rules):
             yield Problem(
@@ -207,7 +231,7 @@ class SparseOptions:
                 "hashes", "out-of-range", f"is {self.columns}, must be at most 16 for bins=sign: 2^hashes bins"
             )
 
-    def surprises(self) -> Iterator[Problem]:
+    def warnings(self) -> Iterator[Problem]:
         """Yield warnings about options whose effect is surprising."""
         if self.centre == "sequence":
             leak = "is sequence: every token's bin depends on later tokens, so that losses are not those of a language"
@@ -218,21 +242,22 @@ class SparseOptions:
             )
 
     def carry_problems(self) -> Iterator[Problem]:
-        """Yield problems that keep rows from continuing the state of others."""
+        """Yield a problem for each reason why a row can't continue an earlier row's state."""
         if self.centre == "sequence":
             yield Problem(
                 "centre",
                 "reads-ahead",
-                "is sequence, for which a row must hold the whole document: use centre=features",
+                "is sequence, for which a row must hold the full document: use centre=features",
             )
 
 
 @dataclass(frozen=True)
 class RecurrenceSpec(MixerSpec):
-    """Shared base of mixers that can have sparse attention added to their recurrence."""
+    """Shared base for mixers that can have sparse attention added to their recurrence."""
 
-    projects_by_default: ClassVar[bool]
-    copied: ClassVar[tuple[str, ...]] = ()  # stored keys of the recurrence's counterparts to k and q, if there are any
+    projects_by_default: ClassVar[bool]  # the default of `sparse.projected`
+    # the recurrence's weights that initialise the projections to k and q if a loaded checkpoint lacks the projections
+    copied: ClassVar[tuple[str, ...]] = ()
 
     # sparse attention added to the recurrence: {pattern: hax, keys: 128}, with the options below; null: none
     sparse: SparseOptions | None = field(default=None, kw_only=True)
@@ -264,7 +289,7 @@ class RecurrenceSpec(MixerSpec):
 
     @abstractmethod
     def shared_sizes(self, model: ModelSizes) -> BranchSizes:
-        """Return the branch's sizes for the case that it shares the recurrence's C and B."""
+        """Return the sizes of sparse attention that uses the recurrence's C and B as queries and keys."""
 
     def branch_sizes(self, model: ModelSizes) -> BranchSizes:
         shared = self.shared_sizes(model)
@@ -278,7 +303,7 @@ class RecurrenceSpec(MixerSpec):
         return self.sparse.parameters(self.branch_sizes(model), self.projects, self.copied)
 
     def branch_values(self, model: ModelSizes) -> int:
-        """Values per token that the branch keeps for the backward pass."""
+        """Return the elements that sparse attention saves for the backward pass per token."""
         if self.sparse is None:
             return 0
         return self.sparse.activation_values(self.branch_sizes(model), self.projects, model.wide)
@@ -299,9 +324,9 @@ class RecurrenceSpec(MixerSpec):
         if self.sparse is not None:
             yield from (problem.below("sparse") for problem in self.sparse.problems(max_seq_len))
 
-    def surprises(self, carried: bool) -> Iterator[Problem]:
+    def warnings(self, carried: bool) -> Iterator[Problem]:
         if self.sparse is not None:
-            yield from (problem.below("sparse") for problem in self.sparse.surprises())
+            yield from (problem.below("sparse") for problem in self.sparse.warnings())
 
     def carry_problems(self, seq_len: int) -> Iterator[Problem]:
         if self.sparse is not None:

@@ -1,4 +1,7 @@
-"""MLP without a gate: down(relu(up(u))^2), without biases, as in Nemotron-H. It carries no state."""
+"""MLP without a gate: down(relu(up(u))^2), without biases, as in Nemotron-H.
+
+u is the input; `up` and `down` are projections.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from hybridtron.limits import at_least
 
 @dataclass(frozen=True)
 class SquaredReLUSpec(MixerSpec):
-    """Options of an MLP with squared ReLU: `hidden` is the width between its projections."""
+    """Options of an MLP with squared ReLU."""
 
     kind: ClassVar[str] = "squared_relu"
     module: ClassVar[str] = "hybridtron.mixers.squared_relu:SquaredReLU"
-    hands_over: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     width_option: ClassVar[str] = "hidden"
     projects_input: ClassVar[bool] = True
 
@@ -32,4 +35,4 @@ class SquaredReLUSpec(MixerSpec):
         return {"up_proj.weight": ("up.weight",), "down_proj.weight": ("down.weight",)}
 
     def activation_values(self, model: ModelSizes) -> int:
-        return 2 * self.hidden  # the positive part, and its square
+        return 2 * self.hidden  # relu(up(u)), and its square

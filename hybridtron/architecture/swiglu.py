@@ -1,4 +1,7 @@
-"""Gated MLP: down(silu(multiplier * gate(u)) * up(u)), without biases. It carries no state."""
+"""Gated MLP: down(silu(gate_multiplier * gate(u)) * up(u)), without biases.
+
+u is the input; `gate`, `up` and `down` are projections.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from hybridtron.limits import above, at_least
 
 @dataclass(frozen=True)
 class SwiGLUSpec(MixerSpec):
-    """Options of a gated MLP: `hidden` is the width between its projections."""
+    """Options of a gated MLP."""
 
     kind: ClassVar[str] = "swiglu"
     module: ClassVar[str] = "hybridtron.mixers.swiglu:SwiGLU"
-    hands_over: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     width_option: ClassVar[str] = "hidden"
     projects_input: ClassVar[bool] = True
 
@@ -37,4 +40,4 @@ class SwiGLUSpec(MixerSpec):
         }
 
     def activation_values(self, model: ModelSizes) -> int:
-        return 3 * self.hidden
+        return 3 * self.hidden  # gate(u), up(u), and the input of `down`

@@ -1,7 +1,9 @@
-"""Builds one spec per residual sub-layer from the pattern, and the table of all weights.
+"""Builds one spec per residual sub-layer from the layer pattern, and the table of all weights.
 
-The table is the single source for counts, initialisation, optimizer groups, precision and checkpoints. It has the name,
-shape and treatment of every weight, independent of the layout.
+The pattern is a string such as `(M-W-)*6` whose letters stand for sub-layers. A letter's *spec* is a dataclass with the
+options for the letter's mixer (`base.py`). The table has the name, shape and treatment of every weight in the full
+model, independent of how ranks shard the weights. Parameter counts, initialisation, optimizer groups, precision and
+checkpoints are derived from the table.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from hybridtron.architecture.base import (
 from hybridtron.architecture.inits import Constant, Normal, OutputProjection, Projection
 from hybridtron.architecture.model import ModelConfig, Start
 from hybridtron.architecture.pattern import RESERVED, Pattern, PatternError, parse
-from hybridtron.architecture.place import place_problems
+from hybridtron.architecture.placement import place_problems
 from hybridtron.architecture.rope import FORMER
 from hybridtron.limits import limit_problems
 from hybridtron.problems import ConfigError, Problem, did_you_mean
@@ -40,26 +42,40 @@ from hybridtron.problems import ConfigError, Problem, did_you_mean
 
 @dataclass(frozen=True)
 class Architecture:
-    """The model's residual sub-layers in order, with their letters and specs, and the number of sub-layers in each
-    stage.
+    """The model's residual sub-layers in order, with their letters and specs, and the table of weights.
+
+    `stages` says how many sub-layers each pipeline stage has. The architecture is made once from a model's options, and
+    passed to all code that needs the sub-layers or the table.
     """
 
+    model: ModelConfig
     letters: tuple[str, ...]
     specs: tuple[MixerSpec, ...]
     sizes: ModelSizes
     stages: tuple[int, ...]
 
+    @functools.cached_property
+    def table(self) -> Mapping[str, Parameter]:
+        """Every weight in the model by its full name, such as `layers.3.mixer.in_proj.weight`."""
+        return {**self.base_table, **adapter_rows(self.base_table, self.model.adapters)}
+
+    @functools.cached_property
+    def base_table(self) -> Mapping[str, Parameter]:
+        """Every weight other than adapters by its full name."""
+        return _base_table(self)
+
     def sizes_at(self, index: int) -> ModelSizes:
-        """Return the model's sizes for the mixer of one sub-layer."""
+        """Return the model's sizes for the mixer in one sub-layer."""
         return self.sizes.at(index, [spec.kind for spec in self.specs])
 
     def next_is_beside(self, index: int) -> bool:
-        """Return True if the next sub-layer is a parallel branch that shares this one's input."""
+        """Return True if the next sub-layer is a parallel branch, which reads this sub-layer's normed input."""
         return index + 1 < len(self.specs) and self.specs[index + 1].beside
 
     def mixer_weights(self, index: int) -> dict[str, Parameter]:
-        """Return one sub-layer's mixer weights by full name; shared weights have the same name in all sub-layers of a
-        letter.
+        """Return the weights in one sub-layer's mixer, by full name.
+
+        A weight that all sub-layers of a letter share has the same full name in all these sub-layers.
         """
         table = {}
         for key, weight in self.specs[index].parameters(self.sizes_at(index)).items():
@@ -68,43 +84,49 @@ class Architecture:
         return table
 
     def owner(self, index: int, shared: bool) -> LayerOwner | LetterOwner:
-        """Return the owner of a mixer's weight: its sub-layer, or the letter if its sub-layers share the weight."""
+        """Return a mixer weight's owner: its sub-layer, or its letter for a shared weight."""
         return LetterOwner(self.letters[index]) if shared else LayerOwner(index)
 
     def shared_names(self, letter: str) -> list[str]:
-        """Return the names, inside the mixer, of weights that all sub-layers of a letter share."""
+        """Return the names, inside the mixer, of the weights that all sub-layers of a letter share."""
         weights = self.by_letter[letter].parameters(self.sizes)
         return [name for name, weight in weights.items() if weight.shared]
 
     @property
     def carries_embedding(self) -> bool:
-        """True if any sub-layer reads the embedding in addition to the stream, so that stages must pass it along."""
+        """True if any sub-layer reads the token embedding. Pipeline stages must then pass the embedding on."""
         return any(spec.feeds_next for spec in self.specs)
 
     @property
     def inseparable(self) -> list[range]:
-        """Runs of sub-layers that must be in one stage, in order.
+        """Ranges of sub-layer indices, in order. The sub-layers in a range must be in one pipeline stage.
 
-        A feeder stays with the next sub-layer, which reads its output, and parallel branches stay together.
+        Together the ranges cover all sub-layers. A sub-layer with `feeds_next` is in one range with the next sub-layer,
+        which reads its output. A parallel branch is in one range with the previous sub-layer, whose normed input it
+        reads.
         """
         apart = [not (spec.feeds_next or self.next_is_beside(index)) for index, spec in enumerate(self.specs)]
         ends = [0, *(end for end, ends_here in enumerate(apart, 1) if ends_here)]
         return [range(start, end) for start, end in itertools.pairwise(ends)]
 
     @property
-    def reads_in(self) -> int:
-        """Multiple at which a text can be split outside training with the same result as reading it at once."""
-        return math.lcm(*(spec.reads_in for spec in self.specs))
+    def chunk_multiple(self) -> int:
+        """Granularity, in tokens, for splitting a text outside training.
+
+        A text that is split at multiples of this number gives the same result as the unsplit text.
+        """
+        return math.lcm(*(spec.chunk_multiple for spec in self.specs))
 
     @property
     def by_letter(self) -> dict[str, MixerSpec]:
-        """Spec of each letter in the pattern, ordered by first appearance."""
+        """Each pattern letter's spec, ordered by first appearance."""
         return dict(zip(self.letters, self.specs, strict=True))
 
 
 def architecture(model: ModelConfig, longest: int = sys.maxsize) -> Architecture:
-    """Parse the model's pattern and letters. Raises ConfigError with all problems, for rows of up to `longest`
-    tokens.
+    """Return a model's architecture, after checking the model's options for sequences with at most `longest` tokens.
+
+    Raises ConfigError with all problems found.
     """
     problems = list(limit_problems(model, "model"))
     specs: dict[str, MixerSpec] = {}
@@ -133,11 +155,20 @@ def architecture(model: ModelConfig, longest: int = sys.maxsize) -> Architecture
     problems += place_problems(pattern, specs)
     if problems:
         raise ConfigError(problems)
-    return Architecture(pattern.letters, tuple(specs[letter] for letter in pattern.letters), sizes, pattern.stages)
+    return Architecture(
+        model=model,
+        letters=pattern.letters,
+        specs=tuple(specs[letter] for letter in pattern.letters),
+        sizes=sizes,
+        stages=pattern.stages,
+    )
 
 
 def _spec(where: str, options: dict[str, Any]) -> MixerSpec:
-    """Build a letter's spec from its options. Raises ConfigError with its problems."""
+    """Build a letter's spec from its options. Raises ConfigError if an option is wrong.
+
+    `where` is the options' key in the configuration, such as `model.layers.M`.
+    """
     kind = options.pop("kind", None)
     if kind not in SPECS:
         if kind is None:
@@ -158,12 +189,12 @@ def _spec(where: str, options: dict[str, Any]) -> MixerSpec:
     return spec
 
 
-def parameter_table(model: ModelConfig) -> dict[str, Parameter]:
-    """Return every weight of the model by its full name, such as `layers.3.mixer.in_proj.weight`.
+def _base_table(arch: Architecture) -> dict[str, Parameter]:
+    """Return every weight other than adapters by its full name.
 
-    Weights shared by all sub-layers of a letter appear once, such as `shared.S.mixer.q.weight`.
+    Weights shared by all sub-layers with the same letter appear once, such as `shared.S.mixer.q.weight`.
     """
-    arch = architecture(model)
+    model = arch.model
     width = model.width
     vocab = model.vocab_size
     norm = Parameter((width,), Constant(1.0), decay=False, sequence_partial=True)
@@ -182,20 +213,24 @@ def parameter_table(model: ModelConfig) -> dict[str, Parameter]:
         table["head.weight"] = replace(linear(vocab, width, fp8=False), owner=ModelOwner("head"))
     if model.init is not Start.mamba:
         table = _as_lit_gpt(table, arch)
-    return table | adapter_rows(table, model.adapters)
+    return table
 
 
 def weight_name(arch: Architecture, index: int, key: str) -> str:
-    """Return the full name of a mixer weight in one sub-layer, given its key or a stored part's."""
+    """Return the full name of a mixer weight in one sub-layer.
+
+    `key` names the weight, or a part that checkpoints store separately, inside the mixer.
+    """
     weights = arch.specs[index].parameters(arch.sizes_at(index))
     shared = any(key in (name, *weight.stored(name)) for name, weight in weights.items() if weight.shared)
     return f"{arch.owner(index, shared).path}.mixer.{key}"
 
 
 def _as_lit_gpt(table: dict[str, Parameter], arch: Architecture) -> dict[str, Parameter]:
-    """Replace the initialisation of projections by lit-gpt's.
+    """Replace projections' initialisation by lit-gpt's, which depends on how many blocks the model has.
 
-    A block is counted for every sub-layer with a state other than a convolution's, except parallel branches.
+    A block in lit-gpt is a sequence mixer with its MLP. Here, each sequence mixer counts as one block: each sub-layer
+    whose state has a part other than a convolution's last inputs. Parallel branches do not count.
     """
     width = arch.sizes.width
     states = [spec.state_parts(arch.sizes).values() for spec in arch.specs if not spec.beside]
@@ -229,7 +264,7 @@ def _option_problems(schema: type, what: str, options: Mapping[str, Any], where:
 
 @functools.cache
 def _hints(schema: type) -> dict[str, Any]:
-    """Return the types of a schema's options; cached, because evaluating annotations is the slowest step here."""
+    """Return the types for a schema's options; cached, because evaluating annotations is slow."""
     return typing.get_type_hints(schema)
 
 
@@ -240,7 +275,7 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return True if a YAML value fits an option of this type: ints pass as floats, booleans only as booleans."""
+    """Return True if a YAML value fits an option with this type: ints pass as floats, booleans only as booleans."""
     for kind in _alternatives(hint):
         if isinstance(value, bool) and kind is not bool:
             continue
@@ -271,4 +306,4 @@ def _plain_name(kind: type) -> str:
 
 
 def _known(names: typing.Iterable[str]) -> str:
-    return f"have: {', '.join(names)}"
+    return f"choose one of: {', '.join(names)}"

@@ -1,14 +1,21 @@
-"""Reading a checkpoint: full tensors, or any layout's blocks, verified as they are read.
+"""Reading a checkpoint: full tensors, or the shards that a rank needs, with every digest verified.
+
+A checkpoint is a folder with these files:
 
     config.yaml, tokenizer.json, manifest.json
-    model-00000.safetensors, ...     weights in the forward pass's dtype, each file written by one process
-    optimizer-00000..., ...          Adam's moments, and fp32 masters for weights computed in bf16
-    fp8-00000..., ...                the largest absolute values that delayed FP8 scaling remembers
-    states-00000..., ...             carried states by lane, and the statistics that noise is fitted to
-    random-00000..., ...             each process's random states
+    model-00000.safetensors, ...     weights in the forward pass's dtype
+    optimizer-00000..., ...          Adam's moments, and fp32 masters of weights that are bf16 in the forward pass
+    fp8-00000..., ...                recent maximum absolute values (amax), which delayed FP8 scaling needs
+    states-00000..., ...             recurrent states carried between steps, and statistics for random initial states
+    random-00000..., ...             the random number generators' states
 
-Fused projections are stored by their parts (`in_proj.weight.x`, `in_proj.weight.z`). Nothing is pickled. A reader takes
-each rectangle from the chunks that overlap it, so any layout can read a checkpoint that any other wrote.
+The first part of a name (model, optimizer, ...) is the kind of file. In training, each process writes at most one file
+per kind, numbered by the process's rank. Nothing is pickled. If the model fuses projections into one weight, each
+projection is stored as its own tensor (`in_proj.weight.x`, `in_proj.weight.z`).
+
+A chunk is a rectangle in a full tensor, which one process has written. A process that needs a rectangle copies from
+every chunk that overlaps the rectangle. So a run can use another parallel layout than the run that wrote the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -30,6 +37,7 @@ from hybridtron.checkpoint.files import NAMES, copy, read_chunk, read_head
 from hybridtron.checkpoint.finite import KINDS, is_finite
 from hybridtron.checkpoint.manifest import BrokenCheckpoint, CheckpointManifest, Meta, StoredShard
 from hybridtron.config.load import load_saved
+from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import Config
 from hybridtron.model.lm import LanguageModel
 from hybridtron.parallel.blocks import full_rectangle, weight_blocks
@@ -39,17 +47,23 @@ READERS = 4  # threads; they run in parallel, because reading and digesting rele
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint with a valid manifest. All other bytes are verified when they are read."""
+    """A checkpoint with a valid manifest.
+
+    `open` also verifies config.yaml. All other files and chunks are verified when they are read.
+    """
 
     folder: Path
     manifest: CheckpointManifest
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Open a checkpoint. Raises BrokenCheckpoint if the manifest or the configuration is damaged."""
+        """Open a checkpoint, and verify its manifest and config.yaml.
+
+        Raises BrokenCheckpoint if either file is damaged, or if the manifest does not list all shards of a tensor.
+        """
         checkpoint = cls(folder, manifest.read(folder))
         if missing := checkpoint.manifest.incomplete():
-            raise BrokenCheckpoint(f"{folder} holds only a part of {missing[0]}")
+            raise BrokenCheckpoint(f"{folder}: its manifest does not list all shards of {missing[0]}", code="missing")
         checkpoint.verified("config.yaml")
         return checkpoint
 
@@ -61,10 +75,18 @@ class Checkpoint:
     def config(self) -> Config:
         return load_saved(self.folder / "config.yaml")
 
+    @cached_property
+    def plan(self) -> RunPlan:
+        """The stored configuration with its resolved phases."""
+        return RunPlan.of(self.config)
+
     def verified(self, name: str) -> bytes:
-        """Read and verify a small file."""
+        """Read and verify a file without tensors, or the header of a safetensors file, and return these bytes.
+
+        Raises BrokenCheckpoint if the file is missing or damaged.
+        """
         if name not in self.manifest.files:
-            raise BrokenCheckpoint(f"{self.folder} has no {name}")
+            raise BrokenCheckpoint(f"{self.folder}: its manifest lists no file {name}", code="no-file")
         return read_head(self.folder, name, self.manifest.files[name])
 
     @property
@@ -76,27 +98,39 @@ class Checkpoint:
         return NAMES[self._of(key)[0].dtype]
 
     def whole(self, key: str) -> Tensor:
-        """Read and verify a full tensor, on the CPU."""
+        """Read and verify a full tensor, and return it on the CPU.
+
+        Raises BrokenCheckpoint if the tensor is missing or damaged.
+        """
         first, *others = self._of(key)
-        if not others:  # it was written as one chunk
+        if not others:  # the only chunk is the full tensor
             return read_chunk(self.folder, first, self.manifest.files[first.file])
         into = torch.empty(first.shape, dtype=NAMES[first.dtype])
         self._fill(key, [(into, (0,) * into.dim())])
         return into
 
     def fill(self, blocks: Sequence[Any]) -> None:
-        """Read blocks (`ShardedTensor`s) of any layout, in place. Raises BrokenCheckpoint if shapes differ."""
+        """Read stored values into the tensors of blocks.
+
+        A block is a `ShardedTensor`: a rank's rectangle in a full tensor.
+
+        Raises BrokenCheckpoint if a tensor is missing or damaged, or if its stored shape differs from the block's
+        `global_shape`.
+        """
         targets: dict[str, list[tuple[Tensor, Sequence[int]]]] = {}
         for block in blocks:
             if self._of(block.key)[0].shape != tuple(block.global_shape):
-                shapes = f"{self._of(block.key)[0].shape}, not {tuple(block.global_shape)}"
-                raise BrokenCheckpoint(f"{self.folder} holds {block.key} of shape {shapes}")
+                shapes = f"{self._of(block.key)[0].shape}; the model needs {tuple(block.global_shape)}"
+                raise BrokenCheckpoint(f"{self.folder}: {block.key} has the shape {shapes}", code="mismatch")
             targets.setdefault(block.key, []).append((block.data, block.global_offset))
         with ThreadPoolExecutor(READERS) as threads:
             list(threads.map(lambda key: self._fill(key, targets[key]), targets))
 
     def weights(self, table: Mapping[str, Parameter]) -> Callable[[str], Tensor]:
-        """Return a function that reads a full weight by its name in the model, and joins its stored parts."""
+        """Return a function that reads a weight by its name in the model.
+
+        A fused weight is concatenated from its projections.
+        """
 
         def weight(name: str) -> Tensor:
             parameter = table[name]
@@ -105,7 +139,7 @@ class Checkpoint:
         return weight
 
     def load_weights(self, model: LanguageModel) -> None:
-        """Fill all weights of a model that is not sharded, in place."""
+        """Read all weights of an unsharded model, in place."""
         blocks = []
         for name, weight in model.named_parameters():
             parameter = model.table[name]
@@ -114,7 +148,10 @@ class Checkpoint:
         self.fill(blocks)
 
     def faults(self) -> Iterator[str]:
-        """Read every byte, and yield a message for each damaged or non-finite part."""
+        """Read all files; yield a message for each damaged file or chunk, and for each chunk with NaN or infinity.
+
+        Only the files `model-...` and `optimizer-...` are searched for NaN and infinity: weights, moments and masters.
+        """
         for name in self.manifest.files:
             try:
                 self.verified(name)
@@ -123,21 +160,26 @@ class Checkpoint:
         with ThreadPoolExecutor(READERS) as threads:
             yield from filter(None, threads.map(self._fault, self.manifest.chunks))
 
-    def verify_chunks(self, kind: str, share: int, shares: int) -> None:
-        """Verify this process's share of the chunks in the files of a kind, such as `states`.
+    def verify_chunks(self, kind: str, rank: int, ranks: int) -> None:
+        """Verify every `ranks`-th chunk of a kind such as `states`, starting at chunk number `rank`.
 
-        The share is every `shares`-th chunk from number `share` on. Raises BrokenCheckpoint.
+        So `ranks` processes share the work: together they verify every chunk once. A process also verifies chunks that
+        another process has written. Raises BrokenCheckpoint if a chunk is damaged, or if a weight, moment or master
+        contains NaN or infinity.
         """
-        for chunk in [entry for entry in self.manifest.chunks if entry.file.startswith(f"{kind}-")][share::shares]:
+        for chunk in [entry for entry in self.manifest.chunks if entry.file.startswith(f"{kind}-")][rank::ranks]:
             self._verify(chunk)
 
     def _verify(self, chunk: StoredShard) -> None:
-        """Verify a chunk's digest, and that weights and moments are finite. Raises BrokenCheckpoint."""
+        """Raise BrokenCheckpoint if a chunk is damaged, or if a weight, moment or master contains NaN or infinity."""
         stored = read_chunk(self.folder, chunk, self.manifest.files[chunk.file])
         if chunk.file.startswith(KINDS) and not is_finite(stored):
-            raise BrokenCheckpoint(f"{self.folder / chunk.file} holds values of {chunk.key} that are not finite")
+            raise BrokenCheckpoint(
+                f"{self.folder / chunk.file}: {chunk.key} contains NaN or infinity", code="out-of-range"
+            )
 
     def _fault(self, chunk: StoredShard) -> str | None:
+        """Verify a chunk; return a message if it is faulty, else None."""
         try:
             self._verify(chunk)
         except BrokenCheckpoint as error:
@@ -154,39 +196,50 @@ class Checkpoint:
     def _of(self, key: str) -> list[StoredShard]:
         """Return a tensor's chunks. Raises BrokenCheckpoint if there are none."""
         if key not in self._chunks:
-            raise BrokenCheckpoint(f"{self.folder} holds no {key}")
+            raise BrokenCheckpoint(f"{self.folder} has no tensor {key}, which the model needs", code="mismatch")
         return self._chunks[key]
 
     def _fill(self, key: str, wanted: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
-        """Fill the wanted rectangles of one tensor; read each overlapping chunk once."""
-        missing = sum(into.numel() for into, _ in wanted)
+        """Fill tensors with rectangles of the stored tensor `key`.
+
+        `wanted` has for each rectangle the tensor to fill, and the rectangle's offset in the full tensor. A chunk that
+        overlaps any rectangle is read once. Other chunks are not read.
+        """
+        missing = sum(target.numel() for target, _ in wanted)
         for chunk in self._of(key):
-            shared = [
-                (into, offset, run) for into, offset in wanted if (run := _shared(chunk, into, offset)) is not None
+            overlapping = [
+                (target, offset, overlap)
+                for target, offset in wanted
+                if (overlap := _overlap(chunk, target, offset)) is not None
             ]
-            if not shared:
+            if not overlapping:
                 continue
             stored = read_chunk(self.folder, chunk, self.manifest.files[chunk.file])
-            for into, offset, runs in shared:
-                theirs = tuple(
-                    slice(r.start - first, r.stop - first) for r, first in zip(runs, chunk.offset, strict=True)
+            for target, offset, overlap in overlapping:
+                in_chunk = tuple(
+                    slice(r.start - first, r.stop - first) for r, first in zip(overlap, chunk.offset, strict=True)
                 )
-                ours = tuple(slice(r.start - first, r.stop - first) for r, first in zip(runs, offset, strict=True))
-                copy(stored[theirs], into[ours])
-                missing -= math.prod(map(len, runs))
-        assert missing == 0, f"{key} has chunks that overlap or leave gaps"
+                in_target = tuple(
+                    slice(r.start - first, r.stop - first) for r, first in zip(overlap, offset, strict=True)
+                )
+                copy(stored[in_chunk], target[in_target])
+                missing -= math.prod(map(len, overlap))
+        assert missing == 0, f"the chunks of {key} overlap each other or leave gaps"
 
 
 def fill_rectangles(whole: Tensor, wanted: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
-    """Copy rectangles from a full tensor; each is given as a tensor to fill and its offset in the full tensor."""
-    for into, offset in wanted:
-        copy(whole[tuple(slice(first, first + n) for first, n in zip(offset, into.shape, strict=True))], into)
+    """Copy rectangles of a full tensor. `wanted` has for each the tensor to fill and the offset in the full tensor."""
+    for target, offset in wanted:
+        copy(whole[tuple(slice(first, first + n) for first, n in zip(offset, target.shape, strict=True))], target)
 
 
-def _shared(chunk: StoredShard, into: Tensor, offset: Sequence[int]) -> tuple[range, ...] | None:
-    """Intersect a chunk with a rectangle: one range per axis of the full tensor, or None if they do not overlap."""
-    runs = tuple(
+def _overlap(chunk: StoredShard, target: Tensor, offset: Sequence[int]) -> tuple[range, ...] | None:
+    """Intersect a chunk with the rectangle that begins at `offset` and has the shape of `target`.
+
+    Returns an index range per axis of the full tensor, or None if chunk and rectangle do not overlap.
+    """
+    overlap = tuple(
         range(max(a, b), min(a + m, b + n))
-        for a, m, b, n in zip(chunk.offset, chunk.size, offset, into.shape, strict=True)
+        for a, m, b, n in zip(chunk.offset, chunk.size, offset, target.shape, strict=True)
     )
-    return runs if all(runs) else None
+    return overlap if all(overlap) else None

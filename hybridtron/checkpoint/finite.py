@@ -1,10 +1,10 @@
-"""Checks that weights and moments are finite. A checkpoint with NaN or infinity is neither written nor resumed from.
+"""Checks for NaN and infinity in weights and Adam's moments.
 
-Training itself may never show such a value: with an infinite second moment every update of a weight is zero. An
-asynchronous checkpoint checks its copies while the next step computes.
+A checkpoint that contains one is neither written nor resumed from. The loss need not show the fault: if a weight's
+second moment is infinite, each update of this weight is zero.
 
-Carried states and FP8 statistics are not checked: both may hold values that are not finite, and the code that uses them
-allows for this.
+Recurrent states and FP8 statistics are not checked, since both may contain NaN or infinity: the engine sets such a
+state to zero, and FP8 scaling ignores such a statistic.
 """
 
 from __future__ import annotations
@@ -19,38 +19,43 @@ from torch import Tensor
 from hybridtron.parallel.plain_values import all_gather_values
 
 KINDS = ("model", "optimizer")  # kinds of a checkpoint's files that are checked
-THREADS = 2  # torch reads memory with a single thread if it computes with a single thread
+THREADS = 2  # Python threads: a single one leaves memory bandwidth unused if torch is set to compute with one thread
 
 
 class NotFinite(ArithmeticError):
-    """Raised when weights or moments are not finite; the checkpoint is not written."""
+    """Raised when weights or moments contain NaN or infinity. The checkpoint is then not written."""
 
 
 def not_finite(blocks: Iterable[Any]) -> str | None:
-    """Return the key of the first block that holds NaN or an infinity, or None.
+    """Return the key of the first block that contains NaN or infinity, or None.
 
-    Memory is read once, and a device is waited for once.
+    A block is a `ShardedTensor`: this process's shard of a tensor. The results of all blocks are copied to the CPU
+    together, so that this process waits for the GPU only once.
     """
     floating = [block for block in blocks if block.data.numel() and block.data.is_floating_point()]
     if not floating:
         return None
     with ThreadPoolExecutor(THREADS) as threads:
         extremes = torch.stack([*threads.map(lambda block: _extremes(block.data).float(), floating)]).cpu()
-    fine = extremes.isfinite().all(dim=1).tolist()
-    return next((block.key for block, finite in zip(floating, fine, strict=True) if not finite), None)
+    are_finite = extremes.isfinite().all(dim=1).tolist()
+    return next((block.key for block, finite in zip(floating, are_finite, strict=True) if not finite), None)
 
 
 def all_finite(key: str | None) -> None:
-    """Raise NotFinite on all processes if any process passes a key. All processes call this together."""
+    """Raise NotFinite on all processes if any process has a bad block.
+
+    `key` is what `not_finite` returned on this process: the bad block's key, or None.
+    All processes call this together.
+    """
     if bad_key := next(filter(None, all_gather_values(key)), None):
-        raise NotFinite(f"values of {bad_key} are not finite")
+        raise NotFinite(f"{bad_key} contains NaN or infinity")
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return True if all entries are finite. Integer tensors always are."""
+    """Return True if the tensor contains no NaN and no infinity. Integer tensors never do."""
     return not tensor.numel() or not tensor.is_floating_point() or bool(_extremes(tensor).isfinite().all())
 
 
 def _extremes(tensor: Tensor) -> Tensor:
-    """Return a tensor's minimum and maximum; both are NaN if any entry is."""
-    return torch.stack(torch.aminmax(tensor.detach()))  # `isfinite` over all entries takes ten times as long
+    """Return a tensor's minimum and maximum; both are NaN if any element is NaN."""
+    return torch.stack(torch.aminmax(tensor.detach()))  # ten times as fast as `isfinite` on each element

@@ -1,14 +1,15 @@
-"""The checkpoints of a run's folder: find the newest valid one, archive broken and superseded ones, remove old ones.
+"""The checkpoints in a run's folder: find the newest valid checkpoint, archive (rename) unusable ones, remove old ones.
 
-checkpoints/step-00000100/             a complete checkpoint: it gets this name when everything is on disk
-checkpoints/latest                     the name of the newest and the digest of its manifest
-checkpoints/.step-00000100.temporary/  being written; the next save removes the leftovers of a failed or killed one
-checkpoints/broken-step-00000100/      found to be broken; kept for inspection
-checkpoints/superseded-step-00000100/  from before the run restarted at an earlier step (older versions: left-...)
+checkpoints/step-00000100/             a complete checkpoint: it gets this name when all files are on disk
+checkpoints/latest                     the newest checkpoint's name and its manifest's digest
+checkpoints/.step-00000100.temporary/  an incomplete checkpoint; if its save failed, the next save removes it
+checkpoints/broken-step-00000100/      a checkpoint that was found to be broken; kept for inspection
+checkpoints/superseded-step-00000100/  a checkpoint of a later step than the step that the run was restarted from
 """
 
 from __future__ import annotations
 
+import math
 import shutil
 import warnings
 from collections.abc import Collection, Iterator
@@ -18,7 +19,7 @@ from hybridtron.checkpoint import manifest
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.config.schema import CheckpointConfig
-from hybridtron.regular_files import read_regular
+from hybridtron.safe_open import read_regular
 from hybridtron.storage.digest import digest_of
 from hybridtron.storage.durable import put
 
@@ -31,13 +32,13 @@ def folder_of(run_dir: Path, step: int) -> Path:
 
 
 def all_of(run_dir: Path) -> list[Path]:
-    """List all checkpoints of a run's folder, oldest first. They are not verified."""
+    """List all checkpoints in a run's folder, oldest first. They are not verified."""
     paths = [path for path in (run_dir / "checkpoints").glob("step-*") if is_name(path.name)]
     return sorted(paths, key=step_of)
 
 
 def is_name(name: str) -> bool:
-    """Return True if a checkpoint's folder can have this name."""
+    """Return True if a name has the form `step-00000100`."""
     return manifest.step_in(name) is not None
 
 
@@ -53,17 +54,20 @@ def step_of(folder: Path) -> int:
 
 
 def newest(run_dir: Path) -> Checkpoint | None:
-    """Return the valid checkpoint with the highest step, or None; warn about each broken one that is skipped.
+    """Return the valid checkpoint with the highest step, or None; warn about each broken checkpoint with a higher step.
 
-    Only manifest and configuration are verified here.
+    Only the manifest and the configuration are verified here, not the tensors.
     """
     return next(valid_checkpoints(run_dir), None)
 
 
 def valid_checkpoints(run_dir: Path) -> Iterator[Checkpoint]:
-    """Yield the checkpoints whose manifest and configuration are valid, newest first; warn about all others."""
+    """Yield the checkpoints whose manifest and configuration are valid, newest first.
+
+    Warns about each other checkpoint, and about a fault in the file `latest`.
+    """
     if fault := pointer_fault(run_dir):
-        warnings.warn(f"{fault}; using the newest valid checkpoint", stacklevel=2)
+        warnings.warn(f"{fault}; using the newest valid checkpoint in {run_dir / 'checkpoints'}", stacklevel=2)
     for folder in reversed(all_of(run_dir)):
         try:
             yield Checkpoint.open(folder)
@@ -72,18 +76,24 @@ def valid_checkpoints(run_dir: Path) -> Iterator[Checkpoint]:
 
 
 def best(run_dir: Path) -> Checkpoint | None:
-    """Return the checkpoint with the lowest held-out loss; None if no checkpoint has such a loss."""
-    folder = _best(all_of(run_dir))
-    if folder is None:
-        return None
-    return Checkpoint.open(folder)
+    """Return the valid checkpoint with the lowest held-out loss, or None if no valid checkpoint stores such a loss.
+
+    Warns about each broken checkpoint. Only the manifest and the configuration are verified here, not the tensors.
+    """
+    checkpoint, faults = _best(all_of(run_dir))
+    for fault in faults:
+        warnings.warn(f"{fault}; looking for the lowest held-out loss in the other checkpoints", stacklevel=2)
+    return checkpoint
 
 
 def pointer_fault(run_dir: Path) -> str | None:
-    """Describe the pointer's fault, or return None.
+    """Describe the fault in the pointer (the file `latest`), or return None.
 
-    Faults are: it is missing, it can't be read, its checkpoint is missing, or its digest does not fit the manifest. A
-    missing pointer is not a fault while there are fewer than two checkpoints.
+    The pointer has a fault in four cases:
+    - the file is missing, although the run has two checkpoints or more
+    - the file can't be read
+    - the file names a checkpoint that is missing
+    - the digest in the file is not the digest of the checkpoint's manifest
     """
     path = run_dir / "checkpoints" / POINTER
     try:
@@ -94,39 +104,42 @@ def pointer_fault(run_dir: Path) -> str | None:
         return f"{path} is missing"
     except OSError as error:
         return f"{path} can't be read: {error}"
-    name, _, digested = stored.decode("ascii", "replace").strip().partition(" ")
+    name, _, digest = stored.decode("ascii", "replace").strip().partition(" ")
     target = path.parent / name
     if not is_name(name) or not target.is_dir():
-        return f"{path} names {name!r}, which is not there"
+        return f"{path} names the checkpoint {name!r}, which does not exist"
     try:
-        fits = digest_of(manifest.stored_in(target)) == digested
+        is_same = digest_of(manifest.stored_in(target)) == digest
     except BrokenCheckpoint:
-        fits = False
-    if fits:
+        is_same = False
+    if is_same:
         return None
-    return f"{path} does not fit the manifest of {name}"
+    return f"{path} has another digest than the manifest of {name}"
 
 
 def point_at(folder: Path) -> None:
-    """Make the pointer name a checkpoint, atomically."""
+    """Write a checkpoint's name and digest into the pointer (the file `latest`), atomically."""
     pointer = folder.parent / POINTER
     if pointer.is_dir() and not pointer.is_symlink():
-        _renamed(pointer, "broken")  # the pointer is only a hint: a folder of its name must not make the save fail
+        _archive(pointer, "broken")  # no checkpoint should fail to be saved because `latest` is a folder
     put(pointer, f"{folder.name} {digest_of(manifest.stored_in(folder))}\n".encode())
 
 
 def archive_broken(folder: Path) -> str:
-    """Rename a broken checkpoint, so that it is kept for inspection but not used; return a message about the result."""
+    """Rename a broken checkpoint, so that it is kept for inspection but not used again.
+
+    Returns a message with the new path, or with the reason why the folder can't be renamed.
+    """
     try:
-        return f"renamed to {_renamed(folder, 'broken')}"
+        return f"the folder was renamed to {_archive(folder, 'broken')}"
     except OSError as error:
-        return f"it stays where it is ({error})"
+        return f"{folder} can't be renamed: {error}"
 
 
 def archive_newer_broken(run_dir: Path, than: int) -> Iterator[str]:
-    """Rename broken checkpoints from steps later than `than`; yield a message for each.
+    """Rename all checkpoints of steps after `than` that can't be opened; yield a message for each.
 
-    Only those are renamed whose manifest or configuration is broken, which a start skips.
+    A checkpoint can't be opened if its manifest or its configuration is broken. Its tensors are not verified here.
     """
     for folder in reversed(all_of(run_dir)):
         if step_of(folder) > than and (fault := _fault(folder)):
@@ -134,7 +147,7 @@ def archive_newer_broken(run_dir: Path, than: int) -> Iterator[str]:
 
 
 def _fault(folder: Path) -> str | None:
-    """Return the reason why a checkpoint can't be opened, or None."""
+    """Return the reason why a checkpoint can't be opened, or None if it can be opened."""
     try:
         Checkpoint.open(folder)
     except BrokenCheckpoint as error:
@@ -142,8 +155,11 @@ def _fault(folder: Path) -> str | None:
     return None
 
 
-def _renamed(folder: Path, mark: str) -> Path:
-    """Rename a folder to `MARK-NAME`, or `MARK-NAME-2` and so on if that exists; return its new path."""
+def _archive(folder: Path, mark: str) -> Path:
+    """Rename the folder `NAME` to `MARK-NAME`, or to `MARK-NAME-2`, `MARK-NAME-3`, ... if that name exists.
+
+    Returns the new path.
+    """
     target = folder.with_name(f"{mark}-{folder.name}")
     number = 1
     while target.exists():
@@ -154,40 +170,51 @@ def _renamed(folder: Path, mark: str) -> Path:
 
 
 def archive_later(run_dir: Path, after: int) -> list[Path]:
-    """Rename checkpoints from steps later than `after`, because a run that restarts there supersedes them."""
+    """Rename all checkpoints of steps after `after` to `superseded-...`; return their new paths.
+
+    A run that restarts at step `after` calls this, since it will write new checkpoints of the same steps.
+    """
     later = [folder for folder in all_of(run_dir) if step_of(folder) > after]
-    return [_renamed(folder, "superseded") for folder in later]
+    return [_archive(folder, "superseded") for folder in later]
 
 
-def retire(
+def apply_retention(
     run_dir: Path,
     settings: CheckpointConfig,
     steps_for_ever: int | None,
     phase_ends: Collection[int] = (),
     in_use: Collection[Path] = (),
 ) -> list[str]:
-    """Remove checkpoints that `settings` no longer keep; return a message for each that could not be removed.
+    """Remove old checkpoints; return a message for each broken checkpoint, and for each that can't be removed.
 
-    Phase ends, multiples of `steps_for_ever`, and checkpoints in use are kept. Nothing is removed before every byte of
-    the newest checkpoint was read back and verified: until then an older one may be the only usable one.
+    These checkpoints are kept:
+    - the newest `settings.keep` valid checkpoints
+    - the valid checkpoint with the lowest held-out loss, with `settings.keep_best`
+    - checkpoints of the steps `phase_ends`
+    - checkpoints of steps that are multiples of `steps_for_ever`
+    - checkpoints in `in_use`
+
+    Before any checkpoint is removed, the newest checkpoint is read back and verified. If it is broken, nothing is
+    removed, since an old checkpoint might be the only usable one.
     """
-    sweep(run_dir)
-    newest_ones, failures = _newest_ones(run_dir, settings.keep)
+    remove_temporaries(run_dir)
+    newest_valid, failures = _newest_valid(run_dir, settings.keep)
     folders = all_of(run_dir)
-    kept = {*(checkpoint.folder for checkpoint in newest_ones), *in_use}
+    kept = {*(checkpoint.folder for checkpoint in newest_valid), *in_use}
     kept |= {folder for folder in folders if step_of(folder) in phase_ends}
     if steps_for_ever is not None:
         kept |= {folder for folder in folders if step_of(folder) % steps_for_ever == 0}
-    if settings.keep_best and (best := _best(folders)):
-        kept.add(best)
+    if settings.keep_best and (best := _best(folders)[0]):
+        kept.add(best.folder)
     old = [folder for folder in folders if folder not in kept]
     if not old:
         return failures
-    if fault := next(newest_ones[0].faults(), None):
-        return [*failures, f"{fault}; nothing is removed"]
+    if fault := next(newest_valid[0].faults(), None):
+        return [*failures, f"{fault}; nothing is removed, since this is the newest checkpoint"]
     for folder in old:
         try:
-            removed = folder.with_name(f".{folder.name}.removed")  # a half-removed checkpoint must not look like one
+            # renamed first: if this process is killed, no incomplete folder has the name of a checkpoint
+            removed = folder.with_name(f".{folder.name}.removed")
             folder.rename(removed)
             shutil.rmtree(removed)
         except OSError as error:
@@ -195,14 +222,17 @@ def retire(
     return failures
 
 
-def sweep(run_dir: Path) -> None:
-    """Remove the temporary folders that failed or killed saves have left. Each can be as large as a checkpoint."""
+def remove_temporaries(run_dir: Path) -> None:
+    """Remove the temporary folders left by failed or killed saves. Each can be as large as a checkpoint."""
     for leftover in (run_dir / "checkpoints").glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _newest_ones(run_dir: Path, count: int) -> tuple[list[Checkpoint], list[str]]:
-    """Return the newest `count` valid checkpoints; archive broken ones on the way and return a message for each."""
+def _newest_valid(run_dir: Path, count: int) -> tuple[list[Checkpoint], list[str]]:
+    """Return the newest `count` valid checkpoints, and a message for each newer checkpoint that is broken.
+
+    Only manifest and configuration are verified. The broken checkpoints are archived.
+    """
     checkpoints = list[Checkpoint]()
     messages = list[str]()
     for folder in reversed(all_of(run_dir)):
@@ -215,14 +245,22 @@ def _newest_ones(run_dir: Path, count: int) -> tuple[list[Checkpoint], list[str]
     return checkpoints, messages
 
 
-def _best(folders: list[Path]) -> Path | None:
-    """Return the folder with the lowest held-out loss, or None. Broken checkpoints are skipped."""
-    losses = {}
+def _best(folders: list[Path]) -> tuple[Checkpoint | None, list[str]]:
+    """Return the valid checkpoint with the lowest held-out loss, and a message for each broken checkpoint.
+
+    The checkpoint is None if no valid checkpoint stores a held-out loss. Only manifest and configuration are verified.
+    """
+    best: Checkpoint | None = None
+    lowest = math.inf
+    messages = list[str]()
     for folder in folders:
         try:
-            validation = manifest.read(folder).meta.validation
-        except BrokenCheckpoint:
+            checkpoint = Checkpoint.open(folder)
+        except BrokenCheckpoint as error:
+            messages.append(str(error))
             continue
-        if validation is not None:
-            losses[folder] = validation
-    return min(losses, key=losses.__getitem__, default=None)
+        loss = checkpoint.meta.validation
+        if loss is not None and loss < lowest:
+            best = checkpoint
+            lowest = loss
+    return best, messages

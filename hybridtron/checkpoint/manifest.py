@@ -1,11 +1,16 @@
-"""The manifest of a checkpoint (`manifest.json`): its files and tensor chunks, with their digests.
+"""A checkpoint's manifest (`manifest.json`): a list of the checkpoint's files and tensors, with digests.
 
-    {"digest": "32 hex digits", "content": {...}}           the digest covers the content's bytes, exactly as stored
+    {"digest": "32 hex digits", "content": {"format": 3, "meta": {...}, "files": {...}, "chunks": [...]}}
 
-The content lists every file with its size and its head's digest. It also lists every tensor chunk: the rectangle of the
-full tensor, the position where its bytes are stored, and their digest. A head is everything before a file's first
-chunk; in a file without tensors it is the entire file. Heads and chunks together cover every byte. Digests are 128-bit
-XXH3: they detect accidental damage by disks, memory and people, not deliberate changes.
+The first digest covers the bytes after `"content": `, up to the last brace.
+
+- `files`: each file's size, and its head's size and digest. The head is the part before the first tensor; in
+  a file without tensors it is the entire file.
+- `chunks`: a chunk is a rectangle in a tensor. For each chunk: the file and the position where its bytes are stored,
+  and their digest.
+
+Heads and chunks together cover every byte of every file. Digests are 128-bit XXH3. They detect accidental damage, not
+deliberate changes.
 """
 
 from __future__ import annotations
@@ -19,30 +24,39 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridtron.data.loader import Fingerprint
-from hybridtron.regular_files import read_regular
+from hybridtron.problems import Code
+from hybridtron.safe_open import read_regular
 from hybridtron.storage.digest import digest_of
 
 FORMAT = 3
 FILE = "manifest.json"
-GREATEST = 2**30  # largest manifest that is read, in bytes: enough for some 5 million chunks
+MAX_MANIFEST_BYTES = 2**30  # largest manifest that is read: enough for some 5 million chunks
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
-"""Functions by format number; each converts a manifest's content from that format to the next one."""
+"""Functions by format number N. Each converts a manifest's content from format N to format N + 1."""
 
 _HEAD = b'{"digest": "'
 _BETWEEN = b'", "content": '
 _END = b"}\n"
-
-
 _NAME = re.compile(r"step-(\d{8,})")
 
 
 class BrokenCheckpoint(ValueError):
     """Raised when a checkpoint's contents are not as they were written."""
 
+    def __init__(self, message: str, *, code: Code = "unreadable") -> None:
+        super().__init__(message)
+        self.code: Code = code
+
 
 @dataclass(frozen=True)
 class Meta:
-    """Training progress when the checkpoint was written."""
+    """Training progress when the checkpoint was written.
+
+    step: how many steps the run has made so far
+    accepted_steps: how many of these steps changed the weights
+    data: descriptions of the training data by name; a resumed run compares them to notice changed data
+    layout: the parallel layout, as text
+    """
 
     step: int
     accepted_steps: int
@@ -51,13 +65,18 @@ class Meta:
     torch_version: str
     validation: float | None = None  # held-out loss at the training length, if it was measured at this step
     norms: list[float] = field(default_factory=list)  # gradient norms of the last accepted steps, for the step guard
-    refused: int = 0  # refused steps in a row, up to this step
-    windows: list[list[int]] = field(default_factory=list)  # skipped data: [phase, first step, last step + 1]
+    refused: int = 0  # number of the last steps in a row that the step guard has refused
+    windows: list[list[int]] = field(default_factory=list)  # skipped data, each [phase, first step, last step + 1]
 
 
 @dataclass(frozen=True)
 class File:
-    """A file's entry in the manifest: `head` bytes come before its first chunk, and `digest` is their digest."""
+    """A file's entry in the manifest.
+
+    size: bytes in the file
+    head: bytes before its first tensor; all bytes if the file has no tensors
+    digest: digest of these first `head` bytes
+    """
 
     size: int
     head: int
@@ -65,9 +84,16 @@ class File:
 
 
 class StoredShard(NamedTuple):
-    """A rectangle of a full tensor, as it is stored in a file.
+    """A rectangle in a full tensor, as it is stored in a file.
 
-    It has `size` entries from `offset` on; `shape` is the full tensor's. Its bytes begin at byte `start` in the file.
+    key: the full tensor's name
+    dtype: the dtype's name in safetensors files, such as `BF16`
+    shape: the full tensor's shape
+    offset: the rectangle's first index on each axis of the full tensor
+    size: the rectangle's shape
+    file: the file's name
+    start: the position in the file at which the rectangle begins
+    digest: the digest over the rectangle's bytes
     """
 
     key: str
@@ -89,7 +115,7 @@ class CheckpointManifest:
     chunks: tuple[StoredShard, ...]
 
     def incomplete(self) -> list[str]:
-        """Return the keys of tensors whose chunks together have more or fewer entries than the tensor."""
+        """Return the keys of tensors whose chunks together have more or fewer elements than the full tensor."""
         stored_sizes: dict[str, int] = {}
         sizes: dict[str, int] = {}
         for chunk in self.chunks:
@@ -99,12 +125,12 @@ class CheckpointManifest:
 
 
 def name_of(step: int) -> str:
-    """Return the folder name of a step's checkpoint."""
+    """Return the folder name for a step's checkpoint, such as `step-00000100`."""
     return f"step-{step:08d}"
 
 
 def step_in(name: str) -> int | None:
-    """Return the step in a checkpoint's folder name, or None if it is not such a name."""
+    """Return the step in a folder's name such as `step-00000100`, or None for another name."""
     matched = _NAME.fullmatch(name)
     if matched is None:
         return None
@@ -126,21 +152,24 @@ def to_bytes(manifest: CheckpointManifest) -> bytes:
 def read(folder: Path) -> CheckpointManifest:
     """Read and verify a checkpoint's manifest.
 
-    Raises BrokenCheckpoint if it is damaged or incomplete, or if the folder carries another step's name.
+    Raises BrokenCheckpoint if the manifest is missing or damaged, or if the folder's name has another step.
     """
     manifest = of_bytes(stored_in(folder), folder / FILE)
     if step_in(folder.name) is not None and folder.name != name_of(manifest.meta.step):
-        raise BrokenCheckpoint(f"{folder} holds step {manifest.meta.step}: it was renamed")
+        raise BrokenCheckpoint(
+            f"{folder} is a checkpoint of step {manifest.meta.step}; rename it to {name_of(manifest.meta.step)}",
+            code="changed",
+        )
     return manifest
 
 
 def stored_in(folder: Path) -> bytes:
-    """Read a manifest's bytes without verifying them. Raises BrokenCheckpoint if that fails."""
+    """Read a manifest's bytes without verifying them. Raises BrokenCheckpoint if the file can't be read."""
     path = folder / FILE
     try:
-        return read_regular(path, GREATEST)
+        return read_regular(path, MAX_MANIFEST_BYTES)
     except FileNotFoundError as error:
-        raise BrokenCheckpoint(f"{folder} has no {FILE}: it is incomplete{_older(folder)}") from error
+        raise BrokenCheckpoint(f"{folder} has no {FILE}: it is incomplete{_or_old(folder)}", code="no-file") from error
     except OSError as error:
         raise BrokenCheckpoint(f"{path} can't be read: {error}") from error
 
@@ -148,15 +177,15 @@ def stored_in(folder: Path) -> bytes:
 def of_bytes(stored: bytes, path: Path) -> CheckpointManifest:
     """Parse and verify a manifest's bytes. `path` appears in messages only.
 
-    Raises BrokenCheckpoint if the digest differs, or if the content does not make a valid manifest.
+    Raises BrokenCheckpoint if the digest differs, or if the content is not a manifest's.
     """
     digest_end = len(_HEAD) + 32
     body = stored[digest_end + len(_BETWEEN) : -len(_END)]
-    whole = _HEAD + digest_of(body).encode() + _BETWEEN + body + _END
-    if stored != whole:
-        raise BrokenCheckpoint(f"{path} is not as it was written: its digest differs")
+    expected = _HEAD + digest_of(body).encode() + _BETWEEN + body + _END
+    if stored != expected:
+        raise BrokenCheckpoint(f"{path} is damaged: the content differs from its digest")
     try:
-        content = migrated(json.loads(body), path)
+        content = migrate(json.loads(body), path)
         files = {name: File(**file) for name, file in content["files"].items()}
         manifest = CheckpointManifest(
             Meta(**content["meta"]), files, tuple(chunk_of(values) for values in content["chunks"])
@@ -164,31 +193,34 @@ def of_bytes(stored: bytes, path: Path) -> CheckpointManifest:
     except BrokenCheckpoint:
         raise
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise BrokenCheckpoint(f"{path} does not say what a manifest says: {error!r}") from error
+        raise BrokenCheckpoint(f"{path} is not the manifest of a checkpoint: {error!r}") from error
     if outside := [name for name in files if "/" in name or name in ("", ".", "..")]:
-        raise BrokenCheckpoint(f"{path} names {outside[0]!r}, which is not a file of the checkpoint")
-    if strays := {chunk.file for chunk in manifest.chunks} - files.keys():
-        raise BrokenCheckpoint(f"{path} has chunks in {min(strays)!r}, which it does not list")
+        raise BrokenCheckpoint(f"{path} lists the file {outside[0]!r}, which is outside the checkpoint")
+    if unlisted := {chunk.file for chunk in manifest.chunks} - files.keys():
+        raise BrokenCheckpoint(f"{path} lists chunks of the file {min(unlisted)!r}, but not the file")
     return manifest
 
 
-def migrated(content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Convert a manifest's content to the current format. Raises BrokenCheckpoint if its format is not known."""
+def migrate(content: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Convert a manifest's content to the current format. Raises BrokenCheckpoint if no conversion is known."""
     format_number = content["format"]
     while content["format"] in MIGRATIONS:
         content = MIGRATIONS[content["format"]](content)
     if content["format"] != FORMAT:
-        raise BrokenCheckpoint(f"{path} has checkpoint format {format_number}; this version reads up to {FORMAT}")
+        raise BrokenCheckpoint(
+            f"{path} has checkpoint format {format_number}; this version reads format {FORMAT}", code="unsupported"
+        )
     return content
 
 
 def chunk_of(values: Sequence[Any]) -> StoredShard:
-    """Build a chunk from its list of values in JSON."""
-    key, dtype, shape, offset, size, file, start, of_bytes = values
-    return StoredShard(key, dtype, tuple(shape), tuple(offset), tuple(size), file, start, of_bytes)
+    """Build a chunk from its JSON list, which has the fields of `StoredShard` in order."""
+    key, dtype, shape, offset, size, file, start, digest = values
+    return StoredShard(key, dtype, tuple(shape), tuple(offset), tuple(size), file, start, digest)
 
 
-def _older(folder: Path) -> str:
+def _or_old(folder: Path) -> str:
+    """Return a second explanation of a missing manifest, if the folder may be a checkpoint of format 1 or 2."""
     if (folder / "meta.json").exists():
         return ", or has a format before 3, which this version does not read"
     return ""

@@ -1,6 +1,7 @@
-"""A checkpoint with its adapters merged into the adapted weights when they are read: W + (alpha / rank) B A.
+"""A checkpoint whose low-rank adapters (LoRA, DoRA) are merged into the weights as the weights are read.
 
-With DoRA each row of that sum is then scaled to its learned length, |W| + M.
+The merged weight is W + (alpha / rank) B A: W is the weight, and A and B are the adapter's low-rank matrices. DoRA also
+has a learned vector M. It rescales each row i of the sum, such that the row's norm is the norm of W's row i, plus M_i.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from torch import Tensor
 from hybridtron.architecture.adapters import AdaptersConfig, adapter_key, is_adapter
 from hybridtron.checkpoint.checkpoint import Checkpoint, fill_rectangles
 from hybridtron.config.schema import Config
-from hybridtron.parallel.magnitude import factors
+from hybridtron.parallel.dora import factors
 
 MASTER = "master."
 
 
 @dataclass(frozen=True)
 class MergedCheckpoint(Checkpoint):
-    """A checkpoint with adapters that reads like a checkpoint without them.
+    """A checkpoint with adapters that can be read like a checkpoint without adapters.
 
-    Adapted weights are computed in fp32 or wider, from masters where there are any, and rounded to their stored dtype
-    only at the end.
+    Weights are merged in fp32 or a wider dtype, from fp32 masters if the checkpoint has masters. Only the result is
+    rounded to the weight's dtype.
     """
 
     adapters: AdaptersConfig
@@ -42,17 +43,17 @@ class MergedCheckpoint(Checkpoint):
     def whole(self, key: str) -> Tensor:
         if (pair := adapter_pair(self._chunks, key)) is None:
             return super().whole(key)
-        return self._merged(key, *pair).to(self.dtype(key))
+        return self._merged_weight(key, *pair).to(self.dtype(key))
 
     def _fill(self, key: str, wanted: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
         if (pair := adapter_pair(self._chunks, key)) is None:
             super()._fill(key, wanted)
         else:
-            fill_rectangles(self._merged(key, *pair), wanted)
+            fill_rectangles(self._merged_weight(key, *pair), wanted)
 
-    def _merged(self, key: str, A: str, B: str) -> Tensor:
-        """Compute an adapted weight from the weight and its adapter, in fp32 or wider."""
-        down, up = (super(MergedCheckpoint, self).whole(self._widest(piece)) for piece in (A, B))
+    def _merged_weight(self, key: str, A: str, B: str) -> Tensor:
+        """Return a weight merged with its adapter, in fp32 or wider; `A` and `B` are the matrices' keys."""
+        down, up = (super(MergedCheckpoint, self).whole(self._widest(matrix)) for matrix in (A, B))
         weight = super().whole(self._widest(key))
         scale = self.adapters.alpha / self.adapters.rank
         wide = torch.promote_types(weight.dtype, torch.float32)
@@ -61,30 +62,35 @@ class MergedCheckpoint(Checkpoint):
         if not self.adapters.dora:
             return adapted
         M = super().whole(self._widest(B.replace(".adapter.B", ".adapter.M")))
-        before, after = (torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64) for matrix in (weight, adapted))
-        return factors(M.to(wide), before, after)[:, None] * adapted
+        norms, adapted_norms = (
+            torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64) for matrix in (weight, adapted)
+        )
+        return factors(M.to(wide), norms, adapted_norms)[:, None] * adapted
 
     def _widest(self, key: str) -> str:
-        """Return the key of a weight's fp32 master if there is one, else the weight's own."""
+        """Return the key of a weight's fp32 master if the checkpoint has a master, else the weight's key."""
         master = f"{MASTER}{key.removeprefix(MASTER)}"
         if master in self._chunks:
             return master
         return key
 
 
-def adapter_pair(held: Container[str], key: str) -> tuple[str, str] | None:
-    """Return the keys of a weight's adapter matrices A and B; None if it has no adapter.
+def adapter_pair(stored_keys: Container[str], key: str) -> tuple[str, str] | None:
+    """Return the keys for a weight's adapter matrices A and B, or None if the weight has no adapter.
 
-    `key` may also name the weight's master.
+    `key` is the key of a weight or its fp32 master.
     """
-    A, B = (adapter_key(key.removeprefix(MASTER), piece) for piece in "AB")
-    if is_adapter(A) and A in held:
+    A, B = (adapter_key(key.removeprefix(MASTER), matrix) for matrix in "AB")
+    if is_adapter(A) and A in stored_keys:
         return (A, B)
     return None
 
 
-def merged(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with adapters merged into its weights; without adapters it is returned unchanged."""
+def merge_adapters(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint that merges its adapters as weights are read.
+
+    A checkpoint without adapters is returned unchanged.
+    """
     adapters = checkpoint.config.model.adapters
     if adapters is None:
         return checkpoint

@@ -1,12 +1,14 @@
-"""Copies of finished checkpoints in an S3-compatible store: uploading and downloading them.
+"""Copies of finished checkpoints in an S3-compatible store: upload and download.
 
-    s3://BUCKET/PREFIX/step-00000100/...    a checkpoint; its manifest is uploaded last, and makes it complete
-    s3://BUCKET/PREFIX/latest               the name of the newest checkpoint, and the digest of its manifest
+    s3://BUCKET/PREFIX/step-00000100/...    a checkpoint; a copy is complete once it has the manifest, uploaded last
+    s3://BUCKET/PREFIX/latest               the name of the newest checkpoint, and its manifest's digest
 
-Every uploaded file is read back and compared with the manifest before the manifest is uploaded. The first process
-uploads in a thread. While that is busy the newest checkpoint waits, and an older one that still waits is dropped. A
-failed upload is reported, and the next checkpoint is tried; therefore single requests are not retried here. Nothing is
-removed from the store: its own lifecycle rules can do that.
+Rank 0 uploads in a background thread, one checkpoint at a time. Each file is read back and verified before the manifest
+is uploaded. A checkpoint that is finished during an upload waits. If a third checkpoint is finished meanwhile, it
+replaces the waiting checkpoint, which is then never uploaded.
+
+Failed requests and uploads are reported, but not repeated, since the next checkpoint will be uploaded anyway. Nothing
+is removed from the store: use the store's lifecycle rules for that.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from hybridtron.checkpoint import folder as folders
 from hybridtron.checkpoint import manifest
 from hybridtron.checkpoint.files import appearing, write_bytes
 from hybridtron.checkpoint.manifest import FILE, BrokenCheckpoint, CheckpointManifest
-from hybridtron.storage.attempts import Patience
 from hybridtron.storage.digest import digest_of
 from hybridtron.storage.durable import sync
+from hybridtron.storage.retry import RetryPolicy
 from hybridtron.storage.s3 import Bucket
 
-PATIENCE = Patience(timeout=300.0, retries=0, slowest=2**17)
+PATIENCE = RetryPolicy(timeout=300.0, retries=0, slowest=2**17)
 
 
 class Mirror:
@@ -36,17 +38,20 @@ class Mirror:
         self.bucket = Bucket(url, PATIENCE)
         self._lock = threading.Lock()
         self._waiting: Path | None = None
-        self.busy: Path | None = None  # the checkpoint that is being uploaded and must not be removed
+        self.busy: Path | None = None  # the checkpoint that is being uploaded
         self._thread: threading.Thread | None = None
 
     def offer(self, folder: Path) -> None:
-        """Upload a checkpoint in the background, now or after the one that is being uploaded.
+        """Upload a checkpoint in the background, now or after the checkpoint that is being uploaded.
 
-        It replaces a checkpoint that still waits, which is then not uploaded.
+        If another checkpoint waits already, that checkpoint is not uploaded.
         """
         with self._lock:
             if self._waiting is not None:
-                print(f"{self.bucket.url}: {self._waiting.name} is left out for {folder.name}", file=sys.stderr)
+                print(
+                    f"{self.bucket.url}: {self._waiting.name} is not uploaded, because {folder.name} is finished",
+                    file=sys.stderr,
+                )
             self._waiting = folder
             if self.busy is None:
                 self.busy = folder
@@ -55,102 +60,114 @@ class Mirror:
                 self._thread.start()
 
     def finish(self) -> None:
-        """Wait until every upload has ended or failed."""
+        """Wait until every upload has succeeded or failed."""
         if self._thread is not None:
             self._thread.join()
 
     def in_use(self) -> set[Path]:
-        """Return the checkpoints that are being uploaded or wait for it. They must not be removed."""
+        """Return the folders that must not be removed: the checkpoint that is being uploaded, and the waiting one."""
         with self._lock:
             return {folder for folder in (self.busy, self._waiting) if folder is not None}
 
     def _work(self, folder: Path | None) -> None:
-        """Upload a checkpoint, then the one that waits, until none waits. Runs in the mirror's thread.
+        """Upload a checkpoint, and then each checkpoint that waits by then. Runs in the background thread.
 
-        The thread is done when it sets `busy` to None, under the lock: from then on `offer` starts another thread.
+        The thread sets `busy` to None under the lock when no checkpoint waits, and ends. After that, `offer` starts a
+        new thread.
         """
         while folder is not None:
             try:
                 upload(self.bucket, folder)
             except Exception as error:  # any error: training must continue, and the next checkpoint is tried
-                said = f"{type(error).__name__}: {error}"
-                print(f"NOT MIRRORED: {folder} to {self.bucket.url}: {said}", file=sys.stderr)
+                reason = f"{type(error).__name__}: {error}"
+                print(f"NOT MIRRORED: {folder} to {self.bucket.url}: {reason}", file=sys.stderr)
             with self._lock:
                 folder = self.busy = self._waiting
                 self._waiting = None
 
 
 def upload(bucket: Bucket, folder: Path) -> None:
-    """Upload a checkpoint, read the copy back, then upload its manifest and update the pointer.
+    """Upload a checkpoint's files and verify the copies; then upload the manifest and the pointer (`latest`).
 
-    A checkpoint whose manifest is in the store already is not uploaded again. Raises BrokenCheckpoint if the copy
-    differs, and StorageError if the store fails.
+    If the store already has the checkpoint's manifest, only the pointer is uploaded. Raises BrokenCheckpoint if a copy
+    differs from its file, and StorageError if the store fails.
     """
     stored = manifest.stored_in(folder)
     stored_manifest = manifest.of_bytes(stored, folder / FILE)
-    if bucket.small(f"{folder.name}/{FILE}", manifest.GREATEST) != stored:
+    if bucket.small(f"{folder.name}/{FILE}", manifest.MAX_MANIFEST_BYTES) != stored:
         for name in stored_manifest.files:
             copy = f"{folder.name}/{name}"
             bucket.put_file(copy, folder / name)
             for _ in verified(bucket.pieces(copy), stored_manifest, name, f"{bucket.url}/{copy}"):
                 pass
         bucket.put(f"{folder.name}/{FILE}", stored)
-        if bucket.small(f"{folder.name}/{FILE}", manifest.GREATEST) != stored:
-            raise BrokenCheckpoint(f"{bucket.url}/{folder.name}/{FILE} is not as it was written")
+        if bucket.small(f"{folder.name}/{FILE}", manifest.MAX_MANIFEST_BYTES) != stored:
+            raise BrokenCheckpoint(f"{bucket.url}/{folder.name}/{FILE} differs from the uploaded manifest")
     bucket.put(folders.POINTER, f"{folder.name} {digest_of(stored)}\n".encode())
 
 
-def verified(arriving: Iterator[bytes], found: CheckpointManifest, name: str, where: str) -> Iterator[memoryview]:
-    """Yield a file's head and chunks as they arrive, each after its digest was verified.
+def verified(
+    arriving: Iterator[bytes], checkpoint_manifest: CheckpointManifest, name: str, where: str
+) -> Iterator[memoryview]:
+    """Verify a file while it is read: yield its head and then each of its chunks, once their digests are verified.
 
-    Raises BrokenCheckpoint if a digest differs or the file is too long. `where` names the file in messages.
+    The head is the part before the first tensor. A chunk is the bytes in a tensor or tensor shard. `arriving` yields
+    the file's bytes, in parts of any size. `where` names the file in messages. Raises BrokenCheckpoint if a digest
+    differs or the file is too long.
     """
-    file = found.files[name]
-    chunks = sorted((chunk for chunk in found.chunks if chunk.file == name), key=lambda chunk: chunk.start)
+    file = checkpoint_manifest.files[name]
+    chunks = sorted(
+        (chunk for chunk in checkpoint_manifest.chunks if chunk.file == name), key=lambda chunk: chunk.start
+    )
     starts = [file.head, *(chunk.start for chunk in chunks), file.size]
     assert starts[1] == file.head or not chunks
     digests = [file.digest, *(chunk.digest for chunk in chunks)]
-    sizes = [file.head, *(after - start for start, after in itertools.pairwise(starts[1:]))]
-    rest = bytearray()
+    sizes = [file.head, *(end - start for start, end in itertools.pairwise(starts[1:]))]
+    unread = bytearray()
     for size, expected in zip(sizes, digests, strict=True):
-        while len(rest) < size and (more := next(arriving, b"")):
-            rest += more
-        piece = memoryview(bytes(rest[:size]))
-        rest = rest[size:]
-        if digest_of(piece) != expected:
-            raise BrokenCheckpoint(f"{where} is not as it was written")
-        yield piece
-    if rest or next(arriving, b""):
-        raise BrokenCheckpoint(f"{where} is longer than it was written")
+        while len(unread) < size and (more := next(arriving, b"")):
+            unread += more
+        part = memoryview(bytes(unread[:size]))
+        unread = unread[size:]
+        if digest_of(part) != expected:
+            raise BrokenCheckpoint(f"{where} is damaged: its bytes differ from the digest in the manifest")
+        yield part
+    if unread or next(arriving, b""):
+        raise BrokenCheckpoint(f"{where} is longer than its size in the manifest, {file.size:,} bytes")
 
 
 def download(url: str, run_dir: Path) -> Path:
     """Download a checkpoint into a run's folder, verify it and return its path.
 
-    `url` names a checkpoint, or a mirror whose newest checkpoint is meant. Raises BrokenCheckpoint if it is damaged or
-    incomplete, and FileExistsError if the run has this checkpoint already.
+    `url` is the address of a checkpoint in a mirror, or of a mirror. From a mirror the newest checkpoint is downloaded.
+    Raises BrokenCheckpoint if the checkpoint is damaged or incomplete, and FileExistsError if the run already has a
+    checkpoint from that step.
     """
     bucket = Bucket(url, PATIENCE)
     if (pointer := bucket.small(folders.POINTER, folders.POINTER_BYTES)) is not None:
         name = pointer.decode("ascii", "replace").partition(" ")[0]
         bucket = Bucket(f"{bucket.url}/{name}", PATIENCE)
     name = bucket.url.rpartition("/")[2]
-    stored = bucket.small(FILE, manifest.GREATEST)
+    stored = bucket.small(FILE, manifest.MAX_MANIFEST_BYTES)
     if stored is None:
         raise BrokenCheckpoint(
-            f"{bucket.url} holds neither {folders.POINTER} nor {FILE}: it is not a mirror, or incomplete"
+            f"{bucket.url} has neither a file {folders.POINTER} nor {FILE}: give the URL of a mirror or of a complete "
+            "checkpoint in a mirror",
+            code="no-file",
         )
     stored_manifest = manifest.of_bytes(stored, Path(FILE))
     if name != manifest.name_of(stored_manifest.meta.step):
-        raise BrokenCheckpoint(f"{bucket.url} holds step {stored_manifest.meta.step}: it was renamed")
+        raise BrokenCheckpoint(
+            f"{bucket.url} is a checkpoint of step {stored_manifest.meta.step}: it was renamed", code="changed"
+        )
     target = run_dir / "checkpoints" / name
     if target.exists():
         raise FileExistsError(f"{target} already exists")
     with appearing(target) as temporary:
         for file in stored_manifest.files:
             with (temporary / file).open("wb") as into:
-                for piece in verified(bucket.pieces(file), stored_manifest, file, f"{bucket.url}/{file}"):
-                    into.write(piece)
+                for part in verified(bucket.pieces(file), stored_manifest, file, f"{bucket.url}/{file}"):
+                    into.write(part)
             sync(temporary / file)
         write_bytes(temporary / FILE, stored)
     if (newest := folders.newest(run_dir)) is not None:

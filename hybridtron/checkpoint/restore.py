@@ -1,8 +1,11 @@
-"""Resuming from a checkpoint, on any layout.
+"""Resuming from a checkpoint, under any parallel layout.
 
-All processes read the same checkpoint; if it is broken, all fall back to the next older one. Within a phase the
-complete training state is restored. A new phase may have another precision, other adapters or other trained weights:
-tensors that fit are loaded, and the rest starts from scratch.
+All processes read the same checkpoint. If any process finds that the checkpoint is broken, all processes read the next
+older checkpoint.
+
+Within a phase of training the complete training state is restored. At the start of a phase, the model may have another
+precision, other adapters or other frozen weights than the checkpoint. Tensors that the checkpoint has are then loaded,
+and all other tensors get their initial values.
 """
 
 from __future__ import annotations
@@ -23,33 +26,34 @@ from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.save import layout_of
 from hybridtron.device import random_states, set_random_states
 from hybridtron.engine.engine import Engine
-from hybridtron.engine.stored_states import restore_states
+from hybridtron.engine.states import restore_states
 from hybridtron.parallel.fp8_statistics import known_blocks
 from hybridtron.parallel.groups import Groups, barrier
 from hybridtron.parallel.plain_values import all_gather_values
 from hybridtron.problems import ConfigError, Problem
 
-__all__ = ["check_given", "restore_newest", "restore_states"]
+__all__ = ["restore_newest", "restore_states", "verify_weights"]
 
 
 @dataclass(frozen=True)
-class Border:
-    """A phase's start from a checkpoint: the weights to load, and whether moments are kept.
+class PhaseBoundary:
+    """A phase's start from a checkpoint.
 
-    `weights` may be another checkpoint than the one that the run resumes from; `key` is then the configuration key that
-    names it.
+    weights: the checkpoint to load weights and moments from; not always the checkpoint that the run resumes from
+    moments: whether to load the optimizer's moments; otherwise they are set to zero
+    key: the configuration key that names the checkpoint `weights`; None for the checkpoint that the run resumes from
     """
 
     weights: Checkpoint
     moments: bool
-    key: str | None = None  # None if the weights are those of the checkpoint that the run resumes from
+    key: str | None = None
 
 
 @dataclass(frozen=True)
 class RestoreFault:
-    """A checkpoint's fault, as a message for the user.
+    """A checkpoint's fault: `what` is a message for the user.
 
-    `key` is the configuration key that names the checkpoint, or None if it is one that the run wrote itself.
+    `key` is the configuration key that names the checkpoint, or None for a checkpoint that the run found by itself.
     """
 
     what: str
@@ -57,107 +61,120 @@ class RestoreFault:
 
 
 def restore_newest(
-    candidates: Iterable[Checkpoint], engine_for: Callable[[Checkpoint], tuple[Engine, Border | None]], run_dir: Path
+    candidates: Iterable[Checkpoint],
+    engine_for: Callable[[Checkpoint], tuple[Engine, PhaseBoundary | None]],
+    run_dir: Path,
 ) -> Checkpoint:
-    """Restore weights, optimizer and random states from the first valid candidate, and return that candidate.
+    """Restore weights, optimizer and random states from the first valid candidate; return this candidate.
 
-    `engine_for` returns the engine to read a candidate into: a broken candidate may belong to a later phase than a
-    valid one. Every byte is verified by the process that reads it, and no process continues before all have read
-    theirs.
+    `engine_for` returns the engine to read a candidate into: candidates of different phases need different engines.
+    Each process verifies the bytes that it reads. All processes continue once all of them have read the candidate.
 
-    Broken checkpoints in the run's own folder are archived. A broken one that a configuration key names may belong to
-    another run; it is left as it is, and ConfigError is raised. Raises BrokenCheckpoint if no candidate is valid.
+    A broken candidate in the run's own folder is archived (renamed), and the next candidate is tried. A broken
+    checkpoint in another folder is not renamed: ConfigError is raised. Raises BrokenCheckpoint if no candidate is
+    valid.
     """
     faults = []
     for checkpoint in candidates:
-        engine, border = engine_for(checkpoint)
-        fault = _first_fault(_restored(checkpoint, engine, border))
+        engine, boundary = engine_for(checkpoint)
+        fault = _first_fault(_restore(checkpoint, engine, boundary))
         if fault is None:
             _archive_newer_broken(checkpoint, run_dir, engine.groups.is_first)
             return checkpoint
         if fault.key is None and not belongs_to(run_dir, checkpoint.folder):
             fault = RestoreFault(fault.what, "run.resume")
         if fault.key is not None:
-            raise ConfigError([Problem(fault.key, "unreadable", f"{fault.what}; name another checkpoint")])
+            raise ConfigError(
+                [Problem(fault.key, "unreadable", f"{fault.what}; set {fault.key} to another checkpoint")]
+            )
         faults.append(fault.what)
         if engine.groups.is_first:
             print(f"BROKEN CHECKPOINT: {fault.what}; {archive_broken(checkpoint.folder)}", file=sys.stderr)
         barrier()
-    raise BrokenCheckpoint("; ".join(["no checkpoint is whole", *faults]))
+    raise BrokenCheckpoint("; ".join(["no checkpoint is valid", *faults]))
 
 
-def _first_fault(own: RestoreFault | None) -> RestoreFault | None:
-    """Return, on all processes, the fault that the lowest rank with a fault has found; None if there is none."""
-    every = all_gather_values(None if own is None else [own.what, own.key])
-    first = next(filter(None, every), None)
+def _first_fault(fault: RestoreFault | None) -> RestoreFault | None:
+    """Gather the faults that the ranks found; return the fault of the lowest rank, or None if no rank found a fault."""
+    faults = all_gather_values(None if fault is None else [fault.what, fault.key])
+    first = next(filter(None, faults), None)
     if first is None:
         return None
     return RestoreFault(what=first[0], key=first[1])
 
 
-def check_given(given: Checkpoint, groups: Groups, key: str) -> None:
-    """Verify the weights that a configuration key names. Raises ConfigError if they are not valid.
+def verify_weights(weights: Checkpoint, groups: Groups, key: str) -> None:
+    """Verify the weights of a checkpoint that a configuration key names. Raises ConfigError if they are not valid.
 
-    All processes call this together and share the reading.
+    All processes call this together, and each verifies a part of the weights.
     """
     fault = None
     try:
-        given.verify_chunks("model", groups.rank, groups.world_size)
+        weights.verify_chunks("model", groups.rank, groups.world_size)
     except BrokenCheckpoint as error:
         fault = str(error)
     if first_fault := next(filter(None, all_gather_values(fault)), None):
-        raise ConfigError([Problem(key, "unreadable", f"{first_fault}; name another checkpoint")])
+        raise ConfigError([Problem(key, "unreadable", f"{first_fault}; set {key} to another checkpoint")])
 
 
-def _archive_newer_broken(checkpoint: Checkpoint, run_dir: Path, first: bool) -> None:
-    """Archive the broken later checkpoints, so that the next start need not skip them again."""
-    if first and belongs_to(run_dir, checkpoint.folder):
+def _archive_newer_broken(checkpoint: Checkpoint, run_dir: Path, is_first_rank: bool) -> None:
+    """Archive the broken checkpoints of later steps, so that the next start of the run need not skip them again."""
+    if is_first_rank and belongs_to(run_dir, checkpoint.folder):
         for line in archive_newer_broken(run_dir, checkpoint.meta.step):
             print(line, file=sys.stderr)
 
 
-def _restored(checkpoint: Checkpoint, engine: Engine, border: Border | None) -> RestoreFault | None:
-    """Read everything except the carried states into an engine; return the fault that this process finds, or None."""
+def _restore(checkpoint: Checkpoint, engine: Engine, boundary: PhaseBoundary | None) -> RestoreFault | None:
+    """Read a checkpoint into an engine; return the fault that this process finds, or None.
+
+    The recurrent states are only verified here.
+    """
     try:
         groups = engine.groups
         blocks = engine.blocks()
         for name in list(checkpoint.manifest.files)[groups.rank :: groups.world_size]:
-            checkpoint.verified(name)  # files that are not read here must be valid too: the tokenizer, the heads
-        checkpoint.verify_chunks("states", groups.rank, groups.world_size)  # they are read when their phase starts
-        if border is None:
+            checkpoint.verified(name)  # also files that are not read here, such as the tokenizer
+        checkpoint.verify_chunks("states", groups.rank, groups.world_size)  # loaded later, by `restore_states`
+        if boundary is None:
             _fill(checkpoint, [*blocks["model"], *blocks["optimizer"]])
-        elif fault := _taken_over(border, blocks):
+        elif fault := _load_phase_start(boundary, blocks):
             return fault
         checkpoint.fill(known_blocks(blocks["fp8"], checkpoint.shapes))
         same_layout = checkpoint.meta.layout == layout_of(engine.config, engine.groups)
+        # Under another layout than the checkpoint's, a rank's number has another meaning. So all ranks then load the
+        # random states of rank 0.
         rank = engine.groups.rank if same_layout else 0
         set_random_states({name: checkpoint.whole(f"random.{rank}.{name}") for name in random_states()})
     except BrokenCheckpoint as error:
         return RestoreFault(str(error))
-    engine.optimizer.resume(checkpoint.meta.accepted_steps if border is None or border.moments else 0)
+    engine.optimizer.resume(checkpoint.meta.accepted_steps if boundary is None or boundary.moments else 0)
     engine.guard.restart(checkpoint.meta.norms, checkpoint.meta.refused)
     return None
 
 
 def _fill(checkpoint: Checkpoint, blocks: Sequence[Any]) -> None:
-    """Read blocks from a checkpoint. Raises BrokenCheckpoint if any holds NaN or infinity."""
+    """Read blocks (shards of tensors) from a checkpoint, in place.
+
+    Raises BrokenCheckpoint if a block is missing or damaged, or contains NaN or infinity.
+    """
     checkpoint.fill(blocks)
     if key := not_finite(blocks):
-        raise BrokenCheckpoint(f"{checkpoint.folder} holds values of {key} that are not finite")
+        raise BrokenCheckpoint(f"{checkpoint.folder}: {key} contains NaN or infinity", code="out-of-range")
 
 
-def _taken_over(border: Border, blocks: Mapping[str, list[Any]]) -> RestoreFault | None:
-    """Load the weights, and perhaps the moments, that a new phase starts from; return the fault, or None.
+def _load_phase_start(boundary: PhaseBoundary, blocks: Mapping[str, list[Any]]) -> RestoreFault | None:
+    """Load the tensors that a new phase starts from; return the checkpoint's fault, or None.
 
-    A weight that is not bf16 in this phase is read from its fp32 master where the checkpoint has one, and a master that
-    it lacks is read from the weight. Moments that it lacks, or that are not kept, are zero. Adapters that it lacks keep
-    their initial values.
+    - A weight in another dtype than bf16 is read from its fp32 master, or from the weight if there is no master.
+    - A master that the checkpoint lacks is read from the weight.
+    - Moments are set to zero if the checkpoint lacks them or if `boundary.moments` is False.
+    - Adapters that the checkpoint lacks keep their initial values, and so do their masters.
     """
-    stored_shapes = border.weights.shapes
+    stored_shapes = boundary.weights.shapes
     wanted = []
 
     def begins(key: str) -> bool:
-        return is_adapter(key) and key not in stored_shapes  # the engine has initialized it
+        return is_adapter(key) and key not in stored_shapes  # a new adapter, which keeps its initial values
 
     for block in blocks["model"]:
         if begins(block.key):
@@ -172,12 +189,12 @@ def _taken_over(border: Border, blocks: Mapping[str, list[Any]]) -> RestoreFault
             continue
         if kind == "master":
             wanted.append(block if block.key in stored_shapes else replace(block, key=weight))
-        elif border.moments and block.key in stored_shapes:
+        elif boundary.moments and block.key in stored_shapes:
             wanted.append(block)
         else:
             block.data.zero_()
     try:
-        _fill(border.weights, wanted)
+        _fill(boundary.weights, wanted)
     except BrokenCheckpoint as error:
-        return RestoreFault(str(error), border.key)
+        return RestoreFault(str(error), boundary.key)
     return None

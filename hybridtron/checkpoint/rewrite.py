@@ -1,4 +1,7 @@
-"""Comparing two checkpoints, and rewriting one with full tensors and a chosen file size. Needs no process group."""
+"""Compares two checkpoints, and rewrites a checkpoint with full tensors in files of a chosen size.
+
+Both tasks need only one process.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,17 @@ from hybridtron.config.load import values_by_key
 from hybridtron.data.workers import prefetched
 from hybridtron.parallel.blocks import block
 
-NOT_SET = "not set"  # shown for a setting that only the other checkpoint has
-SHOWN = 48  # characters of a long value
+NOT_SET = "not set"  # shown for a checkpoint without a setting that the other checkpoint has
+MAX_CHARACTERS = 48  # longer values are shortened
 
 
 @dataclass(frozen=True)
 class CheckpointDifference:
-    """A difference between two checkpoints: a tensor's or setting's name, and its values in both."""
+    """A difference between two checkpoints.
+
+    what: name of a tensor, a setting or a metadata field
+    left, right: descriptions of its values in both checkpoints
+    """
 
     what: str
     left: str
@@ -35,65 +42,77 @@ class CheckpointDifference:
 def differences(left: Checkpoint, right: Checkpoint) -> Iterator[CheckpointDifference]:
     """Yield the differences in metadata, settings and tensors between two checkpoints.
 
-    If a tensor's values differ, its entry gives the norm of the difference relative to the left tensor's norm.
+    If only a tensor's values differ, the left description has the left tensor's norm. The right description has the
+    norm of the tensors' difference, relative to that norm.
     """
-    for name, ours, theirs in _settings(left, right):
-        if ours != theirs:
-            yield CheckpointDifference(name, *in_short(ours, theirs))
-    ours = left.shapes
-    theirs = right.shapes
-    for key in sorted(ours.keys() | theirs.keys()):
-        if ours.get(key) != theirs.get(key):
-            yield CheckpointDifference(key, str(ours.get(key, "none")), str(theirs.get(key, "none")))
+    for name, left_value, right_value in _settings(left, right):
+        if left_value != right_value:
+            yield CheckpointDifference(name, *in_short(left_value, right_value))
+    left_shapes = left.shapes
+    right_shapes = right.shapes
+    for key in sorted(left_shapes.keys() | right_shapes.keys()):
+        if left_shapes.get(key) != right_shapes.get(key):
+            yield CheckpointDifference(key, str(left_shapes.get(key, "none")), str(right_shapes.get(key, "none")))
             continue
-        a = left.whole(key)
-        b = right.whole(key)
-        if not torch.equal(a, b):
-            apart = (a.double() - b.double()).norm().item()
-            norm = a.double().norm().item()
-            yield CheckpointDifference(key, f"norm {norm:.6g}", f"{apart / max(norm, 1e-300):.2e} of it apart")
+        left_tensor = left.whole(key)
+        right_tensor = right.whole(key)
+        if not torch.equal(left_tensor, right_tensor):
+            difference = (left_tensor.double() - right_tensor.double()).norm().item()
+            norm = left_tensor.double().norm().item()
+            yield CheckpointDifference(
+                key, f"norm {norm:.6g}", f"differs by {difference / max(norm, 1e-300):.2e} of it"
+            )
 
 
-def in_short(ours: Any, theirs: Any) -> tuple[str, str]:
+def in_short(left_value: Any, right_value: Any) -> tuple[str, str]:
     """Describe two different values briefly.
 
-    Lists are described by where and by how much they differ, long texts by the part around the difference.
+    Two lists are described by their lengths, and the right list by its differences from the left one too. A long text
+    is cut to the part around the first difference.
     """
-    if isinstance(ours, Sequence) and isinstance(theirs, Sequence) and not isinstance(ours, str):
-        return f"{len(ours)} values", f"{len(theirs)} values, {_apart(ours, theirs)}"
-    left = str(ours)
-    right = str(theirs)
+    if isinstance(left_value, Sequence) and isinstance(right_value, Sequence) and not isinstance(left_value, str):
+        return f"{len(left_value)} values", f"{len(right_value)} values, {_list_differences(left_value, right_value)}"
+    left = str(left_value)
+    right = str(right_value)
     same = next((at for at, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
     return _around(left, same), _around(right, same)
 
 
-def _apart(ours: Sequence[Any], theirs: Sequence[Any]) -> str:
-    """Describe how two lists differ: the number of different entries, the largest difference, and the first one."""
-    differing = [at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b]
+def _list_differences(left: Sequence[Any], right: Sequence[Any]) -> str:
+    """Describe how two lists differ: how many entries differ, the largest difference, and the first pair.
+
+    Entries are compared up to the shorter list's end. The largest difference is given only if all differing entries are
+    numbers.
+    """
+    differing = [at for at, (a, b) in enumerate(zip(left, right, strict=False)) if a != b]
     if not differing:
-        return f"the first {min(len(ours), len(theirs))} the same"
+        return f"the first {min(len(left), len(right))} the same"
     at = differing[0]
-    first = f"first different at {at}: {_around(str(ours[at]), 0)} and {_around(str(theirs[at]), 0)}"
-    pairs = [(ours[at], theirs[at]) for at in differing]
+    first = f"first different at {at}: {_around(str(left[at]), 0)} and {_around(str(right[at]), 0)}"
+    pairs = [(left[at], right[at]) for at in differing]
     if any(not isinstance(value, int | float) for pair in pairs for value in pair):
         return f"{len(differing)} different, {first}"
     largest = max(abs(a - b) for a, b in pairs)
     return f"{len(differing)} different by at most {largest:.3g}, {first}"
 
 
-def _around(text: str, place: int) -> str:
+def _around(text: str, position: int) -> str:
     """Cut a long text to the part around a position."""
-    if len(text) <= SHOWN:
+    if len(text) <= MAX_CHARACTERS:
         return text
-    first = max(0, min(place - SHOWN // 4, len(text) - SHOWN))
-    return f"{'...' if first else ''}{text[first : first + SHOWN]}{'...' if first + SHOWN < len(text) else ''}"
+    start = max(0, min(position - MAX_CHARACTERS // 4, len(text) - MAX_CHARACTERS))
+    end = start + MAX_CHARACTERS
+    return f"{'...' if start else ''}{text[start:end]}{'...' if end < len(text) else ''}"
 
 
 def _settings(left: Checkpoint, right: Checkpoint) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, left value and right value for every metadata field and every setting, by its dotted key."""
-    theirs: dict[str, Any] = dataclasses.asdict(right.meta)
+    """Yield (name, left value, right value) for every metadata field and every setting.
+
+    A setting's name is its dotted key in config.yaml.
+    """
+    right_meta: dict[str, Any] = dataclasses.asdict(right.meta)
     for name, value in dataclasses.asdict(left.meta).items():
-        other = theirs[name]
+        other = right_meta[name]
         if isinstance(value, dict) and isinstance(other, dict):
             for key in {**value, **other}:
                 yield f"{name}.{key}", value.get(key), other.get(key)
@@ -106,12 +125,13 @@ def _settings(left: Checkpoint, right: Checkpoint) -> Iterator[tuple[str, Any, A
 
 
 def rewrite(source: Checkpoint, target: Path, file_size: int, progress: Callable[[int, int], None]) -> int:
-    """Rewrite the checkpoint with full tensors, about `file_size` bytes to a file; return how many files were written.
+    """Write a copy of a checkpoint with full tensors; return how many files have tensors.
 
-    One file's tensors are written while the next file's are read. The folder appears complete or not at all. `progress`
-    is called with the number of finished files and their total number.
+    A file has at most `file_size` bytes for tensors, but a tensor that is larger gets its own file. The folder `target`
+    appears complete or not at all. Before a file's tensors are read, `progress` is called with two numbers: how many
+    files have been read so far, and how many there are.
     """
-    planned = list(_planned(source, file_size))
+    planned = list(_plan_files(source, file_size))
 
     def tensors() -> Iterator[tuple[str, dict[str, Tensor]]]:
         for number, (name, keys) in enumerate(planned):
@@ -127,9 +147,10 @@ def rewrite(source: Checkpoint, target: Path, file_size: int, progress: Callable
 def write_whole(
     folder: Path, meta: Meta, small: Mapping[str, bytes], tensors: Iterable[tuple[str, Mapping[str, Tensor]]]
 ) -> None:
-    """Write a checkpoint with full tensors from a single process into an existing folder.
+    """Write a checkpoint with full tensors into an existing folder, from a single process.
 
-    `small` has the contents of small files by name; `tensors` yields each tensor file's name and its tensors by key.
+    `small` maps the names of files without tensors to their contents. `tensors` yields each tensor file's name and the
+    file's tensors by key.
     """
     files: dict[str, File] = {name: write_bytes(folder / name, stored) for name, stored in small.items()}
     chunks: list[StoredShard] = []
@@ -140,8 +161,11 @@ def write_whole(
     write_bytes(folder / FILE, to_bytes(CheckpointManifest(meta, files, tuple(chunks))))
 
 
-def _planned(source: Checkpoint, file_size: int) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name of each file to write and the keys of its tensors, in the source's order."""
+def _plan_files(source: Checkpoint, file_size: int) -> Iterator[tuple[str, list[str]]]:
+    """Yield each file to write: its name and its tensors' keys.
+
+    Each file has tensors of one kind: the part before the dash in the source's file names, such as `model`.
+    """
     kinds: dict[str, dict[str, int]] = {}
     for chunk in source.manifest.chunks:
         size = math.prod(chunk.shape) * NAMES[chunk.dtype].itemsize

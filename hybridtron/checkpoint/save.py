@@ -1,14 +1,17 @@
-"""Writing checkpoints: each process writes its own blocks, and the first process seals the checkpoint.
+"""Writing checkpoints: each process writes its own shards, and rank 0 completes the checkpoint.
 
-    every process    write tensors into files in a temporary folder, flush and digest each; then write a list of them
-    first process    wait for all lists; write the manifest; rename the folder; update the pointer; remove old ones
+1. Every process writes its tensors into files in a temporary folder, and flushes them to disk. Then it writes a list of
+   these files with their digests.
+2. Rank 0 waits until the lists of all processes exist, and writes the manifest from them. Then it renames the folder to
+   its final name, updates the pointer `latest`, and removes old checkpoints.
 
-A process that is killed at any point leaves older checkpoints untouched, and a temporary folder that nothing reads. The
-lists are exchanged through the file system, so that no process waits for another in a collective.
+A process that is killed at any point leaves the older checkpoints intact, and a temporary folder that the next save
+removes. Rank 0 polls the file system for the lists, so that no rank has to wait for another rank in a collective.
 
-With `checkpoint.asynchronous` threads do all this from copies, while training continues. Weights and moments are copied
-during the next forward and backward pass, which only read them; the engine's next update waits for the copies. Each
-copy is checked for NaN and infinity when it is made; `check` reports the result to all processes after the update.
+With `checkpoint.asynchronous` threads write the checkpoint from copies of the tensors, while training continues.
+Weights and Adam's moments are copied during the next forward and backward pass, which leave them unchanged. The next
+update waits for these copies. Each copy is checked for NaN and infinity when it is made. After the update all processes
+call `Saver.check`. It raises NotFinite on all processes if any process found NaN or infinity.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from typing import Any
 import torch
 
 from hybridtron.checkpoint import folder as folders
-from hybridtron.checkpoint.copies import Copier, Copies
+from hybridtron.checkpoint.async_copy import Copier, Copies
 from hybridtron.checkpoint.files import write_bytes, write_tensors
 from hybridtron.checkpoint.finite import KINDS, NotFinite, all_finite, not_finite
 from hybridtron.checkpoint.manifest import (
@@ -41,7 +44,7 @@ from hybridtron.checkpoint.manifest import (
 )
 from hybridtron.checkpoint.mirror import Mirror
 from hybridtron.config.load import to_yaml
-from hybridtron.config.resolve import resolve
+from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import Config
 from hybridtron.config.units import parse_steps
 from hybridtron.device import random_states
@@ -52,17 +55,21 @@ from hybridtron.parallel.groups import Groups, barrier
 from hybridtron.parallel.plain_values import all_gather_values
 from hybridtron.storage.durable import put, sync, temporary_of
 
-WRITERS = 2  # threads: one flushes while the other digests
-LOOK_S = 0.02  # seconds between two looks for the other processes' lists
+WRITERS = 2  # threads: one digests while the other flushes to disk
+POLL_INTERVAL_S = 0.02  # seconds between two looks for a process's list
 
 
 class SaveError(RuntimeError):
-    """Raised when too many checkpoints in a row, or a run's last one, could not be written."""
+    """Raised when too many checkpoints in a row, or a run's last checkpoint, could not be written."""
 
 
 @dataclass(frozen=True)
 class Content:
-    """One process's part of a checkpoint: tensor shards by file kind, and (on the first process) small files."""
+    """One process's part of a checkpoint.
+
+    blocks: tensor shards (`ShardedTensor`s) by kind of file: `model`, `optimizer`, `states`, ...
+    small: contents of the files without tensors, by name; on rank 0 only
+    """
 
     meta: Meta
     blocks: dict[str, Sequence[Any]]
@@ -70,45 +77,45 @@ class Content:
 
 
 class Saver:
-    """A writer for a run's checkpoints: one at a time, with failures in a row counted."""
+    """A writer for a run's checkpoints. It writes one checkpoint at a time, and counts consecutive failures."""
 
     def __init__(
         self,
-        config: Config,
+        plan: RunPlan,
         run_dir: Path,
         groups: Groups,
         *,
         patience_s: float = 600.0,
         on_written: Callable[[int], None] = lambda step: None,
     ) -> None:
-        self.config = config
+        self.config = plan.config
         self.run_dir = run_dir
         self.groups = groups
-        self.patience_s = patience_s
-        self.on_written = on_written  # called on all processes with the step of each checkpoint that is on disk
-        self.phase_ends = {phase.end_step for phase in resolve(config)}
-        self.failures = 0
-        self._under_way: Future[None] | None = None
+        self.patience_s = patience_s  # how long rank 0 waits for the list of each process
+        self.on_written = on_written  # called on all processes when a checkpoint is on disk, with its step
+        self.phase_ends = {phase.end_step for phase in plan.phases}
+        self.failures = 0  # checkpoints in a row that could not be written
+        self._under_way: Future[None] | None = None  # the write in the background thread
         self._thread, self._copier = ThreadPoolExecutor(1, "checkpoint"), Copier()
-        self.step = 0  # step of the checkpoint that is being written, or of the last one
+        self.step = 0  # step of the last checkpoint, which may still be being written
         self.written: set[int] = set()  # steps whose checkpoints are on disk
-        self._unchecked: Copies | None = None  # of an asynchronous checkpoint that `check` has not yet checked
-        self.longest_s = 0.0  # seconds that the slowest checkpoint took from start to end
-        self.mirror = mirror_of(config) if groups.is_first else None
+        self._unchecked: Copies | None = None  # copies of an asynchronous checkpoint, until `check` is called
+        self.longest_s = 0.0  # seconds that the slowest checkpoint took to write
+        self.mirror = mirror_of(self.config) if groups.is_first else None
 
     def save(self, engine: Engine, meta: Meta, tokenizer: Path) -> None:
-        """Write a step's checkpoint. Without `checkpoint.asynchronous` it is on disk when this returns.
+        """Write a step's checkpoint, or with `checkpoint.asynchronous` start to write it.
 
-        In that case NotFinite is raised, before anything is written, if weights or moments are not finite; else by
-        `check`.
+        Without `checkpoint.asynchronous` NotFinite is raised, before anything is written, if weights or moments contain
+        NaN or infinity. With `checkpoint.asynchronous` the method `check` raises NotFinite.
         """
-        self.settle()
+        self.settle()  # the previous checkpoint must be done: it uses the same memory and the same thread
         self.step = meta.step
         temporary = temporary_of(folders.folder_of(self.run_dir, meta.step))
         content = content_of(engine, meta, tokenizer)
         if self.config.checkpoint.asynchronous:
             self._unchecked = copies = self._copier.start(content.blocks)
-            engine.readers = copies.trained
+            engine.pending_copies = copies.trained
         else:
             copies = None
             all_finite(not_finite([shard for kind in KINDS for shard in content.blocks.get(kind, ())]))
@@ -117,9 +124,10 @@ class Saver:
             self.settle()
 
     def check(self) -> None:
-        """Wait for an asynchronous checkpoint's copies; raise NotFinite on all processes if any copy is not finite.
+        """Wait for the copies of an asynchronous checkpoint, and check them for NaN and infinity.
 
-        In that case its temporary folder is removed, and nothing is sealed. All processes call this together.
+        If a copy of any process contains NaN or infinity, the temporary folder is removed, and NotFinite is raised on
+        all processes. All processes call this together.
         """
         if self._unchecked is None:
             return
@@ -128,21 +136,22 @@ class Saver:
         try:
             all_finite(fault)
         except NotFinite:
-            self._end()
-            barrier()
+            self._wait_for_write()
+            barrier()  # all processes have stopped writing
             if self.groups.is_first:
-                folders.sweep(self.run_dir)
+                folders.remove_temporaries(self.run_dir)
             raise
 
     def settle(self) -> None:
-        """Wait for the checkpoint that is being written; count a failure, or raise SaveError after too many in a row.
+        """Wait until the checkpoint that is being written is on disk; report and count a failure.
 
-        All processes call this together, and all get the same result.
+        Raises SaveError if `checkpoint.failures` checkpoints in a row have failed, and NotFinite as `check` does. All
+        processes call this together, and all get the same result.
         """
         self.check()
         if self._under_way is None:
             return
-        error = self._end()
+        error = self._wait_for_write()
         faults = all_gather_values(None if error is None else f"{type(error).__name__}: {error}")
         fault = next(filter(None, faults), None)
         if fault is None:
@@ -154,12 +163,13 @@ class Saver:
         limit = self.config.checkpoint.failures
         if self.groups.is_first:
             print(f"CHECKPOINT NOT WRITTEN at step {self.step} ({self.failures} of {limit}): {fault}", file=sys.stderr)
-            folders.sweep(self.run_dir)  # a full disk may be why it failed, and the unfinished files take room
+            # the unfinished files take space, and the disk may be full
+            folders.remove_temporaries(self.run_dir)
         if self.failures >= limit:
-            raise SaveError(f"{self.failures} checkpoints in a row could not be written; the last: {fault}")
+            raise SaveError(f"{self.failures} checkpoints in a row could not be written; the last failure: {fault}")
 
-    def _end(self) -> BaseException | None:
-        """Wait for the write under way, and return the exception that it failed with, or None."""
+    def _wait_for_write(self) -> BaseException | None:
+        """Wait until the background thread has written the checkpoint; return its exception, or None."""
         assert self._under_way is not None
         error = self._under_way.exception()
         self._under_way = None
@@ -169,35 +179,38 @@ class Saver:
         """Wait for a run's last checkpoint. Raises SaveError if it could not be written."""
         self.settle()
         if self.failures:
-            raise SaveError(f"the checkpoint of step {self.step}, the last one, could not be written")
+            raise SaveError(f"the run's last checkpoint, of step {self.step}, could not be written")
 
     def _prepare(self, temporary: Path) -> OSError | None:
-        """Create an empty temporary folder on the first process; return the error that this raised, or None."""
+        """Create an empty temporary folder on rank 0; return the error if that failed, else None."""
         failure = None
         if self.groups.is_first:
             try:
-                folders.sweep(self.run_dir)
+                folders.remove_temporaries(self.run_dir)
                 temporary.mkdir(parents=True)
             except OSError as error:
-                failure = error
-        barrier()
+                failure = error  # raised later, in `_run`: all processes must reach the barrier first
+        barrier()  # other processes write into the folder, so it must exist
         return failure
 
-    def _run(self, prepared: OSError | None, content: Content, copies: Copies | None, temporary: Path) -> None:
-        """Write a checkpoint, and seal it on the first process; `settle` reports exceptions."""
+    def _run(self, folder_error: OSError | None, content: Content, copies: Copies | None, temporary: Path) -> None:
+        """Write this process's files; on rank 0 also complete the checkpoint. `settle` reports exceptions."""
         began = time.monotonic()
-        if prepared is not None:
-            raise prepared
+        if folder_error is not None:
+            raise folder_error
         self._write(content, copies, temporary)
         if self.groups.is_first:
             self._seal(content.meta, temporary)
         self.longest_s = max(self.longest_s, time.monotonic() - began)
 
     def _write(self, content: Content, copies: Copies | None, temporary: Path) -> None:
-        """Write this process's files and then their list. If that fails, write a list that holds the error."""
+        """Write this process's files, and then a list of the files.
+
+        If a file can't be written, the list contains the error instead.
+        """
         files: dict[str, File] = {}
         chunks: list[StoredShard] = []
-        listed = temporary / f"list-{self.groups.rank:05}.json"
+        list_file = temporary / f"list-{self.groups.rank:05}.json"
         try:
             for name, stored in content.small.items():
                 files[name] = write_bytes(temporary / name, stored)
@@ -217,14 +230,18 @@ class Saver:
             values = {"files": {name: asdict(file) for name, file in files.items()}, "chunks": chunks}
         except (OSError, NotFinite) as error:
             needed = sum(shard.data.nbytes for of_file in content.blocks.values() for shard in of_file)
-            why = f"{type(error).__name__}: {error}{room_left(error, temporary, needed)}"
-            values = {"failure": f"process {self.groups.rank}: {why}"}
+            reason = f"{type(error).__name__}: {error}{room_left(error, temporary, needed)}"
+            values = {"failure": f"rank {self.groups.rank}: {reason}"}
             for unfinished in temporary.glob(f"*-{self.groups.rank:05}.safetensors"):
-                unfinished.unlink(missing_ok=True)  # on a full disk they would leave no room for the list
-        put(listed, json.dumps(values).encode())
+                unfinished.unlink(missing_ok=True)  # on a full disk, this makes room for the list
+        put(list_file, json.dumps(values).encode())
 
     def _seal(self, meta: Meta, temporary: Path) -> None:
-        """Complete a checkpoint: collect all lists, write the manifest, rename the folder, retire older ones."""
+        """Complete a checkpoint, on rank 0.
+
+        Collects the lists of all processes, writes the manifest, and renames the folder. Then updates the pointer
+        `latest`, starts the upload to the mirror, and removes old checkpoints.
+        """
         target = temporary.with_name(temporary.name[1:].removesuffix(".temporary"))
         files: dict[str, File] = {}
         chunks: list[StoredShard] = []
@@ -234,9 +251,11 @@ class Saver:
             chunks += map(chunk_of, values["chunks"])
         manifest = CheckpointManifest(meta, files, tuple(chunks))
         if missing := manifest.incomplete():
-            raise BrokenCheckpoint(f"no process wrote all of {missing}")
-        for listed in temporary.glob("list-*"):
-            listed.unlink()
+            raise BrokenCheckpoint(f"parts of these tensors were written by no process: {missing}", code="missing")
+        for list_file in temporary.glob("list-*"):
+            list_file.unlink()
+        # The files are on disk before the folder is renamed. So after a crash the folder `target` is complete, or there
+        # is no folder of this name.
         write_bytes(temporary / FILE, to_bytes(manifest))
         sync(temporary)
         replaced = target.with_name(f".{target.name}.removed")
@@ -251,16 +270,19 @@ class Saver:
             self.mirror.offer(target)
         in_use = () if self.mirror is None else self.mirror.in_use()
         settings = self.config.checkpoint
-        for failure in folders.retire(self.run_dir, settings, self._kept_every(), self.phase_ends, in_use):
+        for failure in folders.apply_retention(self.run_dir, settings, self._kept_every(), self.phase_ends, in_use):
             print(failure, file=sys.stderr)
 
     def _list_of(self, path: Path) -> dict[str, Any]:
-        """Wait for a process's list and read it. Raises OSError if that process failed, and TimeoutError."""
+        """Wait until a process has written its list, and read the list.
+
+        Raises OSError if the list contains an error, and TimeoutError if there is no list after `patience_s` seconds.
+        """
         deadline = time.monotonic() + self.patience_s
         while not path.exists():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"process {int(path.stem[5:])} has not written its part in {self.patience_s:.0f} s")
-            time.sleep(LOOK_S)
+                raise TimeoutError(f"rank {int(path.stem[5:])} has not written its part in {self.patience_s:.0f} s")
+            time.sleep(POLL_INTERVAL_S)
         values = json.loads(path.read_bytes())
         if "failure" in values:
             raise OSError(values["failure"])
@@ -274,14 +296,17 @@ class Saver:
 
 
 def mirror_of(config: Config) -> Mirror | None:
-    """Open the store that checkpoints are copied to, or return None if `checkpoint.mirror` is not set."""
+    """Return the mirror (a store for copies of checkpoints), or None if `checkpoint.mirror` is not set."""
     if config.checkpoint.mirror is None:
         return None
     return Mirror(config.checkpoint.mirror)
 
 
 def content_of(engine: Engine, meta: Meta, tokenizer: Path) -> Content:
-    """Collect the blocks and small files that this process writes; replicated tensors are written only once."""
+    """Collect the tensor shards and small files that this process writes.
+
+    If several processes have the same shard, only one of them writes it.
+    """
     groups = engine.groups
     blocks: dict[str, Sequence[Any]] = {
         name: [shard for shard in of_file if shard.replica_id == 0] for name, of_file in engine.blocks().items()
@@ -297,7 +322,11 @@ def content_of(engine: Engine, meta: Meta, tokenizer: Path) -> Content:
 
 
 def layout_of(config: Config, groups: Groups) -> str:
-    """Describe a layout as text, for users, and to recognize whether a checkpoint's random states fit its processes."""
+    """Describe a parallel layout as text: the sizes of tensor, pipeline, context and data parallelism.
+
+    A checkpoint stores the text. A resumed run compares it with its own layout, to decide whether each rank can load
+    the random states that the rank of the same number wrote.
+    """
     stages = f"pipeline {groups.pipeline.size} x {config.parallel.virtual_pipeline}"
     if groups.context.size > 1:
         context = f"context {groups.context.size}, "

@@ -6,54 +6,68 @@
     hybridtron audit --fake-bug tied_gradient                must fail
     hybridtron audit --cases all --gpus                      over NCCL
 
-It takes the arguments of `hybridtron train`. It makes the recipe small: pattern, heads, options, tying and layout stay;
-widths, states and windows shrink, so that it takes seconds. It starts the processes by itself, on the CPU over gloo.
-One step of several micro-batches, with unequal masks and documents that end in mid-row, runs twice: on one process, as
-a plain torch loop without parallel layers, engine or megatron-core; and in the layout, as the trainer does it. Loss,
-gradient norm, every weight's full gradient, every rank's weights after the step, and the loss after it must agree:
+The command takes the same arguments as `hybridtron train`. It shrinks the recipe, so that the audit takes seconds:
+widths, states and windows get small, while the pattern, the heads, the options, tied embeddings and the layout stay.
+The command starts the processes of the layout itself, on the CPU with the gloo backend.
 
-    float64  within 1e-9 of each tensor's norm and 1e-13 of the largest; with megatron-core's plain data parallelism and
-             optimizer
-    fp32     within 1e-5 of each tensor's norm and 1e-7 of the largest, or within 2 times the change of a tensor when
-             the serial step starts from weights perturbed in their last bit; with the distributed optimizer, and a
-             clipping threshold that takes effect
+The same optimizer step is computed twice:
 
-With --gpus every rank has a GPU, and the reference is the engine on one of them, in fp32. Both use the same kernels, so
-that only the communication of ranks is compared. Layouts that need more GPUs than there are get skipped.
+    serial    by one process: a plain torch loop without parallel layers, engine or megatron-core
+    parallel  by the layout's processes, with the code that trains
 
-Differences in float64 are rounding (1e-15) or bugs. megatron-core does three things in fp32 even for float64 weights.
-It sums the gradient norm, which is allowed 1e-6. It clips, so the threshold is out of reach in float64. It divides by
-the number of tokens in torch's default type, so that type is set to float64.
+The step's micro-batches have different numbers of masked tokens, and documents end inside rows. The serial and the
+parallel step must agree in: the loss, the gradient norm, every weight's full gradient, every rank's weights after the
+step, and the loss after the step. They are compared in two precisions:
 
-Exit codes: 0 all agree, 1 something differs or failed, 2 bad configuration.
+    float64  tolerance: 1e-9 of a tensor's norm plus 1e-13 of the largest norm. The parallel step uses megatron-core's
+             plain data parallelism and plain optimizer.
+    fp32     tolerance: 1e-5 of a tensor's norm, plus 1e-7 of the largest norm, plus twice the rounding effect. The
+             rounding effect is the change of the tensor in a serial step from weights that differ in about their last
+             bit. The parallel step uses the distributed optimizer, and the gradient norm is above the clipping
+             threshold.
+
+With --gpus every rank has a GPU, and the parallel step is compared with the same engine on a single GPU, in fp32. Both
+use the same kernels, so a difference can only come from the communication between ranks. Layouts that need more GPUs
+than the machine has are skipped.
+
+In float64 a difference is either rounding (about 1e-15) or a bug. There are three exceptions, since megatron-core
+computes three values in lower precision even for float64 weights:
+
+    gradient norm      summed in fp32: the norms may differ by 1e-6
+    clipping           done in fp32: the float64 audit uses a threshold that no gradient reaches
+    number of tokens   kept in torch's default dtype: the float64 audit sets the default dtype to float64
+
+Exit codes: 0 all values agree, 1 a value differs or a process failed, 2 bad configuration.
 """
 
 from __future__ import annotations
 
 import argparse
 
+from hybridtron.problems import CommandParser
+
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Parse the command line. `--help` imports neither torch nor megatron-core."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="hybridtron audit", description="Compare every gradient of a parallel layout with one process."
     )
     parser.add_argument(
-        "settings", nargs="*", metavar="key=value", help="as `hybridtron train` takes them: parallel.tensor=2"
+        "settings", nargs="*", metavar="key=value", help="settings as for `hybridtron train`: parallel.tensor=2"
     )
     parser.add_argument("--data", type=int, default=1, metavar="N", help="data-parallel ranks (default 1)")
-    parser.add_argument("--layouts", metavar="NAME,...", help="these layouts instead of the settings', or `all`")
-    parser.add_argument("--cases", metavar="NAME,...", help="the table's architectures in all its layouts, or `all`")
-    parser.add_argument("--fake-bug", metavar="NAME", help="put a bug into the parallel side: the audit must fail")
-    parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for one run (default 300)")
-    parser.add_argument("--gpus", action="store_true", help="over NCCL, a GPU for each rank, against one GPU, in fp32")
+    parser.add_argument("--layouts", metavar="NAME,...", help="named layouts in place of parallel.* settings, or `all`")
+    parser.add_argument("--cases", metavar="NAME,...", help="architectures to audit in all layouts, or `all`")
+    parser.add_argument("--fake-bug", metavar="NAME", help="put this bug into the parallel step: the audit must fail")
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for one step (default 300)")
+    parser.add_argument("--gpus", action="store_true", help="a GPU for each rank (NCCL), against one GPU, in fp32")
     parser.add_argument("--list", action="store_true", help="show layouts, architectures and bugs")
     return parser.parse_intermixed_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
-    """Print the largest difference of each case and precision. Returns the exit code."""
+    """Print the largest difference for each case and precision. Returns the exit code."""
     chosen = parse(arguments)
-    from hybridtron.proving.audit import table as audit_table
+    from hybridtron.proving.audit import table as audit_table  # imports torch, which --help does not need
 
-    return audit_table.run(chosen)  # imports torch, which --help does without
+    return audit_table.run(chosen)

@@ -1,16 +1,17 @@
-"""Benchmark implementations of this package against named peers in one run, and write a table of the results.
+"""Measure implementations from this package and from named peers in one run, and write a table of the results.
 
-    hybridtron bench mixer                     writes benchmarks/mixer.md
-    hybridtron bench step recipe=samba_421m    the step of another recipe (any setting of a run)
-    hybridtron bench decode runs/laptop llama3_1.6b    runs and recipes side by side
-    hybridtron bench scan --quick              tiny sizes, in seconds: a test that it runs, not of speed
+    hybridtron bench mixer                           write benchmarks/mixer.md
+    hybridtron bench step recipe=samba_421m          measure another recipe's step; takes a run's settings
+    hybridtron bench decode runs/laptop llama3_1.6b  compare runs and recipes
+    hybridtron bench scan --quick                    tiny sizes: a test of the benchmark in seconds, without valid times
 
-All implementations alternate within each round, so that a slower machine slows all of them. The fastest round counts,
-and the spread of rounds is reported. CPU times are written only as ratios of two measurements in one run. With one
-thread, the default, they are processor time, which other work on the machine hardly changes. With more threads they are
-wall-clock time, which is reliable only on an idle machine.
+Each round measures every implementation once, so a temporary slowdown of the machine affects all implementations. Each
+implementation's fastest round counts, and the table also gives the spread over the rounds. CPU times are reported only
+as ratios of two measurements in the same run. With one thread (the default), processor time is measured, which other
+work on the machine hardly changes. With more threads, wall-clock time is measured, which is reliable only on an idle
+machine.
 
-Exit codes: 0 measured, 1 something that the peer needs is missing, 2 wrong arguments.
+Exit codes: 0 measured, 2 wrong arguments, or a package that a peer needs is not installed.
 """
 
 from __future__ import annotations
@@ -18,38 +19,60 @@ from __future__ import annotations
 import argparse
 import importlib
 
-from hybridtron.cli.given import positive
+from hybridtron.cli.arguments import positive
 from hybridtron.limits import path_of
-from hybridtron.shipped import BENCHMARKS, pages
+from hybridtron.problems import CommandParser
+from hybridtron.resources import BENCHMARKS, pages
 
 WHAT = {
     "mixer": ("mixer", "Mamba-1 mixer", "forward and backward, against transformers' MambaMixer with the same weights"),
-    "mamba2_mixer": ("mixer", "Mamba-2 mixer", "in the same way, against transformers' Mamba2Mixer"),
-    "scan": ("scan", "Selective scan (Mamba-1)", "speed, distance from its floor, and memory, against transformers'"),
+    "mamba2_mixer": ("mixer", "Mamba-2 mixer", "forward and backward, against transformers' Mamba2Mixer"),
+    "scan": ("scan", "Selective scan (Mamba-1)", "time, ratio to its floor, and memory, against transformers' scan"),
     "recurrences": ("recurrences", "Recurrences", "SSD, retention, GLA and the delta rule, at equal sizes"),
     "attention": ("attention", "Sliding-window attention", "against full attention and a dense mask, by length"),
     "span": ("attention", "Span-expanded attention", "against a window and full attention: time and peak memory"),
-    "sparse": ("sparse", "Sparse attention", "every pattern beside a recurrence, against full attention, by length"),
-    "kernels": ("kernels", "Kernels", "bytes and time by a rehearsal, and on a GPU measured, beside other packages"),
-    "data": ("data", "Data", "the loader against mosaicml-streaming's dataset, finding a far step, preparing tokens"),
-    "states": ("states", "Carried states", "a step with them against one from zero; peak memory of long TBTT steps"),
+    "sparse": ("sparse", "Sparse attention", "every pattern next to a recurrence, against full attention, by length"),
+    "kernels": ("kernels", "Kernels", "rehearsed bytes and time, and on a GPU measured time, next to other packages"),
+    "data": ("data", "Data", "the loader against mosaicml-streaming's dataset, finding a far step, and tokenizing"),
+    "states": (
+        "states",
+        "Carried states",
+        "a step from carried states against one from zero; peak memory of long TBTT steps",
+    ),
     "checkpoint": ("checkpoint", "Checkpoints", "writing and loading, against torch.save and megatron-core's own"),
     "convert": ("convert", "Conversion", "to the format of Hugging Face and back, against a plain copy: rate, memory"),
-    "fp8": ("fp8", "FP8 against bf16", "the loss of the laptop recipe in each of FP8's precisions, emulated"),
+    "fp8": ("fp8", "FP8 against bf16", "the loss of the laptop recipe in every FP8 precision, emulated"),
     "rounding": (
         "rounding",
         "Losses and rounding",
-        "training by torch alone, by compiled forms, and from weights moved by a rounding",
+        "losses with torch ops, with compiled CPU ops, and from weights changed in their last bit",
     ),
-    "cores": ("cores", "One thread and two", "by both clocks; short, long and crowded steps; the start of a run"),
+    "cores": (
+        "cores",
+        "One thread and two",
+        "processor and wall-clock time of short, long and crowded steps, and of a start",
+    ),
     "context": ("context", "Rows over two processes", "a step over a long row, against one process with two threads"),
-    "llama": ("llama", "A recipe and a plain Llama", "tokens/s of both in training, with as many parameters"),
-    "decode": ("decode", "Decoding", "time per token and bytes of states by length, several models; and transformers'"),
-    "scoring": ("decode", "Scoring", "losses of held-out rows, against the forward pass of training, several models"),
-    "prefill": ("decode", "Reading prompts", "the same number of tokens in rows of every length, several models"),
-    "step": ("step", "Training step", "through our schedule and optimizer, against a plain PyTorch loop"),
+    "llama": ("llama", "A recipe and a plain Llama", "tokens/s in training, at the same number of parameters"),
+    "decode": ("decode", "Decoding", "time per token and bytes of states by length; several models, and transformers"),
+    "scoring": ("decode", "Scoring", "losses of held-out rows, against training's forward pass; several models"),
+    "prefill": (
+        "decode",
+        "Reading prompts",
+        "time for the same number of tokens in rows of every length; several models",
+    ),
+    "step": ("step", "Training step", "with this package's schedule and optimizer, against a plain PyTorch loop"),
 }
-"""Name -> (file in benchmarks/, report title, comparison). The file has a function of this name that fills a report."""
+"""Each benchmark's name -> (module in benchmarks/, title of the report, comparison for --help).
+
+The module contains a function with the benchmark's name, which fills the report. Terms of the comparisons:
+
+- floor: the time of the work that every implementation must do
+- rehearsal: a simulated GPU step
+- far step: a step late in the data, whose batch a new loader must find
+- TBTT: truncated backpropagation through time
+- crowded steps: steps by more processes than the machine has cores
+"""
 TAKES_SETTINGS = ("step", "fp8", "llama", "rounding")
 TAKES_MODELS = ("decode", "prefill", "scoring")
 
@@ -57,9 +80,9 @@ TAKES_MODELS = ("decode", "prefill", "scoring")
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Parse the command line. Wrong arguments end the process with exit code 2."""
     listed = "\n".join(f"  {name:<13} {title}: {text}" for name, (_, title, text) in WHAT.items())
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="hybridtron bench",
-        description=f"Our forms against their peers, in one run.\n\n{listed}",
+        description=f"Measure implementations of this package and of named peers in one run.\n\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", choices=list(WHAT), metavar="NAME", help=", ".join(WHAT))
@@ -67,20 +90,28 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "settings",
         nargs="*",
         metavar="key=value|MODEL",
-        help="for step, fp8, llama, rounding: as for `hybridtron train`; for models side by side: recipes or runs",
+        help="for step, fp8, llama, rounding: settings of a run; for decode, prefill, scoring: recipes or runs",
     )
-    parser.add_argument("--quick", action="store_true", help="tiny sizes; writes no table unless --output says where")
-    parser.add_argument("--output", type=path_of, metavar="FILE", help="the table (default: benchmarks/NAME.md)")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes; writes a table only with --output")
+    parser.add_argument("--output", type=path_of, metavar="FILE", help="table file (default: benchmarks/NAME.md)")
     parser.add_argument(
         "--threads", type=positive, default=1, metavar="N", help="threads of torch (default: %(default)s)"
     )
     parser.add_argument("--repetitions", type=positive, default=5, metavar="N", help="rounds (default: %(default)s)")
     chosen = parser.parse_intermixed_args(arguments)
     if chosen.output is None and not chosen.quick and pages() is None:
-        parser.error("--output FILE is needed where there is no checkout, whose benchmarks/ the table would go to")
+        parser.refuse(
+            "--output",
+            "missing",
+            "--output FILE is needed: without a checkout there is no folder benchmarks/ for the table",
+        )
     if chosen.settings and chosen.name not in (*TAKES_SETTINGS, *TAKES_MODELS):
-        taking = f"{', '.join(TAKES_SETTINGS)} do, and {' and '.join(TAKES_MODELS)} take models"
-        parser.error(f"{chosen.name} takes no settings; {taking}")
+        taking = f"{', '.join(TAKES_SETTINGS)} take settings; {', '.join(TAKES_MODELS)} take models"
+        parser.refuse(
+            "settings",
+            "unsupported",
+            f"{chosen.name} takes no settings: leave out {chosen.settings[0]}; {taking}",
+        )
     return chosen
 
 
@@ -103,7 +134,7 @@ def main(arguments: list[str]) -> int:
     except ModuleNotFoundError as error:
         raise Unusable(missing("export") or str(error), code="not-installed") from error
     if chosen.quick:
-        report.goals.clear()  # tiny sizes don't measure speed
+        report.goals.clear()  # goals are for full sizes
     suffix = "" if report.device == "cpu" else f"_{report.device}"
     folder = None if chosen.quick else pages()
     publish(report, command(chosen), chosen.output or (folder and folder / f"{chosen.name}{suffix}.md"))

@@ -15,24 +15,30 @@ from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.mirror import download
 from hybridtron.checkpoint.rewrite import differences, rewrite
-from hybridtron.cli.given import bytes_of, checkpoints_at, not_there_yet, progress_bar
+from hybridtron.cli.arguments import bytes_of, checkpoints_at, not_there_yet, progress_bar
 from hybridtron.config.units import readable
 from hybridtron.problems import Unusable
-from hybridtron.storage.attempts import StorageError
+from hybridtron.storage.retry import StorageError
 from hybridtron.train.lock import RunLock
 
-WIDEST = 10**6  # characters of a table's row without a terminal
+WIDEST = 10**6  # maximum characters in a table's row if stdout is not a terminal
 
 
 def run(chosen: argparse.Namespace) -> int:
     """Run the chosen sub-command. Returns the exit code."""
-    does = {"list": listed, "verify": verified, "diff": compared, "reshard": resharded, "fetch": fetched}
+    commands = {
+        "list": list_checkpoints,
+        "verify": verify_checkpoints,
+        "diff": print_differences,
+        "reshard": reshard_checkpoint,
+        "fetch": fetch_checkpoint,
+    }
     with warnings.catch_warnings(action="ignore"):
-        return does[chosen.command](chosen)
+        return commands[chosen.command](chosen)
 
 
-def opened(path: Path) -> Checkpoint:
-    """Open a checkpoint folder, or a run's newest checkpoint. Raises Unusable if it is missing or broken."""
+def open_newest(path: Path) -> Checkpoint:
+    """Open a checkpoint, or a run's newest checkpoint. Raises Unusable if it is missing or broken."""
     try:
         return Checkpoint.open(checkpoints_at(path)[-1])
     except BrokenCheckpoint as error:
@@ -40,7 +46,7 @@ def opened(path: Path) -> Checkpoint:
 
 
 def table_of(*columns: str) -> Table:
-    """Build a table that wraps long entries instead of cutting them, since cut names can't be distinguished."""
+    """Build a table that wraps long entries. If they were truncated, two names could look equal."""
     table = Table(box=None)
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -48,15 +54,18 @@ def table_of(*columns: str) -> Table:
 
 
 def show(table: Table) -> None:
-    """Print a table. Without a terminal each row takes one line, whatever its width."""
+    """Print a table. If stdout is not a terminal, each row is one line of any width."""
     console = Console(markup=False, highlight=False)
     if not console.is_terminal:
         console.width = console.measure(table, options=console.options.update(max_width=WIDEST)).maximum
     console.print(table)
 
 
-def listed(chosen: argparse.Namespace) -> int:
-    """Print a run's checkpoints and archived folders. Returns 1 if a manifest or the pointer is broken."""
+def list_checkpoints(chosen: argparse.Namespace) -> int:
+    """Print a run's checkpoints and archived folders.
+
+    Returns 1 if a manifest, or the file that names the newest checkpoint, is broken.
+    """
     table = table_of("step", "size", "held-out", "layout", "manifest")
     code = 0
     for path in checkpoints_at(chosen.path):
@@ -74,7 +83,9 @@ def listed(chosen: argparse.Namespace) -> int:
             loss = f"{meta.validation:.4f}"
         table.add_row(str(meta.step), f"{readable(size)}B", loss, meta.layout, "valid")
     show(table)
-    for path in sorted((chosen.path / "checkpoints").glob("*-step-*")):  # superseded-, broken-, and left- of old runs
+    for path in sorted(
+        (chosen.path / "checkpoints").glob("*-step-*")
+    ):  # prefixes: superseded-, broken-; old versions also wrote left-
         print(f"archived: {path}")
     if fault := folders.pointer_fault(chosen.path):
         print(fault)
@@ -82,8 +93,8 @@ def listed(chosen: argparse.Namespace) -> int:
     return code
 
 
-def verified(chosen: argparse.Namespace) -> int:
-    """Read every byte of the checkpoints and print faults. Returns 1 if there is one."""
+def verify_checkpoints(chosen: argparse.Namespace) -> int:
+    """Read every byte of the checkpoints and print the faults. Returns 1 if there is a fault."""
     code = 0
     is_run = (chosen.path / "checkpoints").is_dir()
     if is_run and (fault := folders.pointer_fault(chosen.path)):
@@ -94,45 +105,51 @@ def verified(chosen: argparse.Namespace) -> int:
             faults = list(Checkpoint.open(path).faults())
         except BrokenCheckpoint as error:
             faults = [str(error)]
-        print("\n".join(faults) if faults else f"{path}: all well")
+        print("\n".join(faults) if faults else f"{path}: no fault")
         code = 1 if faults else code
     return code
 
 
-def compared(chosen: argparse.Namespace) -> int:
-    """Print the differences of two checkpoints. Returns 1 if there is one."""
+def print_differences(chosen: argparse.Namespace) -> int:
+    """Print the differences between two checkpoints. Returns 1 if there is a difference."""
     table = table_of("", "left", "right")
-    for difference in differences(opened(chosen.left), opened(chosen.right)):
+    for difference in differences(open_newest(chosen.left), open_newest(chosen.right)):
         table.add_row(difference.what, difference.left, difference.right)
     if not table.row_count:
-        print("the same")
+        print("the checkpoints do not differ")
         return 0
     show(table)
     return 1
 
 
-def resharded(chosen: argparse.Namespace) -> int:
-    """Write a copy of a checkpoint with full tensors. Returns 1 if the checkpoint is broken."""
+def reshard_checkpoint(chosen: argparse.Namespace) -> int:
+    """Write a copy of a checkpoint in which every tensor is stored whole, not in shards.
+
+    Returns 1 if a file turns out to be broken while it is copied.
+    """
     size = bytes_of("--file-size", chosen.file_size)
     not_there_yet(chosen.output)
-    source = opened(chosen.path)
+    source = open_newest(chosen.path)
     try:
         with progress_bar("files") as report_progress:
             files = rewrite(source, chosen.output, size, report_progress)
     except BrokenCheckpoint as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"{chosen.output}: step {source.meta.step}, {files} file{'' if files == 1 else 's'} of whole tensors")
+    print(f"{chosen.output}: step {source.meta.step}, {files} file{'' if files == 1 else 's'} with full tensors")
     return 0
 
 
-def fetched(chosen: argparse.Namespace) -> int:
-    """Download a checkpoint from a mirror into a run's folder. Returns 1 if it is broken or the store fails."""
+def fetch_checkpoint(chosen: argparse.Namespace) -> int:
+    """Download a checkpoint from an S3 mirror into a run's folder.
+
+    Returns 1 if the checkpoint is broken or the download fails.
+    """
     if not chosen.url.startswith("s3://"):
-        raise Unusable(f"{chosen.url} is not a mirror: give s3://BUCKET/PREFIX", code="malformed")
+        raise Unusable(f"{chosen.url} is not the URL of a mirror: use s3://BUCKET/PREFIX", code="malformed")
     try:
-        with RunLock(chosen.run):  # else a run in progress could mistake the incomplete download for its own checkpoint
-            print(f"{download(chosen.url, chosen.run)}: fetched, every byte as it was written")
+        with RunLock(chosen.run):  # without it a run in this folder would delete the download's temporary folder
+            print(f"{download(chosen.url, chosen.run)}: downloaded; all bytes match the manifest")
     except FileExistsError as error:
         raise Unusable(str(error), code="exists") from error
     except (BrokenCheckpoint, OSError, StorageError) as error:

@@ -1,4 +1,4 @@
-"""Work of `hybridtron export` and `import`. Each command takes the parsed arguments and returns an exit code."""
+"""The commands `hybridtron export`, `import` and `verify`: functions from parsed arguments to an exit code."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from hybridtron.architecture.table import parameter_table
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
-from hybridtron.checkpoint.merged import merged
-from hybridtron.cli.given import bytes_of, checkpoints_at, importable, not_there_yet, progress_bar
+from hybridtron.checkpoint.merged import merge_adapters
+from hybridtron.cli.arguments import bytes_of, checkpoints_at, importable, not_there_yet, progress_bar
 from hybridtron.config.choices import Export as Wanted
-from hybridtron.config.exportable import CannotExport
 from hybridtron.config.units import readable
 from hybridtron.file_errors import in_words, is_of_the_user
-from hybridtron.interop.config_json import CannotImport
 from hybridtron.interop.export import DTYPES, ExportPlan, export, target_of
 from hybridtron.interop.import_folder import ImportFolder, same_tensors, take_over
 from hybridtron.interop.native import Native
@@ -28,10 +25,13 @@ from hybridtron.problems import Unusable
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Run the chosen command, and print errors that a user can mend. Returns the exit code."""
+    """Run the chosen command, and print expected errors. Returns the exit code.
+
+    The code is 2 if the user can correct the cause, else 1.
+    """
     try:
-        return {"export": exported, "import": imported, "verify": verified}[chosen.command](chosen)
-    except (Unusable, CannotExport, CannotImport) as error:
+        return {"export": export_checkpoint, "import": import_model, "verify": verify_export}[chosen.command](chosen)
+    except Unusable as error:
         print(error, file=sys.stderr)
         return 2
     except (BrokenCheckpoint, NotTheSame) as error:
@@ -43,29 +43,32 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def newest_of(path: Path) -> Checkpoint:
-    """Open a checkpoint, or a run's newest, with its adapters merged."""
-    return merged(Checkpoint.open(checkpoints_at(path)[-1]))
+    """Open a checkpoint, or a run's newest checkpoint, with its adapters merged into the weights."""
+    return merge_adapters(Checkpoint.open(checkpoints_at(path)[-1]))
 
 
-def exported(chosen: argparse.Namespace) -> int:
-    """Export a checkpoint and prove it. With `--base` only its adapters are exported, for peft."""
+def export_checkpoint(chosen: argparse.Namespace) -> int:
+    """Export a checkpoint, and check that transformers computes the same with the export.
+
+    With `--base` only the adapters are exported, in peft's format.
+    """
     output = not_there_yet(chosen.output)
     size = bytes_of("--shard-size", chosen.shard_size)
     if chosen.base is not None:
         checkpoint = Checkpoint.open(checkpoints_at(chosen.source)[-1])
         layers = export_adapter(checkpoint, chosen.base, output)
-        print(f"{output}: adapters of {layers} layers for peft, beside {chosen.base}")
+        print(f"{output}: adapters of {layers} layers for peft, with the base model {chosen.base}")
         return 0
     source = newest_of(chosen.source)
-    model = source.config.model
-    plan = ExportPlan(source, target_of(model, Wanted(chosen.target)), DTYPES.get(chosen.dtype), size)
+    arch = source.plan.arch
+    plan = ExportPlan(source, target_of(arch, Wanted(chosen.target)), DTYPES.get(chosen.dtype), size)
     sizes = {
-        "full": sum(parameter.size for parameter in parameter_table(model).values()),
-        "sample": sample_size(model, plan.target),
+        "full": sum(parameter.size for parameter in arch.table.values()),
+        "sample": sample_size(arch, plan.target),
         "none": 0,
     }
-    needed = f"{readable(8 * sizes[chosen.verify])}B of weights at once, as --verify {chosen.verify}"
-    print(f"{source.folder} -> {plan.target.name}; the proof will hold {needed}")
+    needed = f"{readable(8 * sizes[chosen.verify])}B of memory for weights (--verify {chosen.verify})"
+    print(f"{source.folder} -> {plan.target.name}; the check will need {needed}")
     proofs: list[Proof] = []
 
     def prove(folder: Path) -> None:
@@ -79,19 +82,19 @@ def exported(chosen: argparse.Namespace) -> int:
     for warning in warnings:
         print(f"warning: {chosen.output}: {warning}", file=sys.stderr)
     if proofs:
-        outcome = f"logits apart by {proofs[0].logits:.1e} of the largest, at most"
+        outcome = f"logits differ by at most {proofs[0].logits:.1e} of the largest"
     else:
         outcome = "not verified"
     print(f"{chosen.output}: step {source.meta.step}, {outcome}")
     return 0
 
 
-def imported(chosen: argparse.Namespace) -> int:
-    """Import a model, or an adapter of peft, as a checkpoint, and prove it."""
+def import_model(chosen: argparse.Namespace) -> int:
+    """Import a model, or an adapter of peft, as a checkpoint, and check that the model is unchanged."""
     importable(chosen.source)
     output = not_there_yet(chosen.output)
     if chosen.base is not None or is_adapter_folder(chosen.source):
-        return _adapter_imported(chosen, output)
+        return _import_adapter(chosen, output)
     source = ImportFolder.open(chosen.source)
 
     def prove(checkpoint: Checkpoint) -> None:
@@ -103,29 +106,33 @@ def imported(chosen: argparse.Namespace) -> int:
     take_over(source, chosen.source, output, prove)
     tensors = f"{len(source.rules)} tensors of {source.kind.name}"
     start = f"model=from_checkpoint run.weights={output} data=folder data.path=TOKENS"
-    print(f"{output}: {tensors}; start from there with {start}")
+    print(f"{output}: {tensors}; to train from this checkpoint use {start}")
     return 0
 
 
-def _adapter_imported(chosen: argparse.Namespace, output: Path) -> int:
+def _import_adapter(chosen: argparse.Namespace, output: Path) -> int:
     source, home = adapted_folder(chosen.source, chosen.base)
-    take_over(source, home, output, lambda made: prove_adapter(source, made) if chosen.verify == "full" else None)
-    layers = f"adapters of {len(source.adapted)} layers, and {len(source.saved)} tensors that were saved whole"
-    print(f"{output}: {layers}, beside {source.kind.name} in {source.weights.folder}")
+    take_over(
+        source, home, output, lambda checkpoint: prove_adapter(source, checkpoint) if chosen.verify == "full" else None
+    )
+    layers = f"adapters of {len(source.adapted)} layers, and {len(source.saved)} tensors that were saved in full"
+    print(f"{output}: {layers}, with the base model {source.kind.name} in {source.weights.folder}")
     return 0
 
 
-def verified(chosen: argparse.Namespace) -> int:
-    """Prove an existing export again."""
+def verify_export(chosen: argparse.Namespace) -> int:
+    """Check again that transformers computes the same with an existing export."""
     Weights(chosen.output)  # raises CannotImport if weights are missing or can't be read
     proof = verify(chosen.output, newest_of(chosen.source))
     lengths = ", ".join(map(str, proof.lengths))
-    print(f"{chosen.output}: the same; logits of {lengths} tokens apart by {proof.logits:.1e} of the largest, at most")
+    print(
+        f"{chosen.output}: same model; logits of {lengths} tokens differ by at most {proof.logits:.1e} of the largest"
+    )
     warn_of(chosen.output, proof)
     return 0
 
 
 def warn_of(folder: Path, proof: Proof) -> None:
-    """Print a proof's caution about a folder, if it has one: the model is the same, but users should know it."""
+    """Print a successful proof's caution for users, if it has one."""
     if proof.caution:
         print(f"warning: {folder}: {proof.caution}", file=sys.stderr)

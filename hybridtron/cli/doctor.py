@@ -2,35 +2,37 @@
 
     hybridtron doctor
 
-It needs only Python. Every package is imported in a process of its own, so that a package that is missing, raises,
-crashes the interpreter or hangs becomes a line of the report. Versions are compared with those tried in pyproject.toml.
-Exit codes: 0 training can run, 1 something required is missing (the last lines name the packages to install).
+The command itself needs only Python. It imports every package in a separate process. So a package that is missing,
+raises an error, crashes the interpreter or hangs becomes a line of the report. Versions are compared with the tested
+ranges in pyproject.toml.
+
+Exit codes: 0 training can run, 1 a required package is missing or broken. The last lines name the package.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridtron.cli.machine import Line, machine_section
-from hybridtron.cluster.variables import ALLOCATOR, ONE_QUEUE
+from hybridtron.cluster.gpu_env import ALLOCATOR, ONE_QUEUE
 from hybridtron.compiled import BUILD_S
-from hybridtron.rehearse import guard
+from hybridtron.problems import CommandParser
+from hybridtron.rehearse import fake_cuda_shim
 from hybridtron.requirements import MODULES, install_command, installed, is_there, missing, requirements
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 120  # time limit of an import in seconds; the first one on a network file system is slow
+PATIENCE = 120  # time limit of an import in seconds; a package's first import from a network file system is slow
 OPTIONAL = {
-    "triton": "compiled kernels on CUDA (torch.compile needs it too); hybridtron rehearse, on any machine",
+    "triton": "compiled kernels on CUDA, torch.compile, and hybridtron rehearse on any machine",
     "mamba_ssm": "scans of Mamba-1 and Mamba-2 on CUDA",
     "causal_conv1d": "short convolution on CUDA",
     "flash_attn": "attention on CUDA",
@@ -39,21 +41,29 @@ OPTIONAL = {
     "wandb": "metrics to wandb (run.wandb=PROJECT)",
     "tensorboard": "metrics to TensorBoard, in the run's logs/",
 }
-IMPORTED = {"flash_attn": "flash_attn.flash_attn_interface"}  # other packages have a `flash_attn` without its functions
+IMPORTED = {
+    "flash_attn": "flash_attn.flash_attn_interface"
+}  # other packages also install a module `flash_attn`, without these functions
 
-TORCH_ALONE = "ops run in torch alone, several times slower on a CPU"
+GIB = 2**30
+MIN_DISK = 10 * GIB
+MIN_SHARED = GIB
+MIN_MEMORY = 4 * GIB
+MIN_OPEN_FILES = 4096
+
+TORCH_ALONE = "ops use torch implementations, several times slower on a CPU"
 
 IMPORT = """
 import importlib, importlib.util, json, sys
 name = sys.argv[1]
 first = importlib.util.find_spec(name.partition(".")[0])
-# a folder that several packages share, as `nvidia` is, says nothing of this one
-found = first is not None and (first.origin is not None or importlib.util.find_spec(name) is not None)
+# several packages share a namespace folder such as nvidia/, which exists even if this package does not
+installed = first is not None and (first.origin is not None or importlib.util.find_spec(name) is not None)
 try:
-    module = importlib.import_module(name) if found else None
-    seen = {"found": found, "version": str(getattr(module, "__version__", "")), "fault": None}
+    module = importlib.import_module(name) if installed else None
+    seen = {"installed": installed, "version": str(getattr(module, "__version__", "")), "fault": None}
 except BaseException as error:
-    seen = {"found": True, "version": "", "fault": (type(error).__name__ + ": " + str(error)).splitlines()[0]}
+    seen = {"installed": True, "version": "", "fault": (type(error).__name__ + ": " + str(error)).splitlines()[0]}
 print("\\n" + json.dumps(seen))
 """
 KERNELS = """
@@ -72,16 +82,32 @@ print("\\n" + json.dumps({**about, "choices": choices(compute_device().type)}))
 
 
 @dataclass(frozen=True)
+class Line:
+    """One line of the report.
+
+    `mark` is ok, warn (training runs, but the line needs attention), fail (training can't run) or none (neutral).
+    """
+
+    mark: str
+    name: str
+    result: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class Probe:
     """Result of importing a package in a separate process: its version, or the fault if the import failed."""
 
-    found: bool
+    installed: bool
     version: str = ""
     fault: str | None = None
 
 
 def run_python(code: str, *arguments: str, patience: float | None = None) -> tuple[dict, str | None]:
-    """Run Python code in a new process; return the JSON on its last line of output, and a fault if there is none."""
+    """Run Python code in a new process; the code must print JSON as its last line.
+
+    Returns (the parsed JSON, None), or (an empty dictionary, a fault) if the process prints no such line in time.
+    """
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-c", code, *arguments]
     environment = {**os.environ, "PYTHONPATH": path}
@@ -100,7 +126,7 @@ def run_python(code: str, *arguments: str, patience: float | None = None) -> tup
             ended = f"signal {-process.returncode}"
         else:
             ended = f"exit code {process.returncode}"
-        return {}, f"ends the interpreter: {ended}, {last[0]}"
+        return {}, f"crashes the interpreter: {ended}, {last[0]}"
 
 
 def probe(module: str) -> Probe:
@@ -114,48 +140,53 @@ def probe(module: str) -> Probe:
 def inside(version: str, wanted: str) -> bool:
     """Return True if a version such as `2.13.0+cpu` lies in a range such as `>=2.11,<2.14`.
 
-    Only the release numbers count. It is also True if the version can't be parsed.
+    Only the release numbers count, without suffixes such as `+cpu`. A version that can't be parsed counts as inside.
     """
     try:
         from packaging.specifiers import SpecifierSet
         from packaging.version import Version
 
         return Version(Version(version).base_version) in SpecifierSet(wanted)
-    except (ModuleNotFoundError, ValueError):  # a missing `packaging` is reported itself, as a requirement
+    except (ModuleNotFoundError, ValueError):  # a missing `packaging` has its own line in the report
         return True
 
 
-def package_line(distribution: str, wanted: str, found: Probe) -> Line:
+def package_line(distribution: str, wanted: str, probed: Probe) -> Line:
     """Build the report line of a required package."""
-    version = installed(distribution) or found.version
-    if not found.found:
+    version = installed(distribution) or probed.version
+    if not probed.installed:
         return Line("fail", distribution, "not installed", f'pip install "{distribution}{wanted}"')
-    if found.fault:
-        return Line("fail", distribution, version, f"does not import: {found.fault}")
+    if probed.fault:
+        return Line("fail", distribution, version, f"can't be imported: {probed.fault}")
     if not inside(version, wanted):
-        return Line("warn", distribution, version, f"outside of what was tried: {wanted}")
-    return Line("ok", distribution, version, f"tried: {wanted}")
+        return Line("warn", distribution, version, f"outside the tested range: {wanted}")
+    return Line("ok", distribution, version, f"tested range: {wanted}")
 
 
-def optional_line(module: str, purpose: str, found: Probe) -> Line:
+def optional_line(module: str, purpose: str, probed: Probe) -> Line:
     """Build the report line of an optional package."""
-    if not found.found:
+    if not probed.installed:
         return Line("none", module, "not installed", purpose)
-    version = found.version or installed(module.replace(".", "-").replace("_", "-")) or "installed"
-    if found.fault:
-        return Line("warn", module, "broken", f"does not import: {found.fault}")
+    version = probed.version or installed(module.replace(".", "-").replace("_", "-")) or "installed"
+    if probed.fault:
+        return Line("warn", module, "broken", f"can't be imported: {probed.fault}")
     return Line("ok", module, version, purpose)
 
 
 def package_sections() -> list[tuple[str, list[Line]]]:
-    """Build the sections on required packages, optional packages and extras; packages are imported in parallel."""
+    """Build three sections: required packages, optional packages, and extras (named groups of optional packages).
+
+    The required and optional packages are imported, four at a time. For extras only versions are read.
+    """
     wanted = requirements()
     modules = {name: MODULES.get(name, name.replace("-", "_")) for name in wanted.required}
     with ThreadPoolExecutor(4) as pool:
         names = [*modules.values(), *OPTIONAL]
         probes = dict(zip(names, pool.map(probe, [IMPORTED.get(name, name) for name in names]), strict=True))
     version = platform.python_version()
-    first = Line("ok" if inside(version, wanted.python) else "fail", "Python", version, f"tried: {wanted.python}")
+    first = Line(
+        "ok" if inside(version, wanted.python) else "fail", "Python", version, f"tested range: {wanted.python}"
+    )
     required_probes = {name: probes[module] if is_there(name) else Probe(False) for name, module in modules.items()}
     needed = [package_line(name, versions, required_probes[name]) for name, versions in wanted.required.items()]
     return [
@@ -166,7 +197,7 @@ def package_sections() -> list[tuple[str, list[Line]]]:
 
 
 def extra_line(extra: str, wanted: dict[str, str]) -> Line:
-    """Build the report line of an extra, whose packages training does not need."""
+    """Build the report line of an extra, a named group of optional packages."""
     versions = {name: installed(name) for name in wanted}
     missing = [name for name, version in versions.items() if version is None]
     outside = [
@@ -176,7 +207,7 @@ def extra_line(extra: str, wanted: dict[str, str]) -> Line:
         notes = [f"{install_command(missing, [extra])} adds {', '.join(missing)}"]
     else:
         notes = []
-    notes += [f"outside of what was tried: {', '.join(outside)}"] if outside else []
+    notes += [f"outside the tested range: {', '.join(outside)}"] if outside else []
     if outside:
         mark = "warn"
     elif missing:
@@ -187,8 +218,8 @@ def extra_line(extra: str, wanted: dict[str, str]) -> Line:
 
 
 def kernel_section() -> tuple[str, list[Line]]:
-    """Build the section on the device, and on the implementation of every op that runs there."""
-    about, fault = run_python(KERNELS, patience=PATIENCE + BUILD_S)  # it may compile the native library first
+    """Build the section on the device, with the implementation that will run for every op."""
+    about, fault = run_python(KERNELS, patience=PATIENCE + BUILD_S)  # the process may first compile the C++ ops
     if fault:
         return "device", [Line("fail", "hybridtron", "does not start", fault)]
     lines = [Line("ok", "device", about["device"])]
@@ -197,19 +228,19 @@ def kernel_section() -> tuple[str, list[Line]]:
         lines += gpu_lines(os.environ, len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))))
     if driver := _driver():
         lines.append(Line("none", "driver", driver))
-    lines.append(Line("none", "threads", f"{about['threads']} (OMP_NUM_THREADS changes it)"))
+    lines.append(Line("none", "threads", f"{about['threads']} (set OMP_NUM_THREADS to change)"))
     reason, built = about["native"]
-    lines.append(Line("ok" if built else "none", "compiled CPU forms", reason, "" if built else TORCH_ALONE))
-    good, reason = guard.described()
-    lines.append(Line("ok" if good else "warn", "guard", reason, "a library that rehearsals load"))
+    lines.append(Line("ok" if built else "none", "compiled CPU ops", reason, "" if built else TORCH_ALONE))
+    good, reason = fake_cuda_shim.describe()
+    lines.append(Line("ok" if good else "warn", "simulated GPU", reason, "library for hybridtron rehearse"))
     lines += [Line("ok", op, form, why) for op, form, why in about["choices"]]
     return "device and kernels", [*lines, fp8_line(about["fp8"])]
 
 
 def gpu_lines(environment: Mapping[str, str], numa_nodes: int) -> list[Line]:
-    """Build lines on environment variables and NUMA binding that processes with a GPU should have.
+    """Build lines on environment variables and NUMA binding for processes with a GPU.
 
-    `hybridtron submit` sets the variables that a layout needs.
+    In jobs, `hybridtron submit` sets those variables that the parallel layout needs.
     """
     lines = []
     for variable in (ALLOCATOR, ONE_QUEUE):
@@ -223,10 +254,10 @@ def gpu_lines(environment: Mapping[str, str], numa_nodes: int) -> list[Line]:
 
 
 def fp8_line(fault: str | None) -> Line:
-    """Build the line on FP8; `fault` says why it can't run on this device."""
+    """Build the line on FP8; `fault` is the reason why FP8 can't run on this device, or None."""
     if fault is None:
         return Line("ok", "FP8", "transformer_engine", "precision=fp8_delayed, fp8_current, fp8_block")
-    return Line("none", "FP8", "emulated only", f"{fault}; precision.emulate=true tries its numerics")
+    return Line("none", "FP8", "emulated only", f"{fault}; precision.emulate=true emulates FP8 rounding")
 
 
 def _driver() -> str:
@@ -238,14 +269,69 @@ def _driver() -> str:
     try:
         about = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip().splitlines()
     except (OSError, subprocess.TimeoutExpired):
-        return "nvidia-smi does not answer"
+        return "nvidia-smi fails or does not answer"
     if about:
         return about[0]
     return "nvidia-smi finds no device"
 
 
+def machine_section() -> tuple[str, list[Line]]:
+    """Build the section on cores, memory, disks and limits."""
+    if hasattr(os, "sched_getaffinity"):
+        usable = len(os.sched_getaffinity(0))
+    else:
+        usable = os.cpu_count() or 1
+    lines = [Line("ok", "cores", f"{usable} of {os.cpu_count()}"), _memory_line()]
+    lines.append(_disk_line(Path.cwd(), MIN_DISK, "for runs and checkpoints in the current folder"))
+    if Path("/dev/shm").exists():
+        lines.append(_disk_line(Path("/dev/shm"), MIN_SHARED, "shared memory for processes and NCCL"))
+    return "machine", [*lines, _temp_line(), _files_line()]
+
+
+def _memory_line() -> Line:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        total = min(total, int(text))
+    return _minimum_line(total, MIN_MEMORY, "memory", f"{total / GIB:.1f} GiB", "memory that this process may use")
+
+
+def _disk_line(path: Path, least: int, purpose: str) -> Line:
+    free = shutil.disk_usage(path).free
+    name = "disk" if path == Path.cwd() else str(path)
+    if not os.access(path, os.W_OK):
+        return Line("warn", name, "not writable", purpose)
+    return _minimum_line(free, least, name, f"{free / GIB:.1f} GiB free", purpose)
+
+
+def _temp_line() -> Line:
+    try:
+        with tempfile.TemporaryFile():
+            return Line("ok", "temporary files", tempfile.gettempdir())
+    except OSError as error:
+        return Line("warn", "temporary files", "not writable", f"set TMPDIR to a writable folder: {error}")
+
+
+def _files_line() -> Line:
+    import resource
+
+    files, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return Line("ok", "open files", "unlimited")
+    return _minimum_line(
+        files, MIN_OPEN_FILES, "open files", str(files), f"`ulimit -n {min(hard_limit, 65536)}` raises the limit"
+    )
+
+
+def _minimum_line(value: int, least: int, name: str, text: str, note: str) -> Line:
+    if value >= least:
+        return Line("ok", name, text, "" if name == "open files" else note)
+    minimum = least if least < GIB else f"{least / GIB:.0f} GiB"
+    return Line("warn", name, text, f"less than {minimum}; {note}")
+
+
 def attempt(section: Callable[[], tuple[str, list[Line]]]) -> tuple[str, list[Line]]:
-    """Build a section. If that raises, return a section with one line that names the error."""
+    """Build a section. If `section` raises an error, return a section with one line that names the error."""
     try:
         return section()
     except Exception as error:
@@ -254,7 +340,7 @@ def attempt(section: Callable[[], tuple[str, list[Line]]]) -> tuple[str, list[Li
 
 
 def show(sections: list[tuple[str, list[Line]]]) -> None:
-    """Print the sections in aligned columns. On a terminal lines are coloured and cut to its width."""
+    """Print the sections in aligned columns. On a terminal, lines are coloured and truncated to its width."""
     terminal = sys.stdout.isatty()
     colours = {"ok": "\x1b[32m", "warn": "\x1b[33m", "fail": "\x1b[31m", "none": ""}
     if terminal:
@@ -263,34 +349,36 @@ def show(sections: list[tuple[str, list[Line]]]) -> None:
         width = 0
     for title, lines in sections:
         print(f"\n{title}")
-        names, values = (max(len(getattr(line, field)) for line in lines) for field in ("name", "found"))
+        name_width = max(len(line.name) for line in lines)
+        result_width = min(max(len(line.result) for line in lines), 24)
         for line in lines:
             mark = "-" if line.mark == "none" else line.mark
-            text = f"  {mark:<4}  {line.name:<{names}}  {line.found:<{min(values, 24)}}  {line.note}".rstrip()
+            text = f"  {mark:<4}  {line.name:<{name_width}}  {line.result:<{result_width}}  {line.note}".rstrip()
             text = text[:width] if width else text
             print(f"{colours[line.mark]}{text}\x1b[0m" if terminal else text)
 
 
 def main(arguments: list[str]) -> int:
     """Print the report. Returns the exit code."""
-    argparse.ArgumentParser(
-        prog="hybridtron doctor", description="Can this machine train, with what, and how fast will it be?"
+    CommandParser(
+        prog="hybridtron doctor",
+        description="Report if this machine can train: packages, device, kernels, memory and disks.",
     ).parse_args(arguments)
     try:
         sections = package_sections()
     except Exception as error:
         sections = [("packages", [Line("fail", "pyproject.toml", "unreadable", f"{type(error).__name__}: {error}")])]
     failed = [line for _, lines in sections for line in lines if line.mark == "fail"]
-    if not failed:  # else this section would fail for the same reason
+    if not failed:  # without a required package, the kernel section would only repeat the failure
         sections.append(attempt(kernel_section))
     sections.append(attempt(machine_section))
     show(sections)
     failed = [line for _, lines in sections for line in lines if line.mark == "fail"]
     warned = [line.name for _, lines in sections for line in lines if line.mark == "warn"]
-    print(f"\nlook at: {', '.join(warned)}" if warned else "")
+    print(f"\ncheck the lines marked warn: {', '.join(warned)}" if warned else "")
     for line in failed:
-        print(f"missing: {line.name} {line.found}. {line.note}")
+        print(f"failed: {line.name} {line.result}. {line.note}")
     if not failed and (fault := missing("rehearse")):
         print(f"hybridtron rehearse can't run: {fault}")
-    print("training can't run; `make setup` installs what it needs" if failed else "training can run")
+    print("training can't run: install the required packages with `make setup`" if failed else "training can run")
     return 1 if failed else 0

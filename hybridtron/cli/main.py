@@ -1,8 +1,9 @@
 """The command `hybridtron` and its sub-commands.
 
-`COMMANDS` maps each sub-command to a function that takes the remaining arguments and returns the exit code. Its module
-is imported only when the command runs, so that no command waits for another's packages. A command raises Unusable for a
-user's mistake, such as a wrong configuration or a missing folder. The message is printed here, with exit code 2.
+`COMMANDS` maps each sub-command to a function, which takes the remaining arguments and returns the exit code. The
+function's module is imported only when its sub-command runs, so that packages of other sub-commands cost no time. A
+sub-command raises Unusable for a user's mistake, such as a wrong configuration or a missing folder. `main` then prints
+the exception's message and returns exit code 2.
 """
 
 from __future__ import annotations
@@ -12,48 +13,48 @@ import os
 import sys
 
 from hybridtron import __version__
-from hybridtron.cli import lean_imports
+from hybridtron.cli import fast_start
 from hybridtron.file_errors import in_words, is_of_the_user
 from hybridtron.problems import Unusable, did_you_mean
 from hybridtron.requirements import demand, hide_known_warnings
 
 COMMANDS = {
     "train": ("train:program", "train a model, or resume a run"),
-    "inspect": ("inspect_config:main", "layers, parameters, FLOPs, memory and layout of a configuration"),
+    "inspect": ("inspect:main", "layers, parameters, FLOPs, memory and layout of a configuration"),
     "rehearse": (
         "rehearse:main",
         "simulate a GPU's training step without a GPU: memory, traffic, syncs, estimated time",
     ),
     "doctor": ("doctor:main", "what is installed, what is missing, and which kernels will run"),
-    "data prepare": ("prepare_data:main", "text or tokens into a folder that training reads"),
-    "data verify": ("verify_data:main", "check every byte of a folder of prepared tokens"),
-    "generate": ("generate:main", "text from a checkpoint"),
-    "tasks list": ("tasks:list_main", "tasks of retrieval, recall and reasoning, and their options"),
+    "data prepare": ("data_prepare:main", "convert text or tokens to a folder that training reads"),
+    "data verify": ("data_verify:main", "check every byte of a folder of prepared tokens"),
+    "generate": ("generate:main", "generate text from a checkpoint"),
+    "tasks list": ("tasks:list_main", "list tasks of retrieval, recall and reasoning, and their options"),
     "tasks show": ("tasks:show_main", "print a sample of a task"),
-    "tasks prepare": ("tasks:prepare_main", "tasks on token ids as prepared tokens with masks, to train on"),
-    "tasks download": ("tasks:download_main", "the data sets of RULER's question answering"),
-    "tasks write": ("tasks:write_main", "samples of tasks as jsonl, for evaluation and for training"),
-    "evaluate": ("evaluate:main", "tasks, perplexity and length generalization of checkpoints"),
-    "sweep": ("sweep:main", "a grid of training runs, and one table of them"),
-    "replay": ("replay:main", "a refused step of a run again, as it computes and with reference ops"),
-    "plot": ("plot:main", "a picture of a run's losses"),
+    "tasks prepare": ("tasks:prepare_main", "write tasks on token ids as training data with loss masks"),
+    "tasks download": ("tasks:download_main", "download the data sets of RULER's question answering"),
+    "tasks write": ("tasks:write_main", "write samples of tasks as jsonl, for evaluation and training"),
+    "evaluate": ("evaluate:main", "measure tasks, perplexity and length generalization of checkpoints"),
+    "sweep": ("sweep:main", "run a grid of training runs, and tabulate their results"),
+    "replay": ("replay:main", "repeat a refused step of a run, with usual and with reference ops"),
+    "plot": ("plot:main", "draw a run's losses"),
     "checkpoint": ("checkpoint:main", "list, verify, diff, reshard or fetch checkpoints"),
-    "export": ("convert:export_main", "a checkpoint to the format of Hugging Face"),
-    "import": ("convert:import_main", "a model in the format of Hugging Face to a checkpoint"),
+    "export": ("convert:export_main", "convert a checkpoint to the format of Hugging Face"),
+    "import": ("convert:import_main", "convert a model in the format of Hugging Face to a checkpoint"),
     "audit": ("audit:main", "compare every gradient of a parallel layout with one process"),
-    "bench": ("bench:main", "measure this package against its peers"),
-    "check gpu": ("hybridtron.proving.gpu.main:main", "check a GPU: every kernel's results, and speed"),
-    "check cards": ("hybridtron.rehearse.cards:main", "verification cards: what was measured and what was rehearsed"),
-    "chaos": ("hybridtron.proving.chaos.main:program", "kill and damage a run, and compare its end"),
+    "bench": ("bench:main", "measure this package and other packages"),
+    "check gpu": ("hybridtron.proving.gpu.main:main", "check a GPU: correctness of every kernel, and speed"),
+    "check cards": ("hybridtron.rehearse.cards:main", "write a page per recipe with measured and rehearsed results"),
+    "chaos": ("hybridtron.proving.chaos.main:program", "kill and damage a run, and compare its final weights"),
     "submit": ("hybridtron.cluster.submit:main", "submit a run to SLURM"),
     "status": ("hybridtron.cluster.status:main", "state, speed and remaining time of runs"),
 }
-"""Name -> (MODULE:FUNCTION, help line). A module without a dot is in this folder."""
+"""Name -> (MODULE:FUNCTION, help line). Modules without a dot in the name are in this folder."""
 
 RENAMED = {"gpu-check": "check gpu"}
-"""Former name of a command -> its name."""
+"""Former name of a command -> present name."""
 
-FAMILIES = {name.split()[0] for name in COMMANDS if " " in name}  # first words that are not commands by themselves
+FAMILIES = {name.split()[0] for name in COMMANDS if " " in name}  # first words of two-word commands
 
 
 def program() -> int:
@@ -64,8 +65,8 @@ def program() -> int:
 def sleeping_threads() -> None:
     """Make torch's OpenMP threads sleep between operations, unless the user has set OMP_WAIT_POLICY.
 
-    Spinning threads would take the cores from our compiled CPU ops, which have threads of their own. OpenMP reads the
-    variable once, when torch is imported.
+    By default, waiting OpenMP threads spin and so keep their cores busy. The compiled CPU ops of this package use other
+    threads, which need the cores. OpenMP reads OMP_WAIT_POLICY only once, when torch is imported.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -77,7 +78,7 @@ def main(arguments: list[str]) -> int:
         return 0
     if arguments and arguments[0] in RENAMED:
         name = RENAMED[arguments[0]]
-        print(f"warning: `hybridtron {arguments[0]}` is `hybridtron {name}` now", file=sys.stderr)
+        print(f"warning: `hybridtron {arguments[0]}` has been renamed: use `hybridtron {name}`", file=sys.stderr)
         arguments = [*name.split(), *arguments[1:]]
     if arguments and arguments[0] in FAMILIES:
         family = arguments[0]
@@ -89,16 +90,16 @@ def main(arguments: list[str]) -> int:
         return no_command(family, words[-1] if words and words != [family] else None)
     hide_known_warnings()
     sleeping_threads()
-    lean_imports.install()
+    fast_start.install()
     if name == "train":  # other commands need only some packages: inspect and submit run without torch
         demand()
     module_name, function = COMMANDS[name][0].split(":")
     try:
-        with lean_imports.uncollected():
+        with fast_start.uncollected():
             module = importlib.import_module(module_name if "." in module_name else f"hybridtron.cli.{module_name}")
         code: int = getattr(module, function)(arguments[len(words) :])
     except ModuleNotFoundError:
-        demand()  # ends the program with one line if the missing module is a requirement
+        demand()  # exits with a one-line message if the missing module is a requirement
         raise
     except Unusable as error:
         print(error, file=sys.stderr)
@@ -112,7 +113,10 @@ def main(arguments: list[str]) -> int:
 
 
 def no_command(family: str, word: str | None) -> int:
-    """Print help (exit code 0 if asked for, 2 without a command), or that `word` is not a command (exit code 2)."""
+    """Print help, or a message that `word` is not a command. Returns the exit code.
+
+    The exit code is 0 for `--help`. It is 2 if the command is unknown, or missing (`word` is None).
+    """
     if word in ("-h", "--help"):
         print(usage(family))
         return 0
@@ -127,8 +131,8 @@ def no_command(family: str, word: str | None) -> int:
 
 
 def usage(family: str) -> str:
-    """Format the list of commands; a family such as `data` lists only its own."""
+    """Return the help text with all commands, or with the commands of a family such as `data`."""
     chosen = {name: text for name, (_, text) in COMMANDS.items() if not family or name.split()[0] == family}
     lines = "\n".join(f"  {name:<15}{text}" for name, text in chosen.items())
     name = f"hybridtron {family}".strip()
-    return f"usage: {name} COMMAND ...\n\n{lines}\n\nhybridtron COMMAND --help says what a command takes"
+    return f"usage: {name} COMMAND ...\n\n{lines}\n\nrun `hybridtron COMMAND --help` for a command's arguments"

@@ -1,20 +1,19 @@
-"""Plot a run's training loss and held-out losses by tokens.
+"""Plot a run's training loss and held-out losses over the number of trained tokens.
 
 hybridtron plot runs/laptop --output loss.png
 """
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridtron.config.units import readable
 from hybridtron.evaluate.pictures import picture, require_format
 from hybridtron.limits import path_of
-from hybridtron.problems import Unusable
+from hybridtron.problems import CommandParser, Unusable
 from hybridtron.requirements import demand
-from hybridtron.train.records import read_lines
+from hybridtron.train.jsonl import read_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,11 +23,11 @@ MARKERS = ("o", "s", "^", "D")
 
 
 def main(arguments: list[str]) -> int:
-    """Plot a run's metrics.jsonl. Returns the exit code. Raises Unusable if there is nothing to plot."""
-    parser = argparse.ArgumentParser(prog="hybridtron plot", description="Draw training and held-out loss of a run.")
+    """Plot a run's metrics.jsonl. Returns the exit code. Raises Unusable if the file is missing or has no step."""
+    parser = CommandParser(prog="hybridtron plot", description="Draw training and held-out loss of a run.")
     parser.add_argument("run", type=path_of, help="the run's folder")
     parser.add_argument(
-        "--output", type=path_of, default=None, help="the picture; default: loss.png in the run's folder"
+        "--output", type=path_of, default=None, help="file of the picture; default: loss.png in the run's folder"
     )
     chosen = parser.parse_args(arguments)
     demand("plot")
@@ -36,17 +35,17 @@ def main(arguments: list[str]) -> int:
     require_format(output)
     metrics = chosen.run / "metrics.jsonl"
     if not metrics.is_file():
-        raise Unusable(f"{chosen.run} is not the folder of a run: it has no metrics.jsonl", code="no-file")
+        raise Unusable(f"{chosen.run} has no metrics.jsonl: name the folder of a run", code="no-file")
     lines = read_lines(metrics)
     if not lines:
-        raise Unusable(f"{metrics} has no step yet", code="missing")
+        raise Unusable(f"{metrics} has no step yet: wait for the first step", code="missing")
     draw(chosen.run.resolve().name, lines, output)
     print(output)
     return 0
 
 
 def draw(name: str, lines: list[dict], output: Path) -> None:
-    """Write the picture: loss in nats per token over tokens, with a dotted line at the start of each phase."""
+    """Write the picture: loss in nats per token over tokens, with a dotted line at each phase's start."""
     with picture(output) as axes:
         tokens = [line["tokens"] for line in lines]
         axes.plot(tokens, [line["loss"] for line in lines], linewidth=0.8, color="0.6", label="training")
@@ -54,33 +53,33 @@ def draw(name: str, lines: list[dict], output: Path) -> None:
         if len(begins := phase_begins(lines)) > 1:
             for phase, begin in begins.items():
                 axes.axvline(begin, color="black", linestyle=":", linewidth=0.8)
-                place = axes.get_xaxis_transform()  # x in tokens, y as a fraction of the axes
-                axes.text(begin, 0.98, f" {phase}", transform=place, rotation=90, va="top", fontsize="small")
+                transform = axes.get_xaxis_transform()  # x in tokens, y as a fraction of the axes
+                axes.text(begin, 0.98, f" {phase}", transform=transform, rotation=90, va="top", fontsize="small")
         axes.set(title=name, xlabel="tokens", ylabel="cross entropy (nats per token)")
         axes.xaxis.set_major_formatter(lambda amount, _: readable(amount))
 
 
 def draw_held_out(axes: Axes, evaluated: list[dict]) -> None:
-    """Plot a curve of held-out losses for each length.
+    """Plot a curve of held-out losses for each evaluated row length.
 
-    The curves often coincide, so each has its own dashes, and rings of another size.
+    The curves often coincide, so they differ in their dashes and marker sizes.
     """
     lengths = list(dict.fromkeys(length for line in evaluated for length in line["validation"]))
-    for place, length in enumerate(lengths):
+    for index, length in enumerate(lengths):
         points = [(line["tokens"], line["validation"][length]) for line in evaluated if length in line["validation"]]
         axes.plot(
             *zip(*points, strict=True),
-            linestyle=DASHES[place % len(DASHES)],
+            linestyle=DASHES[index % len(DASHES)],
             linewidth=1.2,
-            marker=MARKERS[place % len(MARKERS)],
-            markersize=4 + 2.5 * (len(lengths) - place - 1),
+            marker=MARKERS[index % len(MARKERS)],
+            markersize=4 + 2.5 * (len(lengths) - index - 1),
             markerfacecolor="none",
             label=f"held out, {length} length",
         )
 
 
 def phase_begins(lines: list[dict]) -> dict[str, int]:
-    """Return the number of tokens read before each phase, by name."""
+    """Return, for each phase's name, the token count before the phase."""
     begins: dict[str, int] = {}
     before = 0
     for line in lines:

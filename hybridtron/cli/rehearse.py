@@ -4,13 +4,21 @@
     hybridtron rehearse recipe=samba_3.8b parallel.tensor=2 parallel.pipeline=2 --gpus 16 --rank all
     hybridtron rehearse recipe=samba_1.3b --gpu h200 --json
     hybridtron rehearse recipe=samba_421m --picture step.png
-    hybridtron rehearse --suite
+    hybridtron rehearse --suite                              every recipe in six parallel layouts, and a page of results
+    hybridtron rehearse --suite --only samba_421m            one recipe; --only may be repeated
+    hybridtron rehearse --suite --limit 600 --part 1/2       one half of the cases; no case starts after ten minutes
+    hybridtron rehearse --suite --keep                       skip cases whose results older code has recorded
 
-It runs the training code on fake tensors, which have no values, so it takes seconds and little memory. It needs no GPU
-and no driver, but Triton (the extra `rehearse`), which torch's builds without CUDA lack.
+A rehearsal runs the training code on fake tensors, which have shapes but no values, so it takes seconds and little
+memory. It needs neither a GPU nor a GPU driver. It needs Triton, which torch's builds without CUDA do not contain; the
+extra `rehearse` installs Triton.
 
-Exit codes: 0 rehearsed, 1 a budget is exceeded or nothing can be rehearsed here (no compiler), 2 bad configuration, or
-no Triton.
+A suite appends its results to benchmarks/rehearse.jsonl, so that an interrupted suite can continue, and then writes the
+page benchmarks/rehearse.md. `make rehearse` runs the suite. A budget is a file with the highest allowed costs of a
+configuration: `--budget write` writes the file, and `--budget check` compares a rehearsal with the file.
+
+Exit codes: 0 success; 1 a budget is exceeded or missing, cases of a suite failed or remain, or this machine has no C++
+compiler, which builds the library that imitates the CUDA driver; 2 bad configuration or arguments, or no Triton.
 """
 
 from __future__ import annotations
@@ -21,76 +29,78 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from hybridtron.cli.given import positive
+from hybridtron.cli.arguments import positive
 from hybridtron.config.check import require, warnings
-from hybridtron.config.load import load
+from hybridtron.config.load import choices_of, load
 from hybridtron.config.resolve import RunPlan
 from hybridtron.evaluate.pictures import require_format
 from hybridtron.limits import path_of
 from hybridtron.planning.memory import largest_phase
 from hybridtron.planning.rates import GPUS
-from hybridtron.problems import Unusable
-from hybridtron.rehearse import rehearsal
-from hybridtron.rehearse.guard import GuardProblem
-from hybridtron.rehearse.stand_ins import WORKS, to_be_found
+from hybridtron.problems import CommandParser, Unusable
+from hybridtron.rehearse import rehearsal, suite, suite_page
+from hybridtron.rehearse.fake_cuda_shim import ShimProblem
+from hybridtron.rehearse.package_stubs import STUBS, appear_installed
 from hybridtron.requirements import demand
+from hybridtron.resources import pages
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="hybridtron rehearse", description="Simulate a GPU's training step without a GPU."
-    )
+    parser = CommandParser(prog="hybridtron rehearse", description="Simulate a GPU's training step without a GPU.")
     parser.add_argument(
-        "settings", nargs="*", metavar="key=value", help="as `hybridtron train` takes them: recipe=samba_421m"
+        "settings", nargs="*", metavar="key=value", help="settings as for `hybridtron train`: recipe=samba_421m"
     )
-    parser.add_argument("--gpus", type=positive, metavar="N", help="processes of the whole run (default: one model's)")
+    parser.add_argument("--gpus", type=positive, metavar="N", help="number of processes (default: one replica)")
     parser.add_argument(
-        "--rank", default="0", metavar="N", help="the rank to play, or `all`: one of each pipeline rank"
+        "--rank", default="0", metavar="N", help="rank to simulate, or `all`: one rank for each pipeline rank"
     )
-    parser.add_argument("--gpu", default="h100", choices=sorted(GPUS), help="its kind (default h100)")
+    parser.add_argument("--gpu", default="h100", choices=sorted(GPUS), help="GPU model (default h100)")
     parser.add_argument(
-        "--package", action="append", choices=sorted(WORKS), default=[],
-        help="counts as installed too, beside flash-attn; may be repeated",
+        "--package", action="append", choices=sorted(STUBS), default=[],
+        help="simulate this package in addition to flash-attn; may be repeated",
     )  # fmt: skip
-    parser.add_argument("--without-packages", action="store_true", help="no flash-attn where it is not installed here")
+    parser.add_argument("--without-packages", action="store_true", help="do not simulate flash-attn")
     parser.add_argument(
-        "--budget", choices=("check", "write"), help="of rank 0: hold it to the file of its run.name, or write that"
+        "--budget",
+        choices=("check", "write"),
+        help="compare the first rank's costs with the budget of run.name, or write the budget",
     )
-    parser.add_argument("--no-kernels", action="store_true", help="compile no kernels: each takes as long as its bytes")
+    parser.add_argument("--no-kernels", action="store_true", help="compile no kernels; time them by their bytes alone")
     parser.add_argument(
         "--picture",
         type=path_of,
         metavar="FILE",
-        help="draw memory over the step, and where its time goes: a .png or .svg",
+        help="draw memory and time of the step to a .png or .svg file",
     )
-    parser.add_argument("--json", action="store_true", help="print a JSON list with one object a rank")
+    parser.add_argument("--json", action="store_true", help="print a JSON list with an object for each rank")
     parser.add_argument(
-        "--suite", action="store_true", help="every recipe under six layouts: `hybridtron rehearse --suite --help`"
+        "--suite", action="store_true", help="every recipe in six layouts; see `hybridtron rehearse --suite --help`"
     )
     return parser.parse_intermixed_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
-    """Rehearse the chosen ranks and print the report. Returns the exit code. Raises Unusable."""
+    """Rehearse the chosen ranks and print the report. Returns the exit code. Raises Unusable for wrong arguments."""
     if "--suite" in arguments:
-        from hybridtron.cli import rehearse_suite
-
-        return rehearse_suite.main(arguments)
+        return rehearse_suite(arguments)
     chosen = parse(arguments)
     demand("rehearse", *(["plot"] if chosen.picture else []))
     if chosen.picture:
         require_format(chosen.picture)
     packages = (*([] if chosen.without_packages else rehearsal.INSTALLED), *chosen.package)
     config = load(chosen.settings)
+    run_plan = RunPlan.of(config)
     world = chosen.gpus or config.parallel.model_ranks
-    with to_be_found(packages):
-        require(config, world)
+    with appear_installed(packages):
+        require(run_plan, world)
     if chosen.rank != "all" and not (chosen.rank.isdigit() and int(chosen.rank) < world):
-        raise Unusable(f"--rank {chosen.rank}: give a number from 0 to {world - 1}, or `all`", code="out-of-range")
-    for warning in warnings(RunPlan.of(config)):
+        raise Unusable(
+            f"--rank is {chosen.rank}, must be a number from 0 to {world - 1}, or `all`", code="out-of-range"
+        )
+    for warning in warnings(run_plan):
         print(f"note: {warning}", file=sys.stderr)
-    phase = largest_phase(config)
+    phase = largest_phase(run_plan)
     if chosen.rank == "all":
         ranks = rehearsal.different_ranks(config.parallel, world)
     else:
@@ -98,10 +108,12 @@ def main(arguments: list[str]) -> int:
     try:
         process = rehearsal.RehearsalProcess(GPUS[chosen.gpu], packages)
         rehearsals = [process.rehearse(phase, world, rank, not chosen.no_kernels) for rank in ranks]
-    except GuardProblem as problem:
-        print(f"nothing can be rehearsed here: {problem}", file=sys.stderr)
+    except ShimProblem as problem:
+        print(f"this machine cannot rehearse: {problem}", file=sys.stderr)
         return 1
-    from hybridtron.rehearse import report  # imports torch, which the guard library must precede
+    from hybridtron.rehearse import (
+        report,
+    )  # imports torch, which must come after RehearsalProcess has loaded its library
 
     if chosen.picture:
         from hybridtron.rehearse.picture import draw
@@ -116,22 +128,85 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def budget(name: str, settings: Sequence[str], found: dict[str, Any], writes: bool) -> int:
+def budget(name: str, settings: Sequence[str], report: dict[str, Any], writes: bool) -> int:
     """Write the cost budget of a configuration, or print the costs that exceed it. Returns the exit code."""
     from hybridtron.rehearse import budget as budgets
 
-    costs = budgets.budget_of(found)
+    costs = budgets.budget_of(report)
     path = budgets.path_of(name)
     if writes:
         print(budgets.write(name, settings, costs))
         return 0
     if not path.exists():
-        print(f"{path} does not exist: write it with --budget write", file=sys.stderr)
+        print(f"{path} does not exist: write this budget with --budget write", file=sys.stderr)
         return 1
     budget_settings, limits = budgets.read(path)
     if sorted(budget_settings) != sorted(settings):
-        print(f"{path} is of {' '.join(budget_settings)}: ask for these, or give another run.name", file=sys.stderr)
+        print(
+            f"{path} belongs to other settings: use {' '.join(budget_settings)}, or another run.name",
+            file=sys.stderr,
+        )
         return 2
     lines = budgets.exceeded(costs, limits)
-    print("\n".join(lines) or f"{name} is within {path}")
+    print("\n".join(lines) or f"{name} is within the budget {path}")
     return 1 if lines else 0
+
+
+def parse_suite(arguments: list[str]) -> argparse.Namespace:
+    """Parse the command line of a suite."""
+    parser = CommandParser(prog="hybridtron rehearse", description="Rehearse every recipe in six parallel layouts.")
+    parser.add_argument("--suite", action="store_true", help="rehearse the recipes rather than one configuration")
+    parser.add_argument("--only", action="append", default=[], metavar="RECIPE", help="this recipe; may be repeated")
+    parser.add_argument("--gpu", default="h200", choices=sorted(GPUS), help="GPU model (default h200)")
+    parser.add_argument(
+        "--limit", type=float, default=float("inf"), metavar="SECONDS", help="start no case after this time"
+    )
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="rehearse the I-th of N parts of the cases")
+    parser.add_argument("--keep", action="store_true", help="keep results that older code has recorded")
+    parser.add_argument(
+        "--output", type=path_of, metavar="FILE",
+        help="page of results, with a .jsonl file next to it (default: benchmarks/rehearse.md)",
+    )  # fmt: skip
+    parser.add_argument("--no-kernels", action="store_true", help="compile no kernels; time them by their bytes alone")
+    return parser.parse_args(arguments)
+
+
+def rehearse_suite(arguments: list[str]) -> int:
+    """Rehearse the cases that are not recorded yet, and write the page. Returns the exit code."""
+    chosen = parse_suite(arguments)
+    if unknown := sorted(set(chosen.only) - set(choices_of("recipe"))):
+        raise Unusable(f"--only {unknown[0]}: there is no recipe {unknown[0]}", code="unknown-name")
+    index, _, count = chosen.part.partition("/")
+    if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
+        raise Unusable(f"--part is {chosen.part}, must be I/N, such as 1/2", code="malformed")
+    demand("rehearse")
+    checkout = pages()
+    output = chosen.output or (checkout and checkout / "rehearse.md")
+    if output is None:
+        raise Unusable(
+            "--output FILE is needed: without a checkout there is no folder benchmarks/ for the page", code="missing"
+        )
+    records = suite.SuiteRecords(output.with_suffix(".jsonl"))
+    cases = suite.slice_of(suite.all_cases(chosen.only), int(index) - 1, int(count), "")
+    todo = suite.missing(cases, records, chosen.keep)
+    print(
+        f"{len(todo)} ranks of {len(cases)} cases remain to be rehearsed; results are recorded in {records.path}",
+        file=sys.stderr,
+    )
+    is_done = True
+    if todo:
+        try:
+            process = rehearsal.RehearsalProcess(GPUS[chosen.gpu])
+        except ShimProblem as problem:
+            print(f"this machine cannot rehearse: {problem}", file=sys.stderr)
+            return 1
+        say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+        is_done = suite.rehearse_all(process, todo, records, chosen.limit, say, not chosen.no_kernels)
+    if int(count) == 1:
+        records.tidy()
+    shown = list(records.read().values())
+    output.write_text(suite_page.page(shown, suite.code_digest()))
+    print(output)
+    if is_done and not any("failed" in record for record in shown):
+        return 0
+    return 1

@@ -6,11 +6,16 @@
     hybridtron tasks write ruler_se --length 4096 8192 --evaluation 500 --tokenizer DIR --output sets/ruler
     hybridtron tasks download squad hotpotqa
 
-`show` prints the prompt and the answer after `>>>`, and the sample's metadata on stderr. `prepare` writes tasks on
-token ids as tokens with loss masks; a run trains on them by data=folder. `download` fetches the data sets of RULER's
-qa_1 and qa_2. Without --tokenizer every byte is a token.
+    list      print all tasks with their options, and the groups of tasks
+    show      print a sample's prompt, then `>>>` and the answer; the sample's metadata are printed to stderr
+    write     write samples as text, in jsonl files
+    prepare   write samples of tasks on token ids as prepared tokens with loss masks, for training with data=folder
+    download  download the data sets of RULER's tasks qa_1 and qa_2
 
-Exit codes: 0 done, 2 unknown task, wrong option, a length that can't fit a sample, a missing corpus, or a failed
+A task on token ids, such as copying, needs no text and no tokenizer. For other tasks, every byte is a token unless
+--tokenizer names a tokenizer.
+
+Exit codes: 0 done, 2 unknown task, wrong option, a length that is too short for a sample, a missing corpus, or a failed
 download.
 """
 
@@ -22,12 +27,12 @@ import re
 import sys
 from pathlib import Path
 
-from hybridtron.cli.given import not_there_yet, positive, progress_bar
+from hybridtron.cli.arguments import not_there_yet, positive, progress_bar
 from hybridtron.file_errors import in_words
 from hybridtron.limits import path_of
-from hybridtron.problems import Unusable
+from hybridtron.problems import CommandParser, Unusable
 from hybridtron.tasks import GROUPS, TASKS
-from hybridtron.tasks.base import MOST_TOKENS, Task, TaskError
+from hybridtron.tasks.base import MAX_TOKENS, Task, TaskError
 from hybridtron.tasks.download import FOLDER, PUBLISHED, download
 from hybridtron.tasks.options import all_named, named, options_of
 from hybridtron.tasks.tokens import BYTES, ByteTokens, open_tokens
@@ -36,7 +41,9 @@ from hybridtron.tasks.write import WrittenSet, write
 
 def list_main(arguments: list[str]) -> int:
     """Run `tasks list`: print the tasks with their options, and the groups. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="hybridtron tasks list", description="Tasks, their options, and groups.")
+    parser = CommandParser(
+        prog="hybridtron tasks list", description="List tasks with their options, and groups of tasks."
+    )
     parser.parse_args(arguments)
     for name, task in TASKS.items():
         options = " ".join(f"{option}={value}" for option, value in options_of(task).items())
@@ -48,13 +55,13 @@ def list_main(arguments: list[str]) -> int:
 
 def show_main(arguments: list[str]) -> int:
     """Run `tasks show`: print one sample. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="hybridtron tasks show", description="Print a sample of a task.")
+    parser = CommandParser(prog="hybridtron tasks show", description="Print a sample of a task.")
     add = parser.add_argument
-    add("task", metavar="NAME", help="one that `hybridtron tasks list` names")
+    add("task", metavar="NAME", help="a task of `hybridtron tasks list`")
     add("options", nargs="*", metavar="OPTION=VALUE", help="options of the task")
-    add("--length", type=length, required=True, metavar="N", help="tokens, those of the answer included")
+    add("--length", type=length, required=True, metavar="N", help="tokens of the prompt and the answer together")
     add("--seed", type=int, default=0, metavar="S", help="default: 0")
-    add("--index", type=int, default=0, metavar="I", help="which sample of the seed; default: 0")
+    add("--index", type=int, default=0, metavar="I", help="index of the sample; default: 0")
     add("--tokenizer", default=BYTES, metavar="DIR", help="a folder with tokenizer.json, or that file; default: bytes")
     chosen = parser.parse_intermixed_args(arguments)
     task = named(chosen.task, chosen.options)
@@ -64,7 +71,8 @@ def show_main(arguments: list[str]) -> int:
         if isinstance(error, Unusable):
             raise
         raise TaskError(
-            f"{task.name}: these options must be others, as no sample can be made: {error}", code="conflict"
+            f"{task.name}: no sample can be made with these options: {error}; change the options or --length",
+            code="conflict",
         ) from error
     print(f"{sample.prompt}>>>{sample.answer}")
     about = {"prompt_tokens": len(sample.prompt_tokens), "learned": sum(sample.mask), "generate": sample.generate}
@@ -73,21 +81,25 @@ def show_main(arguments: list[str]) -> int:
 
 
 def write_main(arguments: list[str]) -> int:
-    """Run `tasks write`: write files of samples. Returns the exit code."""
-    parser = argparse.ArgumentParser(
+    """Run `tasks write`: write jsonl files of samples. Returns the exit code."""
+    parser = CommandParser(
         prog="hybridtron tasks write", description="Write samples of tasks as jsonl, for evaluation and for training."
     )
     add = parser.add_argument
-    add("tasks", nargs="+", metavar="NAME", help="tasks and groups; OPTION=VALUE of those that have it")
+    add("tasks", nargs="+", metavar="NAME", help="tasks and groups; OPTION=VALUE sets an option of all tasks with it")
     add("--output", type=path_of, required=True, metavar="DIR", help="a folder that does not exist yet")
     add("--length", type=length, nargs="+", required=True, metavar="N", help="lengths in tokens")
-    add("--evaluation", type=int, default=100, metavar="N", help="samples of a task and length; default: 100")
-    add("--training", type=int, default=0, metavar="N", help="samples of a task and length, by other seeds; default: 0")
+    add("--evaluation", type=int, default=100, metavar="N", help="samples for each task and length; default: 100")
+    add("--training", type=int, default=0, metavar="N", help="training samples of a task and length; default: 0")
     add("--seed", type=int, default=0, metavar="S", help="default: 0")
     add("--tokenizer", default=BYTES, metavar="DIR", help="a folder with tokenizer.json, or that file; default: bytes")
     chosen = parser.parse_intermixed_args(arguments)
     if min(chosen.evaluation, chosen.training) < 0 or not chosen.evaluation + chosen.training:
-        parser.error(f"--evaluation {chosen.evaluation} --training {chosen.training}: at least one sample is written")
+        parser.refuse(
+            "--evaluation",
+            "out-of-range",
+            f"--evaluation {chosen.evaluation} --training {chosen.training}: use numbers of at least 0, not both 0",
+        )
     try:
         files = _write(chosen)
     except OSError as error:
@@ -99,16 +111,22 @@ def write_main(arguments: list[str]) -> int:
 
 def prepare_main(arguments: list[str]) -> int:
     """Run `tasks prepare`: write samples as prepared tokens with loss masks. Returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="hybridtron tasks prepare",
-        description="Write samples of tasks on token ids as prepared tokens with masks.",
+        description="Write samples of tasks on token ids as prepared tokens with loss masks.",
     )
     add = parser.add_argument
-    add("tasks", nargs="+", metavar="NAME", help="tasks on token ids; OPTION=VALUE of those that have it")
+    add("tasks", nargs="+", metavar="NAME", help="tasks on token ids; OPTION=VALUE sets an option of all tasks with it")
     add("--output", type=path_of, required=True, metavar="DIR", help="a folder that does not exist yet")
     add("--length", type=length, nargs="+", required=True, metavar="N", help="lengths in tokens")
     add("--training", type=positive, required=True, metavar="N", help="samples of a task and length")
-    add("--validation", type=positive, default=100, metavar="N", help="held-out samples of each; default: 100")
+    add(
+        "--validation",
+        type=positive,
+        default=100,
+        metavar="N",
+        help="held-out samples of a task and length; default: 100",
+    )
     add("--seed", type=int, default=0, metavar="S", help="default: 0")
     chosen = parser.parse_intermixed_args(arguments)
     from hybridtron.tasks.prepare import prepare
@@ -122,20 +140,20 @@ def prepare_main(arguments: list[str]) -> int:
     except OSError as error:
         raise Unusable(in_words(error, chosen.output), code="unreadable") from error
     manifest = folder.manifest
-    print(f"{output}: {manifest.tokens('train')} tokens of training, {manifest.tokens('validation')} of validation")
-    print(f"train with data=folder data.path={output} model.vocab_size={manifest.vocab_size}")
+    print(f"{output}: {manifest.tokens('train')} training tokens, {manifest.tokens('validation')} validation tokens")
+    print(f"to train on these samples, use data=folder data.path={output} model.vocab_size={manifest.vocab_size}")
     return 0
 
 
 def download_main(arguments: list[str]) -> int:
-    """Run `tasks download`: fetch data sets and check their digests. Returns the exit code."""
+    """Run `tasks download`: download data sets and check their digests. Returns the exit code."""
     listed = "\n".join(
         f"  {name:<10} {data_set.about}: {data_set.url}, {data_set.size:,} bytes"
         for name, data_set in PUBLISHED.items()
     )
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="hybridtron tasks download",
-        description=f"Fetch data sets of tasks; their digests are checked.\n\n{listed}",
+        description=f"Download data sets of tasks, and check their digests.\n\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("names", nargs="+", choices=PUBLISHED, metavar="NAME", help=", ".join(PUBLISHED))
@@ -150,8 +168,8 @@ def download_main(arguments: list[str]) -> int:
 
 def length(text: str) -> int:
     """Parse a sample's length in tokens, for argparse."""
-    if not re.fullmatch(r"[0-9]{1,12}", text) or not 0 < int(text) <= MOST_TOKENS:
-        raise argparse.ArgumentTypeError(f"is {text}, must be a number of tokens from 1 to {MOST_TOKENS:,}")
+    if not re.fullmatch(r"[0-9]{1,12}", text) or not 0 < int(text) <= MAX_TOKENS:
+        raise argparse.ArgumentTypeError(f"is {text}, must be a number of tokens from 1 to {MAX_TOKENS:,}")
     return int(text)
 
 
@@ -165,9 +183,12 @@ def _write(chosen: argparse.Namespace) -> list[Path]:
 
 
 def _named_tasks(words: list[str]) -> tuple[Task, ...]:
-    """Return the named tasks and those of named groups; each task gets the options that it has."""
+    """Return the tasks that the words name, by themselves or by a group.
+
+    Words of the form OPTION=VALUE are options. Each task gets only the options that it has.
+    """
     settings = [word for word in words if "=" in word]
     names = [word for word in words if "=" not in word]
     if not names:
-        raise TaskError(f"{' '.join(words)}: no task is named; `hybridtron tasks list` names all", code="missing")
+        raise TaskError(f"{' '.join(words)}: no task is named: add a task of `hybridtron tasks list`", code="missing")
     return tuple(all_named(names, settings))

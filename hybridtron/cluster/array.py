@@ -1,8 +1,11 @@
 """A sweep as SLURM array jobs: every run gets one GPU.
 
-Runs that start from another run's weights are queued as a further array, after the array of that run. An array's script
-is a head with its own values, followed by `array.sh`; it can be read, edited and submitted again. Runs that have
-finished are left out.
+A SLURM array job has elements, which run independently. Here each element trains one run in the sweep. Runs that start
+from other runs' weights belong to a further array, which is queued after the array with the other runs. Finished runs
+are left out.
+
+An array's script has lines with the array's own values, followed by the text from `array.sh`, which is the same for all
+arrays. Users can read the script, edit it and submit it again.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hybridtron.cluster import scheduler
+from hybridtron.cluster.gpu_env import wanted_variables
 from hybridtron.cluster.job import SlurmJob, commands, directives, software, steps
 from hybridtron.cluster.problems import (
     cluster_problems,
@@ -25,7 +29,6 @@ from hybridtron.cluster.problems import (
 )
 from hybridtron.cluster.scheduler import SlurmError
 from hybridtron.cluster.submit import copy_code, notes_of, under_way
-from hybridtron.cluster.variables import wanted_variables
 from hybridtron.config.load import carried
 from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import Config
@@ -34,18 +37,23 @@ from hybridtron.data.problems import data_problems
 from hybridtron.problems import ConfigError, Problem, Unusable
 from hybridtron.sweep.carry_out import Folder
 from hybridtron.sweep.grid import Sweep, SweepRun
-from hybridtron.train.records import write_whole
+from hybridtron.train.jsonl import write_whole
 
 WHOLE_NODE = "--exclusive"
 
 
 @dataclass(frozen=True)
 class ArrayJob:
-    """Runs that can start at the same time, or a single command; `job` has the settings that all elements share."""
+    """An array of runs that can start at the same time, or a job for a single command.
+
+    job: the job's settings, shared by all elements
+    elements: each run's name -> its settings for `hybridtron train`
+    command: if not empty, the job runs this shell command in place of elements
+    """
 
     job: SlurmJob
-    elements: Mapping[str, Sequence[str]]  # a run's name -> its settings
-    command: str = ""  # if it is set, the job runs this instead of an array
+    elements: Mapping[str, Sequence[str]]
+    command: str = ""
 
     @property
     def script_path(self) -> Path:
@@ -55,8 +63,8 @@ class ArrayJob:
 def arrays_of(sweep: Sweep, folder: Folder, config: Config) -> list[ArrayJob]:
     """Group a sweep's unfinished runs into arrays, one for each stage.
 
-    Runs of stage 0 start from scratch, and those of stage n + 1 from runs of stage n. All use the `cluster` of
-    `config`.
+    Runs in stage 0 start from scratch, and runs in stage n + 1 from the weights of runs in stage n. All arrays use the
+    section `cluster` in `config`.
     """
     stages: dict[int, dict[str, Sequence[str]]] = {}
     runs = {run.name: run for run in sweep.runs}
@@ -71,19 +79,22 @@ def arrays_of(sweep: Sweep, folder: Folder, config: Config) -> list[ArrayJob]:
 
 
 def last_of(folder: Folder, config: Config, command: str) -> ArrayJob:
-    """Build a job that runs a command; it is queued after the arrays."""
+    """Build the job that runs a command after all arrays."""
     return ArrayJob(_job_of(folder.path.absolute(), f"{folder.path.name}-then", config), {}, command)
 
 
 def _stage(run: SweepRun, runs: Mapping[str, SweepRun]) -> int:
-    """Return how many runs must end one after another before this run can start."""
+    """Return a run's stage: how many runs are in the chain of runs whose weights it starts from."""
     if run.start is None:
         return 0
     return 1 + _stage(runs[run.start], runs)
 
 
 def _job_of(path: Path, name: str, config: Config) -> SlurmJob:
-    """Build a job for one process, with one GPU if nodes have any. Options for full nodes are left out."""
+    """Build a job for a single process, with one GPU if nodes have GPUs.
+
+    Options that would reserve a full node are left out: a node's memory, and `--exclusive`.
+    """
     cluster = config.cluster
     environment = (wanted_variables(config.parallel) if cluster.gpus_per_node else {}) | cluster.environment
     shared = [option for option in cluster.sbatch if option != WHOLE_NODE]
@@ -98,16 +109,19 @@ def _job_of(path: Path, name: str, config: Config) -> SlurmJob:
     return SlurmJob(path, Path.cwd(), name, (), (1,), 0, element_cluster)
 
 
-def problems(sweep: Sweep, arrays: Sequence[ArrayJob], configs: Mapping[str, Config]) -> list[Problem]:
-    """List everything that is wrong with arrays, configurations and data, before anything is queued."""
+def problems(sweep: Sweep, arrays: Sequence[ArrayJob], plans: Mapping[str, RunPlan]) -> list[Problem]:
+    """List all problems with arrays, configurations, data and SLURM. Called before anything is queued.
+
+    `plans` has the plans of runs whose configuration is known, by the run's name.
+    """
     all_problems = [problem for run in sweep.runs for problem in password_problems(run.settings)]
-    for config in configs.values():
-        all_problems += [*lacking_weights(config), *data_problems(RunPlan.of(config))]
-        all_problems += [*device_problems(config), *resume_problems(config.run.resume)]
+    for plan in plans.values():
+        all_problems += [*lacking_weights(plan.config), *data_problems(plan)]
+        all_problems += [*device_problems(plan), *resume_problems(plan.config.run.resume)]
     for array in arrays:
         all_problems += [*cluster_problems(array.job.cluster), *job_problems(array.job)]
     if (silence := scheduler.silence()) is not None:
-        all_problems.append(Problem("cluster", "unavailable", f"can't be asked: {silence}"))
+        all_problems.append(Problem("cluster", "unavailable", f"SLURM does not answer: {silence}"))
     elif arrays:
         all_problems += partition_problems(arrays[0].job.cluster, 1)
     return list(dict.fromkeys(all_problems))
@@ -118,18 +132,18 @@ def script(array: ArrayJob) -> str:
     job = array.job
     count = len(array.elements)
     options = directives(job)
-    comments = [f"# {count} runs, one an element."]
+    comments = [f"# {count} runs, one for each element."]
     if array.command:
         options["run.dir"] = f"--output={job.run_dir}/logs/slurm-%j.txt"
-        comments = ["# What comes after the runs."]
+        comments = ["# A command to run after the runs have ended."]
     else:
         options |= {"array": f"--array=0-{count - 1}", "run.dir": f"--output={job.run_dir}/logs/slurm-%A_%a.txt"}
     return "\n".join([
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in options.values()),
         *comments,
-        f"# Written by hybridtron sweep --slurm; may be edited, and submitted again: sbatch {array.script_path}",
-        "# shellcheck disable=SC2016,SC2034,SC2054  # settings are quoted: the shell leaves $ and commas as they are",
+        f"# Written by hybridtron sweep --slurm. Users may edit this script and submit it: sbatch {array.script_path}",
+        "# shellcheck disable=SC2016,SC2034,SC2054  # settings are quoted, so $ and commas have no special meaning",
         f"code={shlex.quote(str(job.run_dir / 'code'))}",
         "export PYTHONPATH=$code${PYTHONPATH:+:$PYTHONPATH}",
         *(_command(array) if array.command else _elements(array)),
@@ -137,7 +151,7 @@ def script(array: ArrayJob) -> str:
 
 
 def _elements(array: ArrayJob) -> list[str]:
-    """Return the lines that choose an element's settings and run it."""
+    """Return the script's lines that choose the current element's settings and train its run."""
     cases = [
         line
         for number, settings in enumerate(array.elements.values())
@@ -155,15 +169,17 @@ def _elements(array: ArrayJob) -> list[str]:
 
 
 def _command(array: ArrayJob) -> list[str]:
-    """Return the lines that run the command in a shell, inside the container if there is one."""
+    """Return the script's lines that run the command in a shell, inside the container if there is one."""
     *container_command, _python, _, _ = commands(array.job)["alone"]
     return [*software(array.job.cluster), f"exec {shlex.join([*container_command, 'bash', '-c', array.command])}", ""]
 
 
 def submit(sweep: Sweep, folder: Folder, arrays: Sequence[ArrayJob]) -> list[str]:
-    """Write the scripts and queue them, each after the one before. Returns the job numbers.
+    """Write the scripts and queue them in order. Returns the job numbers.
 
-    Raises Unusable if jobs of this sweep have not ended, or if SLURM refuses one.
+    Each job starts after the previous job has ended.
+
+    Raises Unusable if earlier jobs of this sweep have not ended, or if SLURM refuses a job.
     """
     notes = notes_of(folder.path)
     jobs = list[str]()
@@ -180,14 +196,14 @@ def submit(sweep: Sweep, folder: Folder, arrays: Sequence[ArrayJob]) -> list[str
             write_whole(notes, json.dumps({"jobs": jobs}))
     except SlurmError as error:
         if jobs:
-            submitted = f"; submitted before that, and still queued: {' '.join(jobs)}"
+            submitted = f"; jobs submitted before this error are still queued: {' '.join(jobs)}"
         else:
             submitted = ""
         raise Unusable(f"{error}{submitted}", code="unavailable") from error
     return jobs
 
 
-def require(sweep: Sweep, arrays: Sequence[ArrayJob], configs: Mapping[str, Config]) -> None:
+def require(sweep: Sweep, arrays: Sequence[ArrayJob], plans: Mapping[str, RunPlan]) -> None:
     """Raise ConfigError with all problems, if there are any."""
-    if array_problems := problems(sweep, arrays, configs):
+    if array_problems := problems(sweep, arrays, plans):
         raise ConfigError(array_problems)

@@ -1,13 +1,21 @@
-"""Answers to a job script's questions: may this start begin, on which nodes, and should the job be requeued?
+"""Decisions for a job script: may this attempt begin, on which nodes, and should the job be requeued?
 
     python -m hybridtron.cluster.attempt begin --run FOLDER --job ID --restart N --nodes a,b
     python -m hybridtron.cluster.attempt check --run ... --nodes a,b --reports FOLDER --code N --fitting 1,2
     python -m hybridtron.cluster.attempt end   --run ... --code N [--stopped]
 
-The last line on stdout is the answer: a decision, the nodes that it applies to, and the nodes that were found to be
-bad; a dash means none. `go a,b c`: run on a and b, because c is bad. `again b,c c`: requeue, and exclude b and c from
-now on. `done - -`, `stop - -`: this was the last start. Reasons are written to stderr, which is the job's log, and also
-to attempts.jsonl.
+An attempt is one start of a job; a requeued job starts several times. The job script calls `begin` when a job starts,
+`check` after the check of the nodes (`preflight.py`), and `end` after training. The answer is the last line on stdout.
+It has three words: DECISION NODES BAD. A dash stands for no nodes.
+
+    go a,b c       train on the nodes a and b; this attempt found that node c is bad
+    go - -         continue with all nodes (answer of `begin`)
+    again b,c c    requeue the job, and exclude the nodes b and c from now on; this attempt found that node c is bad
+    done - -       the run has finished
+    stop - -       the run has not finished, and its user must act before it can continue
+
+The reasons are written to stderr, which is the job's log, and to the run's slurm/attempts.jsonl. This module must keep
+its name, because scripts of queued jobs call it.
 """
 
 from __future__ import annotations
@@ -19,15 +27,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hybridtron.cluster import history
-from hybridtron.cluster.history import Attempt, Outcome, decide
+from hybridtron.cluster import attempt_log
+from hybridtron.cluster.attempt_log import Attempt, Outcome, decide
 from hybridtron.cluster.preflight import FAILED
-from hybridtron.train.records import read_record
+from hybridtron.train.jsonl import read_record
 
 
 def main(arguments: list[str]) -> int:
     """Answer one question from the job script."""
-    parser = argparse.ArgumentParser(description="What a job's script asks.")
+    parser = argparse.ArgumentParser(description="Decide about attempts of a job, for the job script.")
     parser.add_argument("question", choices=("begin", "check", "end"))
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--job", required=True)
@@ -38,21 +46,30 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--fitting", type=lambda text: [int(number) for number in text.split(",")])
     parser.add_argument("--stopped", action="store_true")
     asked = parser.parse_args(arguments)
+    if asked.question == "check" and (asked.reports is None or asked.fitting is None):
+        parser.error(
+            "check needs --reports FOLDER, the folder of the nodes' reports, and --fitting 1,2, the numbers of nodes "
+            "that fit the layout"
+        )
     print({"begin": begin, "check": check, "end": end}[asked.question](asked))
     return 0
 
 
 def begin(asked: argparse.Namespace) -> str:
-    """Close an attempt that was left open, and record a new one unless the run is at its end."""
+    """Record a new attempt and answer `go`, or answer `done` or `stop` if that was decided after an earlier attempt.
+
+    If the last attempt was killed before it could record its end, its end is recorded first.
+    """
     before = attempts_of(asked)
     if before and before[-1].outcome == "running":
-        before[-1] = settle(asked.run, before[:-1], history.ended(asked.run, before[-1], code=None, stopped=False))
+        ended = attempt_log.end_attempt(asked.run, before[-1], code=None, stopped=False)
+        before[-1] = settle(asked.run, before[:-1], ended)
     if before and before[-1].decision in ("done", "stop"):
-        say(f"nothing to do here: {before[-1].why}")
+        say(f"this attempt does nothing: {before[-1].why}")
         return f"{before[-1].decision} - -"
-    step = history.newest_step(asked.run)
-    outcome_file = history.outcome_written(asked.run)
-    history.record(
+    step = attempt_log.newest_step(asked.run)
+    outcome_file = attempt_log.outcome_written(asked.run)
+    attempt_log.record(
         asked.run,
         Attempt(asked.job, asked.restart, asked.nodes, time.time(), step, outcome_file=outcome_file, step=step),
     )
@@ -61,13 +78,14 @@ def begin(asked: argparse.Namespace) -> str:
 
 
 def check(asked: argparse.Namespace) -> str:
-    """Choose the nodes to run on from preflight's reports; if too few are good, requeue without the bad ones.
+    """Choose the nodes to train on, from the nodes' reports.
 
-    A fault that no single node is to blame for ends the attempt as failed.
+    If the layout needs more nodes than are good, the job is requeued without the bad nodes. If no single node is at
+    fault, but the nodes fail together, the attempt has failed.
     """
     reports = {name: report for name in asked.nodes if (report := read_record(asked.reports / f"{name}.json"))}
     for name, report in reports.items():
-        say(f"{name}: {', '.join(report['found'])}")
+        say(f"{name}: {', '.join(report['measured'])}")
     faults = {name: "; ".join(report["faults"]) for name, report in reports.items() if report["faults"]}
     if reports:
         faults |= {name: "wrote no report" for name in asked.nodes if name not in reports}
@@ -75,7 +93,7 @@ def check(asked: argparse.Namespace) -> str:
     together = next((fault for report in (*reports.values(), *of_ranks) if (fault := report.get("together"))), "")
     if not faults and (together or asked.code or not reports):
         why = together or f"the check ended with exit code {asked.code}; see {asked.reports}/check-*.txt"
-        return end_before_training(asked, outcome="failed", reason=f"the check of the nodes: {why}")
+        return end_before_training(asked, outcome="failed", reason=f"the check of the nodes failed: {why}")
     for name, fault in faults.items():
         say(f"BAD NODE {name}: {fault}")
     good = [name for name in asked.nodes if name not in faults]
@@ -87,41 +105,43 @@ def check(asked: argparse.Namespace) -> str:
 
 
 def end(asked: argparse.Namespace) -> str:
-    """Record how training ended, and decide about another attempt."""
+    """Record how training ended, and answer with the decision about another attempt."""
     *before, last = attempts_of(asked)
-    return answer(before, settle(asked.run, before, history.ended(asked.run, last, asked.code, asked.stopped)))
+    return answer(
+        before, settle(asked.run, before, attempt_log.end_attempt(asked.run, last, asked.code, asked.stopped))
+    )
 
 
 def end_before_training(
     asked: argparse.Namespace, outcome: Outcome, reason: str, excluded: tuple[str, ...] = ()
 ) -> str:
-    """Record an attempt that its nodes ended before training, and decide about another attempt."""
+    """Record that an attempt ended before training because of its nodes, and answer with the decision."""
     *before, last = attempts_of(asked)
     closed = replace(last, ended=time.time(), outcome=outcome, reason=reason, excluded=excluded)
     return answer(before, settle(asked.run, before, closed))
 
 
 def answer(before: Sequence[Attempt], last: Attempt) -> str:
-    """Format a decision as a line: its word, all nodes found to be bad so far, and those found by the last attempt."""
+    """Return the answer: the decision, all bad nodes of all attempts, and the bad nodes of the last attempt."""
     bad = dict.fromkeys(name for attempt in (*before, last) for name in attempt.excluded)
     return f"{last.decision} {','.join(bad) or '-'} {','.join(last.excluded) or '-'}"
 
 
 def settle(run_dir: Path, before: Sequence[Attempt], last: Attempt) -> Attempt:
-    """Decide about another attempt, then log and record the decision."""
+    """Return the last attempt with the decision about another attempt, which is also logged and recorded."""
     settled = decide([*before, last])
     say(f"{settled.decision.upper()}: {settled.why}")
-    history.record(run_dir, settled)
+    attempt_log.record(run_dir, settled)
     return settled
 
 
 def attempts_of(asked: argparse.Namespace) -> list[Attempt]:
-    """Read the attempts of all jobs that were submitted together with this one.
+    """Return the attempts of all jobs that `hybridtron submit` submitted together with this job.
 
-    A script that was submitted by hand is in no such list; then only its own attempts count.
+    If a user submitted this job by calling sbatch, only this job's attempts are returned.
     """
     jobs = read_record(asked.run / "slurm" / "submission.json").get("jobs", [])
-    return history.read(asked.run, jobs if asked.job in jobs else [asked.job])
+    return attempt_log.read(asked.run, jobs if asked.job in jobs else [asked.job])
 
 
 def say(text: str) -> None:

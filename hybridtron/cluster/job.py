@@ -1,10 +1,12 @@
-"""A job as a script for sbatch that a user can read, edit and submit again.
+"""A SLURM job as an sbatch script that a user can read, edit and submit again.
 
-The script is a head with the job's own values, followed by `job.sh`: bash for everything that only SLURM can answer
-(host names, requeueing). Decisions are made by `attempt.py`, inside the container if there is one. Every value is
-quoted for the shell. No shell reads #SBATCH lines, so they may hold only plain characters (`unusable` lists others).
-Python runs with -P, so that it imports the package from the run's own code/. Without -P, `-m` would prefer a package in
-the working folder to that.
+The script starts with the job's own values: #SBATCH lines and shell variables. Then follows the text from `job.sh`,
+which is the same for all jobs: bash code for host names, requeueing and other parts that need SLURM. `job.sh` calls
+`attempt.py` for decisions, inside the container if there is one.
+
+Values of shell variables are quoted. #SBATCH lines are read by SLURM and not by a shell, so their values can't be
+quoted and may contain only the characters in `PLAIN`. Python runs with -P, so that it imports the package from the copy
+RUN/code. Without -P, `python -m` would prefer a package in the working folder.
 """
 
 from __future__ import annotations
@@ -23,16 +25,25 @@ SCRIPTS = Path(__file__).parent
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A job: the command's arguments, its folders, and the numbers of nodes that it can run on."""
+    """A job that trains a run.
+
+    run_dir, working_dir: the run's folder, and the folder in which the commands run
+    name: the run's name
+    arguments: arguments for `hybridtron train`
+    fitting: node counts with which the layout can run, the smallest first
+    patience: seconds after the first rank's end until srun kills the other ranks
+    cluster: the section `cluster` in the configuration
+    files: the user's own configuration files, which are copied into RUN/code
+    """
 
     run_dir: Path
     working_dir: Path
     name: str
     arguments: tuple[str, ...]
-    fitting: tuple[int, ...]  # numbers of nodes that the layout can run on, smallest first
-    patience: int  # seconds that other ranks may take to end after the first has ended
+    fitting: tuple[int, ...]
+    patience: int
     cluster: ClusterConfig
-    files: tuple[OutsideFile, ...] = ()  # the user's own configuration files, copied into code/
+    files: tuple[OutsideFile, ...] = ()
 
     @property
     def script_path(self) -> Path:
@@ -40,7 +51,7 @@ class SlurmJob:
 
 
 def directives(job: SlurmJob) -> dict[str, str]:
-    """Return the #SBATCH options, by the configuration key that each comes from."""
+    """Return the #SBATCH options, each by the configuration key that determines its value."""
     cluster = job.cluster
     fitting = job.fitting
     elastic = len(fitting) > 1
@@ -51,7 +62,7 @@ def directives(job: SlurmJob) -> dict[str, str]:
     chosen = {
         "run.name": "--job-name=" + re.sub(r"[^\w.-]+", "-", job.name, flags=re.ASCII),
         "nodes": f"--nodes={nodes}",
-        # given a number of tasks, SLURM would allocate the smallest number of nodes, not as many as are free
+        # with a number of tasks, SLURM would allocate the fewest nodes of the range, although more are free
         "cluster.processes_per_node": "--exclusive" if elastic else f"--ntasks-per-node={cluster.processes}",
         "cluster.gpus_per_node": f"--gpus-per-node={cluster.gpus_per_node}" if cluster.gpus_per_node else None,
         "cluster.cpus_per_process": None if elastic else _option("--cpus-per-task", cluster.cpus_per_process),
@@ -75,13 +86,13 @@ def directives(job: SlurmJob) -> dict[str, str]:
 
 
 def unusable(job: SlurmJob) -> dict[str, str]:
-    """Return the #SBATCH options with characters that such a line can't hold, by configuration key."""
+    """Return the #SBATCH options with characters outside `PLAIN`, by configuration key."""
     options = {key: option.removesuffix("%j.txt") for key, option in directives(job).items()}
     return {key: option for key, option in options.items() if not PLAIN.fullmatch(option)}
 
 
 def script(job: SlurmJob) -> str:
-    """Return the job's script: #SBATCH lines, the job's own values, and the steps that are common to all jobs."""
+    """Return the job's script: #SBATCH lines, shell variables with the job's values, and the text of `job.sh`."""
     assert not unusable(job)
     cluster = job.cluster
     fitting = job.fitting
@@ -89,11 +100,11 @@ def script(job: SlurmJob) -> str:
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in directives(job).values()),
         f"# {job.name.splitlines()[0]}: {' or '.join(map(str, fitting))} nodes of {cluster.processes} processes",
-        f"# Written by hybridtron submit. It may be edited, and submitted again with: sbatch {job.script_path}",
-        "# shellcheck disable=SC2016,SC2054  # settings are quoted: the shell leaves $ and commas in them as they are",
+        f"# Written by hybridtron submit. Users may edit this script and submit it with: sbatch {job.script_path}",
+        "# shellcheck disable=SC2016,SC2054  # settings are quoted, so $ and commas have no special meaning",
         f"run={shlex.quote(str(job.run_dir))}",
         f"per_node={cluster.processes}",
-        f"fitting={','.join(map(str, fitting))}  # numbers of nodes that will do",
+        f"fitting={','.join(map(str, fitting))}  # numbers of nodes that fit the layout",
         f"requeue={str(cluster.requeue).lower()}",
         f"drain={str(cluster.checks.drain).lower()}",
         *(f"{name}=({shlex.join(words)})" for name, words in commands(job).items()),
@@ -113,13 +124,13 @@ def _option(name: str, value: object) -> str | None:
 
 
 def steps(name: str) -> str:
-    """Read a file of common steps from this folder, and insert `forwarding.sh` where it is named."""
+    """Return the text of a bash file in this folder, with `forwarding.sh` in place of the comment `# forwarding.sh`."""
     text, forwarding = ((SCRIPTS / file).read_text() for file in (name, "forwarding.sh"))
     return text.replace("# forwarding.sh\n", forwarding)
 
 
 def software(cluster: ClusterConfig) -> list[str]:
-    """Return the lines that load modules, activate the environment and export variables."""
+    """Return the script's lines that load modules, activate the virtual environment and export variables."""
     if cluster.modules:
         lines = [f"module load {shlex.join(cluster.modules)}"]
     else:
@@ -130,11 +141,11 @@ def software(cluster: ClusterConfig) -> list[str]:
 
 
 def commands(job: SlurmJob) -> dict[str, list[str]]:
-    """Return three lists of words to start Python with, container options included.
+    """Return three lists of command-line words, which include the container's options.
 
-    alone    starts a module as one process on the script's own node
-    task     starts a module as a task inside srun
-    step     further options for srun
+    alone    command that runs a Python module as one process on the script's node
+    task     command that runs a Python module in each task of an srun
+    step     options for srun
     """
     cluster = job.cluster
     container = job.cluster.container
@@ -157,7 +168,7 @@ def commands(job: SlurmJob) -> dict[str, list[str]]:
 
 
 def _text(value: str) -> str:
-    """Quote a value even if the shell does not require it, because `=mlx5_0` without quotes looks like a mistake."""
+    """Quote a value for the shell, even if it needs no quotes: `NAME==mlx5_0` without quotes looks like a mistake."""
     quoted = shlex.quote(value)
     if quoted != value:
         return quoted

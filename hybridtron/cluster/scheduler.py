@@ -1,4 +1,7 @@
-"""Calls of SLURM's own programs for submitting and watching jobs. No other Python code calls these programs."""
+"""Calls of SLURM's programs: sbatch submits jobs, squeue lists jobs, sinfo lists partitions.
+
+No other Python code calls these programs.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PATIENCE = 60  # seconds; a busy controller may take long to answer
+from hybridtron.problems import Code
+
+PATIENCE = 60  # time limit of a call in seconds; SLURM's controller may be busy
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
 
 
 class SlurmError(RuntimeError):
-    """Raised when one of SLURM's programs fails; the text is its own message."""
+    """Raised if a SLURM program fails, is missing, or does not answer. The text contains the program's message."""
+
+    code: Code = "unavailable"
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition's state and limits. `time_s` is None if it has no time limit."""
+    """A partition of the cluster. `nodes` is its number of nodes, and `time_s` its time limit or None."""
 
     name: str
     is_default: bool
@@ -30,7 +37,13 @@ class Partition:
 
 @dataclass(frozen=True)
 class Queued:
-    """A job as squeue shows it."""
+    """A job in the queue, with the fields of squeue.
+
+    job: the job's number; JOB_INDEX for an element of an array
+    state, reason: SLURM's state such as PENDING, and the reason why the job waits
+    nodes: the nodes on which the job runs
+    start: the actual or expected start time
+    """
 
     job: str
     state: str
@@ -44,9 +57,9 @@ def is_here() -> bool:
 
 
 def silence() -> str | None:
-    """Describe why SLURM can't be asked on this machine, or return None."""
+    """Return the reason why SLURM does not answer on this machine, or None if it answers."""
     if not is_here():
-        return "sbatch is not on the PATH here; submit where it is"
+        return "sbatch is not on this machine's PATH: submit on a machine that has sbatch"
     try:
         partitions()
     except SlurmError as error:
@@ -55,20 +68,21 @@ def silence() -> str | None:
 
 
 def partitions() -> list[Partition]:
-    """List all partitions. Raises SlurmError."""
+    """Return all partitions. Raises SlurmError if SLURM does not answer."""
     lines = _output(["sinfo", "--noheader", "--format=%P|%a|%l|%D"]).splitlines()
     return [_partition(*line.split("|")) for line in lines if line.count("|") == 3]
 
 
 def would_start(script: Path) -> None:
-    """Let SLURM check whether a script could ever be scheduled. Raises SlurmError with its reason."""
+    """Let SLURM check a script without queueing it. Raises SlurmError with the reason if the job could never start."""
     _output(["sbatch", "--test-only", str(script)])
 
 
 def submit(script: Path, after: str | None) -> str:
     """Queue a script and return the new job's number.
 
-    It starts after the job `after` has ended, whether that succeeded or failed; at once if `after` is None.
+    The new job starts after the job with number `after` has ended, successfully or not. If `after` is None, the new job
+    starts as soon as resources are free.
     """
     if after is None:
         dependency = []
@@ -78,10 +92,13 @@ def submit(script: Path, after: str | None) -> str:
 
 
 def queued(jobs: Sequence[str]) -> list[Queued]:
-    """Return those jobs that are still queued or running. Elements of an array count as their job."""
+    """Return the entries of the jobs with these numbers that are still queued or running.
+
+    An array job can have several entries, one for each element.
+    """
     if not jobs:
         return []
-    # all jobs are listed, because squeue fails if it knows none of the jobs named on its command line
+    # list all jobs of the cluster: `squeue --jobs` fails if SLURM knows none of the given jobs
     lines = _output(["squeue", "--noheader", "--format=%i|%T|%r|%N|%S"]).splitlines()
     entries = [Queued(*line.split("|", 4)) for line in lines if line.count("|") >= 4]
     return [entry for entry in entries if entry.job.partition("_")[0] in jobs]
@@ -96,7 +113,7 @@ def seconds(time: str) -> int | None:
     if matched is None:
         return None
     days, first, second, third = (int(text or 0) for text in matched.groups())
-    from_hours = matched["days"] is not None or matched["c"] is not None  # otherwise the first number is minutes
+    from_hours = matched["days"] is not None or matched["c"] is not None  # else the first number is minutes
     if from_hours:
         hours = first
         minutes = second

@@ -1,14 +1,15 @@
-"""The state of runs: hybridtron status [RUN_FOLDER ...]     (without a folder: all below runs/)
+"""The state of runs: hybridtron status [RUN_FOLDER ...]
 
-Shows state, phase, step, speed, loss, number of starts, and when the run will be done. The values come from the run's
-folder, and from SLURM's queue if there is one. The remaining time is estimated from the remaining tokens and the speed
-of recent steps; waiting in the queue, evaluations and checkpoints are not included. Nothing is changed, and torch is
-not imported. Exit codes: 0 shown, 2 a folder is missing or holds no run.
+Without a folder, all runs below runs/ are shown. The table has each run's state, jobs, phase, step, speed, loss, number
+of starts, remaining time, and expected end time. The values are read from the run's folder, and from SLURM's queue if
+the machine has SLURM. The remaining time is the remaining token count divided by the speed in recent steps, without
+time in the queue, evaluations and checkpoints. The command writes nothing and does not import torch.
+
+Exit codes: 0 shown, 2 a folder is missing or contains no run.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,20 +19,20 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hybridtron.cluster import history, scheduler
-from hybridtron.cluster.history import Attempt
+from hybridtron.cluster import attempt_log, scheduler
+from hybridtron.cluster.attempt_log import Attempt
 from hybridtron.cluster.scheduler import Queued, SlurmError
 from hybridtron.config.load import load_saved
 from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
 from hybridtron.limits import path_of
-from hybridtron.problems import ConfigError, Unusable
+from hybridtron.problems import CommandParser, ConfigError, Unusable
+from hybridtron.train.jsonl import read_lines, read_record
 from hybridtron.train.outcome import clock
-from hybridtron.train.records import read_lines, read_record
 
-RECENT = 20  # number of steps over which speed is averaged
-TAIL = 2**20  # bytes read from the end of metrics.jsonl; a step with many metrics takes a few hundred bytes
+RECENT = 20  # the speed is averaged over this number of last steps
+TAIL = 2**20  # bytes read from the end of metrics.jsonl; enough for RECENT lines
 WIDTH = 200  # characters per line if the output is not a terminal
 STATES = {
     "RUNNING": "running",
@@ -49,18 +50,28 @@ STATES = {
     "SPECIAL_EXIT": "held",
     "RESV_DEL_HOLD": "held",
 }
-"""The run's state for each of SLURM's job states. Of a run's jobs, the one whose state comes first here counts."""
+"""SLURM's job state -> the run's state.
 
-SILENT_S = 1800.0  # a run without SLURM and without an outcome is shown as silent after this time without a step
+If a run has several jobs, the job whose SLURM state is first in this table determines the run's state.
+"""
+
+SILENT_S = 1800.0  # a run outside SLURM is shown as silent after this time without a step
 
 
 @dataclass(frozen=True)
 class Status:
-    """A run's state, from its folder and the queue."""
+    """A run's state, from its folder and the queue.
+
+    folder, plan: the run's folder and plan
+    lines: metrics of the run's last steps, from metrics.jsonl
+    attempts: starts of the run's jobs
+    jobs: the run's jobs that are queued or running
+    state, why: the state as one or two words, and an explanation, which may be empty
+    """
 
     folder: Path
     plan: RunPlan
-    lines: list[dict[str, Any]]  # metrics of its last steps
+    lines: list[dict[str, Any]]
     attempts: list[Attempt]
     jobs: list[Queued]
     state: str
@@ -68,7 +79,7 @@ class Status:
 
     @property
     def step(self) -> int:
-        """The last step with metrics; 0 before the first."""
+        """The last step with metrics; 0 before the first step."""
         if self.lines:
             return self.lines[-1]["step"]
         return 0
@@ -85,9 +96,9 @@ class Status:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Speed over recent steps of the current phase; None before any step.
+        """Speed over the recent steps in the current phase; None before the first step.
 
-        The first of these steps is left out if there are others, because it may include start-up.
+        If there are several recent steps, the first one is left out, because its time may include start-up.
         """
         same = [line for line in self.lines if line["phase"] == self.lines[-1]["phase"]]
         counted = same[1:] or same
@@ -99,7 +110,7 @@ class Status:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until the run is done at the current speed; None if the speed is unknown or the run has finished."""
+        """Seconds until the run's end at the current speed; None if the speed is unknown or the run has finished."""
         if (speed := self.tokens_per_second) is None or self.state == "finished":
             return None
         last = self.plan.last_step
@@ -109,13 +120,13 @@ class Status:
 
 
 def main(arguments: list[str]) -> int:
-    """Print a table of runs, and for some runs a line with reasons below it. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="hybridtron status", description="State, speed and remaining time of runs.")
+    """Print the table of runs, then the explanations for their states. Returns the exit code."""
+    parser = CommandParser(prog="hybridtron status", description="State, speed and remaining time of runs.")
     parser.add_argument("folders", nargs="*", type=path_of, metavar="RUN_FOLDER", help="default: all below runs/")
     folders: list[Path] = parser.parse_args(arguments).folders
     folders = folders or sorted(path.parent for path in Path("runs").glob("*/config.yaml"))
     if not folders:
-        raise Unusable("there is no run below runs/ here: name a run's folder", code="no-file")
+        raise Unusable("there is no run below ./runs: name a run's folder", code="no-file")
     statuses = [status(folder) for folder in folders]
     console = Console()
     show(statuses, console if console.is_terminal else Console(width=WIDTH))
@@ -123,20 +134,20 @@ def main(arguments: list[str]) -> int:
 
 
 def status(folder: Path) -> Status:
-    """Read a run's state. Raises Unusable if the folder holds no run."""
+    """Read a run's state. Raises Unusable if the folder contains no run."""
     config = _config(folder)
     lines = read_lines(folder / "metrics.jsonl", TAIL)[-RECENT:]
-    attempts = history.read(folder)
+    attempts = attempt_log.read(folder)
     submission = read_record(folder / "slurm" / "submission.json")
     jobs, fault = _queued(submission.get("jobs", []))
     state, why = _state(folder, attempts, jobs, submission, lines)
     return Status(folder, RunPlan.of(config), lines, attempts, jobs, state, "; ".join(filter(None, [why, fault])))
 
 
-def show(found: Sequence[Status], console: Console) -> None:
-    """Print the table."""
+def show(statuses: Sequence[Status], console: Console) -> None:
+    """Print the table of runs, and below it a line for each run whose state has an explanation."""
     table = Table("run", "state", "job", "phase", "step", "tokens/s", "loss", "starts", "left", "done at", box=None)
-    for run in found:
+    for run in statuses:
         speed = run.tokens_per_second
         left = run.left_s
         loss = run.lines[-1]["loss"] if run.lines else None
@@ -157,7 +168,7 @@ def show(found: Sequence[Status], console: Console) -> None:
             done_at if run.state == "running" else "",
         )
     console.print(table)
-    for run in found:
+    for run in statuses:
         if run.why:
             console.print(f"{run.folder}: {run.why}", highlight=False, soft_wrap=True, markup=False)
 
@@ -180,7 +191,7 @@ def _state(
             where = ""
         return str(outcome["outcome"]), f"{where}{outcome['reason']}" if "reason" in outcome else ""
     if not lines:
-        return "begun", "no step yet, and no word of an end"
+        return "begun", "no step yet, and no recorded outcome"
     silent = time.time() - (folder / "metrics.jsonl").stat().st_mtime
     if silent < SILENT_S:
         return ("running", "")
@@ -190,7 +201,7 @@ def _state(
 def _state_in_queue(jobs: list[Queued], attempts: list[Attempt]) -> tuple[str, str]:
     """Return the state and an explanation for a run with jobs that have not ended.
 
-    A job state that is not in `STATES` is shown in SLURM's own words.
+    A job state that is not in `STATES` is shown as SLURM writes it, in lower case.
     """
     known = list(STATES)
     job = min(jobs, key=lambda job: known.index(job.state) if job.state in known else len(known))
@@ -199,34 +210,35 @@ def _state_in_queue(jobs: list[Queued], attempts: list[Attempt]) -> tuple[str, s
     if state == "running":
         return state, f"on {job.nodes}"
     if state == "held":
-        return state, f"job {job.job} waits ({job.reason}) until: scontrol release {job.job}"
+        return state, f"job {job.job} is held ({job.reason}): release the job with scontrol release {job.job}"
     if state != "queued":
         return state, f"job {job.job} is {own_words} on {job.nodes}"
     if attempts and attempts[-1].why:
-        before = f"; before that {attempts[-1].outcome}: {attempts[-1].why}"
+        before = f"; last attempt {attempts[-1].outcome}: {attempts[-1].why}"
     else:
         before = ""
-    return state, f"job {job.job} waits ({job.reason}), start {job.start}{before}"
+    return state, f"job {job.job} waits ({job.reason}), expected start {job.start}{before}"
 
 
 def _config(folder: Path) -> Config:
-    """Load a run's configuration. Raises Unusable if there is none, or if this version can't read it."""
+    """Load a run's configuration. Raises Unusable if config.yaml is missing, or written by an incompatible version."""
     if not folder.is_dir():
         raise Unusable(f"{folder} is not a folder" if folder.exists() else f"{folder} does not exist", code="no-file")
     if not (folder / "config.yaml").exists():
         raise Unusable(
-            f"{folder} has no run: a run's folder has config.yaml, which train and submit write", code="no-file"
+            f"{folder} contains no run: name a folder with a config.yaml that `train` or `submit` has written",
+            code="no-file",
         )
     try:
         return load_saved(folder / "config.yaml")
     except ConfigError as error:
         raise Unusable(
-            f"{folder}/config.yaml is not of this version of hybridtron: {error}", code="unreadable"
+            f"{folder}/config.yaml can't be read by this version of hybridtron: {error}", code="unreadable"
         ) from error
 
 
 def _queued(jobs: list[str]) -> tuple[list[Queued], str]:
-    """Return a run's jobs that are in the queue, and an error message if SLURM can't be asked."""
+    """Return (queue entries for these job numbers, error message); the message is empty if SLURM answers."""
     try:
         return scheduler.queued(jobs), ""
     except SlurmError as error:

@@ -1,20 +1,28 @@
 """Submit a run to SLURM: hybridtron submit recipe=samba_421m cluster=h100_infiniband nodes=8 [key=value ...]
 
-The command takes the arguments of `hybridtron train`, and `nodes=N`. It checks everything that can be checked in
-advance and reports all problems together. Then it writes into the run's folder: a copy of the code with the user's own
-configuration files (code/), the resolved configuration (config.yaml) and the job script (slurm/job.sh). Last, it
-submits the script. The same command for the same folder resumes its run.
+The command takes the arguments of `hybridtron train`, and `nodes=N`. It works in three steps:
 
-    --dry-run    print the script, write and submit nothing; absent data is then a warning
-    --chain K    K jobs, each after the one before; those that find the run finished end at once
+1. Check everything that can be checked in advance, and report all problems together.
+2. Write into the run's folder: a copy of the code with the user's own configuration files (code/), the resolved
+   configuration (config.yaml) and the job script (slurm/job.sh).
+3. Submit the script with sbatch. If the folder contains an unfinished run, the job resumes this run.
 
-Exit codes: 0 submitted, 2 bad configuration, 1 SLURM refused the job. torch is not imported. sbatch passes the calling
-environment on to the job, and none of it is stored.
+Options:
+
+    --dry-run    print the script, but write and submit nothing; missing data are a warning and not an error
+    --chain K    submit K jobs, each of which starts after the previous job has ended; a job ends immediately if the run
+                 has finished
+
+The job inherits the environment variables with which this command runs. They are not stored in the script. The command
+does not import torch. Exit codes:
+
+    0   all jobs are submitted, or the script is printed (--dry-run)
+    1   SLURM refused a job or did not answer, or earlier jobs of the run's folder have not ended
+    2   step 1 found problems
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
@@ -27,6 +35,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hybridtron.cluster import scheduler
+from hybridtron.cluster.gpu_env import wanted_variables
 from hybridtron.cluster.job import SlurmJob, script
 from hybridtron.cluster.problems import (
     cluster_problems,
@@ -37,53 +46,52 @@ from hybridtron.cluster.problems import (
     resume_problems,
 )
 from hybridtron.cluster.scheduler import SlurmError
-from hybridtron.cluster.variables import wanted_variables
 from hybridtron.config.check import check, warnings
 from hybridtron.config.checks.parallel import parallel_problems
 from hybridtron.config.cluster import LostNode
 from hybridtron.config.load import carried, choices_of, load, to_yaml
 from hybridtron.config.outside import OutsideFile, copy_into, own_folder
-from hybridtron.config.resolve import RunPlan, resolve
+from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import Config
 from hybridtron.config.weights import lacking_weights
 from hybridtron.data.problems import data_problems
-from hybridtron.problems import ConfigError, Problem
+from hybridtron.problems import CommandParser, ConfigError, Problem
 from hybridtron.requirements import PROJECT
-from hybridtron.shipped import PACKAGE, shipped
+from hybridtron.resources import PACKAGE, shipped
 from hybridtron.train.hooks import load_hooks
-from hybridtron.train.records import read_record
+from hybridtron.train.jsonl import read_record
 
-NOT_WHOLE = "h100 is the peak and the memory of a GPU alone: with it write cluster.gpus_per_node=8 and the partition."
+NOT_WHOLE = "h100 describes only a GPU: with h100 also set cluster.gpus_per_node and cluster.partition."
 
 
 def main(arguments: list[str]) -> int:
-    """Check, write and submit. Returns the exit code."""
-    parser = argparse.ArgumentParser(
+    """Check the configuration, write the run's folder and submit the job. Returns the exit code."""
+    parser = CommandParser(
         prog="hybridtron submit", description="Submit a run to SLURM.", epilog=f"clusters: {_clusters()}. {NOT_WHOLE}"
     )
     parser.add_argument(
-        "settings", nargs="*", metavar="key=value", help="as `hybridtron train` takes them, and nodes=N"
+        "settings", nargs="*", metavar="key=value", help="settings as for `hybridtron train`, and nodes=N"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the script, write and submit nothing")
-    parser.add_argument("--chain", type=int, default=1, metavar="K", help="submit K jobs, each after the one before")
+    parser.add_argument("--chain", type=int, default=1, metavar="K", help="submit K jobs, which run one after another")
     asked = parser.parse_intermixed_args(arguments)
-    config, job = planned(asked.settings, asked.chain, asked.dry_run)
-    plan = RunPlan.of(config)
+    plan, job = plan_job(asked.settings, asked.chain, asked.dry_run)
+    # data problems are only warnings in a dry run; otherwise `plan_job` has already raised them, so this list is empty
     data = [f"{problem.key}  {problem.message}" for problem in data_problems(plan)]
-    for warning in [*warnings(plan), *data]:  # only a dry run gets here although its data has problems
+    for warning in [*warnings(plan), *data]:
         print(f"warning: {warning}", file=sys.stderr)
     if asked.dry_run:
         print(script(job), end="")
         return 0
-    return submit(config, job, asked.chain)
+    return submit(plan.config, job, asked.chain)
 
 
-def planned(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> tuple[Config, SlurmJob]:
-    """Build the configuration and the job from a user's settings. Raises ConfigError with all problems together."""
+def plan_job(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> tuple[RunPlan, SlurmJob]:
+    """Build the run's plan and the job from `key=value` settings. Raises ConfigError with all problems together."""
     node_counts = [setting.removeprefix("nodes=") for setting in settings if setting.startswith("nodes=")]
     kept = [setting for setting in settings if not setting.startswith("nodes=")]
     problems = [
-        Problem("nodes", "out-of-range", f"is {text!r}, must be a number of nodes of at least 1")
+        Problem("nodes", "out-of-range", f"is {text!r}, must be a whole number of at least 1")
         for text in node_counts
         if not (text.isdecimal() and int(text) >= 1)
     ]
@@ -98,27 +106,30 @@ def planned(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> t
     except ConfigError as error:
         raise ConfigError([*problems, *password_problems(kept), *error.problems]) from None
     config.run.dir = str(Path(config.run.dir).absolute())
-    job = job_of(config, kept, nodes)
-    problems += check(config, nodes * config.cluster.processes)
+    plan = RunPlan.of(config)
+    job = job_of(plan, kept, nodes)
+    problems += check(plan, nodes * config.cluster.processes)
     problems += [*lacking_weights(config), *load_hooks(config.run.hooks)[1]]
-    if not dry_run:  # which may happen on a machine without the data
-        problems += data_problems(RunPlan.of(config))
-    problems += [*cluster_problems(config.cluster), *device_problems(config), *resume_problems(config.run.resume)]
+    if not dry_run:  # a dry run may happen on a machine without the data
+        problems += data_problems(plan)
+    problems += [*cluster_problems(config.cluster), *device_problems(plan), *resume_problems(config.run.resume)]
     problems += job_problems(job)
     if (silence := scheduler.silence()) is None:
         problems += queue_problems(job, nodes, ask_sbatch=not problems)
     elif not dry_run:
-        problems.append(Problem("cluster", "unavailable", f"can't be asked: {silence}"))
+        problems.append(Problem("cluster", "unavailable", f"SLURM does not answer: {silence}"))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return config, job
+    return plan, job
 
 
-def job_of(config: Config, settings: Sequence[str], nodes: int) -> SlurmJob:
+def job_of(plan: RunPlan, settings: Sequence[str], nodes: int) -> SlurmJob:
     """Build the job for a number of nodes.
 
-    With on_lost_node=smaller it may also run on fewer nodes: on every number that the layout fits.
+    With cluster.on_lost_node=smaller, the job may also run on any smaller number of nodes that fits the parallel layout
+    of every phase.
     """
+    config = plan.config
     cluster = config.cluster
     if cluster.gpus_per_node:
         cluster = replace(cluster, environment=wanted_variables(config.parallel) | cluster.environment)
@@ -126,9 +137,8 @@ def job_of(config: Config, settings: Sequence[str], nodes: int) -> SlurmJob:
         fewer = range(1, nodes)
     else:
         fewer = ()
-    phases = resolve(config)
     arguments, files = carried(settings)
-    fitting = [n for n in fewer if not any(any(parallel_problems(item, n * cluster.processes)) for item in phases)]
+    fitting = [n for n in fewer if not any(any(parallel_problems(item, n * cluster.processes)) for item in plan.phases)]
     return SlurmJob(
         run_dir=Path(config.run.dir),
         working_dir=Path.cwd(),
@@ -142,16 +152,18 @@ def job_of(config: Config, settings: Sequence[str], nodes: int) -> SlurmJob:
 
 
 def submit(config: Config, job: SlurmJob, chain: int) -> int:
-    """Write the run's folder and queue its jobs. Returns the exit code.
+    """Write the run's folder and queue `chain` jobs. Returns the exit code.
 
-    Does nothing while earlier jobs of this folder are queued or running, or if SLURM does not say whether they are.
+    Nothing is written or queued if earlier jobs of this folder are queued or running, or if SLURM does not answer.
     """
     notes = notes_of(job.run_dir)
     jobs: list[str] = []
     try:
         obstacle = under_way(job.run_dir, "run")
-    except SlurmError as error:  # the notes stay as they are: their jobs may still run
-        obstacle = f"{error}; earlier jobs of {job.run_dir} may still run, so nothing is submitted: try again later"
+    except SlurmError as error:  # submission.json is not overwritten, since the jobs that it lists may still run
+        obstacle = (
+            f"{error}; nothing is submitted, because earlier jobs of {job.run_dir} may still run: try again later"
+        )
     if obstacle is not None:
         print(obstacle, file=sys.stderr)
         return 1
@@ -163,25 +175,28 @@ def submit(config: Config, job: SlurmJob, chain: int) -> int:
     except SlurmError as error:
         print(error, file=sys.stderr)
         if jobs:
-            print(f"submitted before that, and still queued: {' '.join(jobs)}", file=sys.stderr)
+            print(f"jobs submitted before this error are still queued: {' '.join(jobs)}", file=sys.stderr)
         write_notes(notes, job, jobs, str(error))
         return 1
     print(f"submitted as job {', '.join(jobs)}; its log: {job.run_dir}/logs/slurm-{jobs[0]}.txt\n"
-          f"its state: hybridtron status {job.run_dir}")  # fmt: skip
+          f"for the run's state: hybridtron status {job.run_dir}")  # fmt: skip
     return 0
 
 
 def notes_of(folder: Path) -> Path:
-    """Return the path of the file that records a folder's submissions."""
+    """Return the path of slurm/submission.json, which records the last submission of this run or sweep folder."""
     return folder / "slurm" / "submission.json"
 
 
 def under_way(folder: Path, what: str) -> str | None:
-    """Return a message if jobs that were submitted from this folder have not ended, else None."""
+    """Return a message if submitted jobs of this folder have not ended, else None.
+
+    `what` is the word for the folder in the message: run or sweep. Raises SlurmError if SLURM does not answer.
+    """
     jobs = [entry.job for entry in scheduler.queued(read_record(notes_of(folder)).get("jobs", []))]
     if not jobs:
         return None
-    return f"{folder} is the {what} of job {', '.join(jobs)}, which has not ended: wait, or scancel {' '.join(jobs)}"
+    return f"the {what} {folder} has unfinished jobs {', '.join(jobs)}: wait, or cancel with scancel {' '.join(jobs)}"
 
 
 def write_run_folder(config: Config, job: SlurmJob) -> None:
@@ -191,15 +206,16 @@ def write_run_folder(config: Config, job: SlurmJob) -> None:
     copy_code(job.run_dir / "code", job.files)
     (job.run_dir / "config.yaml").write_text(to_yaml(config))
     job.script_path.write_text(script(job))
-    readable = stat.S_IMODE(job.script_path.stat().st_mode)  # as the umask allows
+    readable = stat.S_IMODE(job.script_path.stat().st_mode)  # permissions that the umask allows
     job.script_path.chmod(readable | (readable & 0o444) >> 2)  # users with read permission may also run it
 
 
 def copy_code(target: Path, files: Sequence[OutsideFile]) -> None:
-    """Copy this package to `target`, with configs/ inside it as in a wheel, and pyproject.toml if there is one.
+    """Copy this package to `target`, so that later edits do not change a job.
 
-    The user's own configuration files, from configs/ in the working folder and from the command line, are added to
-    configs/. Later edits therefore do not change a job.
+    The folder configs/ is copied into the package, where it is in an installed package too. The user's own
+    configuration files are added to this copy: those in ./configs, and `files`, which the command line names by path.
+    pyproject.toml is copied if it exists.
     """
     temporary = target.with_name(".code.partial")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -214,7 +230,7 @@ def copy_code(target: Path, files: Sequence[OutsideFile]) -> None:
 
 
 def write_notes(notes: Path, job: SlurmJob, jobs: list[str], error: str | None) -> None:
-    """Write slurm/submission.json: job numbers, time, arguments, commit, and SLURM's error if there was one."""
+    """Write slurm/submission.json: job numbers, SLURM's error or null, time, nodes, arguments, and git's state."""
     notes.parent.mkdir(parents=True, exist_ok=True)
     noted = {
         "jobs": jobs,
@@ -229,9 +245,9 @@ def write_notes(notes: Path, job: SlurmJob, jobs: list[str], error: str | None) 
 
 
 def _git(*arguments: str) -> str | None:
-    """Return git's output for the checkout, or None without a checkout.
+    """Return git's output for this package's repository; None without a repository, or if git fails.
 
-    A repository that merely contains an installed package is not the package's checkout.
+    If the package is installed in a folder of another repository, that repository is not used.
     """
     if not (PACKAGE.parent / ".git").exists():
         return None

@@ -1,13 +1,12 @@
-"""All rules between keys of the configuration, which types cannot express.
+"""Check a configuration by all rules that field types cannot express, and list all problems at once.
 
-The values that a single key can have are declared at its field (`limits.py`). Here, each function examines one section
-and lists its problems, each with a value that would work. `check` reports all of them at once, before torch is imported
-or a process group exists. Sections that a phase may change are checked as they are in each phase: a rule names the key
-of the run's section, and `ResolvedPhase.key` finds the key that the user has set.
+The limits on a single key are declared at the key's field (`limits.py`). The functions here and in `checks/` check
+rules between several keys. Rules that need the data are in `data/problems.py`: the data must be readable, fit the
+vocabulary and suffice for the run. The checks run before torch is imported and before a process group exists.
 
-The rules of `phases`, `states`, `precision`, `parallel` and exports are in `checks/`, as they reach into other
-sections. The rules that need the data itself (it can be read, its vocabulary fits, it suffices) are in
-`data/problems.py`.
+A phase may change some sections in the configuration. These sections are checked for each phase with the phase's
+values. A rule then names a key in the run's section, such as `optim.clip`. If the phase has changed the key,
+`ResolvedPhase.key` replaces the name by the phase's own key, such as `phases.1.optim.clip`.
 """
 
 from __future__ import annotations
@@ -21,35 +20,37 @@ from dataclasses import asdict, replace
 from hybridtron.architecture.adapters import AdaptersConfig, adapter_problems
 from hybridtron.architecture.model import ModelConfig, Start
 from hybridtron.architecture.pattern import parse
-from hybridtron.architecture.table import architecture, parameter_table
+from hybridtron.architecture.table import architecture
 from hybridtron.config.checks.export import export_folder_problems, export_problems
 from hybridtron.config.checks.parallel import parallel_problems
 from hybridtron.config.checks.phases import phase_problems
 from hybridtron.config.checks.precision import precision_problems, precision_warnings
 from hybridtron.config.checks.states import states_problems, states_warnings
 from hybridtron.config.choices import FP8_MULTIPLES
-from hybridtron.config.layout import chunk_count
 from hybridtron.config.lr_shapes import SHAPES
-from hybridtron.config.resolve import ResolvedPhase, RunPlan, last_step, resolve
+from hybridtron.config.pipeline_layout import chunk_count
+from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.config.saved import spelled_secrets
-from hybridtron.config.schema import Config, Feed, OptimConfig, PhaseConfig, RunConfig
+from hybridtron.config.schema import Feed, OptimConfig, PhaseConfig, RunConfig
 from hybridtron.config.units import parse_tokens
+from hybridtron.config.update_rule import unread_problems, update_rule_warnings
 from hybridtron.limits import is_folder, limit_problems, shortened
 from hybridtron.problems import ConfigError, Problem
 from hybridtron.requirements import is_there, missing
 
 
-def check(config: Config, world_size: int | None = None) -> list[Problem]:
-    """List all problems with a configuration; an empty list means that it can run.
+def check(plan: RunPlan, world_size: int | None = None) -> list[Problem]:
+    """List all problems in a run's configuration. The list is empty if the run can start.
 
-    `world_size` is the number of processes; None stands for the fewest that the layout needs.
+    `world_size` is the number of processes; None stands for the smallest number that the parallel layout needs.
     """
-    phases = resolve(config)
+    config = plan.config
+    phases = plan.phases
     of_phases = [*limit_problems(config.phases, "phases"), *phase_problems(config, phases)]
     problems = [
         *of_phases,
         *export_problems(phases),
-        *([] if of_phases else [*export_folder_problems(config, phases), *_profile(config)]),
+        *([] if of_phases else [*export_folder_problems(config, phases), *_profile(plan)]),
         *_run(config.run),
         *_validation(config.run, config.phases),
         *_mirror(config.checkpoint.mirror),
@@ -63,15 +64,15 @@ def check(config: Config, world_size: int | None = None) -> list[Problem]:
 
 
 def _as_trained(phase: ResolvedPhase, world_size: int | None) -> Iterator[Problem]:
-    """Check all sections that a phase may change, with this phase's values.
+    """List problems in the sections that a phase may change, with this phase's values.
 
-    The keys are those of the run's sections; `check` translates them to the phase's own.
+    Problems have keys from the run's sections. `check` replaces them by the phase's own keys.
     """
     longest = max((settings.seq_len for settings in phase.config.phases if settings.seq_len > 0), default=sys.maxsize)
     of_model = model_problems(phase.model, longest)
     yield from of_model
     if (adapters := phase.model.adapters) is not None and not of_model:
-        table = parameter_table(replace(phase.model, adapters=None))
+        table = phase.arch.base_table
         yield from (problem.below("model.adapters") for problem in adapter_problems(table, adapters))
         yield from _adapter_dropout(phase, adapters)
     for section in ("data", "states", "optim", "precision"):
@@ -80,7 +81,7 @@ def _as_trained(phase: ResolvedPhase, world_size: int | None) -> Iterator[Proble
         yield Problem(
             "data.feed",
             "not-installed",
-            "is dali, which is not installed: `make setup-dali` adds it, or use data.feed=torch",
+            "is dali, but NVIDIA DALI is not installed: install DALI with `make setup-dali`, or use data.feed=torch",
         )
     yield from states_problems(phase)
     yield from _optim(phase.optim)
@@ -89,23 +90,26 @@ def _as_trained(phase: ResolvedPhase, world_size: int | None) -> Iterator[Proble
 
 
 def _adapter_dropout(phase: ResolvedPhase, adapters: AdaptersConfig) -> Iterator[Problem]:
-    """Refuse dropout for ranks that read as many rows as tokens per row: its random mask would confuse the two."""
+    """Report dropout in adapters if a rank's micro-batch has as many rows as tokens per row.
+
+    The dropout's random mask distinguishes the axis of rows and the axis of tokens by their lengths.
+    """
     if (context := phase.config.parallel.context) < 1:
-        return  # reported by its limit
+        return  # the limit of parallel.context reports this
     length = phase.settings.seq_len // context
     if adapters.dropout and length == phase.settings.micro_batch:
-        how = f"knows tokens from rows by their number, but a rank reads {length} rows of {length} tokens"
-        yield Problem("model.adapters.dropout", "unsupported", f"{how} at a time: use another micro_batch, or 0")
+        how = f"needs different numbers of rows and tokens, but a rank reads {length} rows of {length} tokens"
+        yield Problem("model.adapters.dropout", "unsupported", f"{how}: use another micro_batch, or dropout 0")
 
 
-def require(config: Config, world_size: int | None = None) -> None:
+def require(plan: RunPlan, world_size: int | None = None) -> None:
     """Raise ConfigError with all problems, if there are any."""
-    if problems := check(config, world_size):
+    if problems := check(plan, world_size):
         raise ConfigError(problems)
 
 
 def warnings(plan: RunPlan) -> list[str]:
-    """List settings that have no effect, or a surprising one, a sentence each.
+    """List settings that have no effect, or a surprising effect, with a sentence for each.
 
     The configuration must have passed `check`.
     """
@@ -117,23 +121,30 @@ def warnings(plan: RunPlan) -> list[str]:
         if letter not in pattern.letters
     ]
     if config.parallel.sequence and config.parallel.tensor == 1:
-        texts.append("parallel.sequence=true has no effect: it belongs to parallel.tensor of at least 2")
+        texts.append("parallel.sequence=true has no effect without parallel.tensor of at least 2")
     if config.parallel.regather and not (config.parallel.sequence and config.parallel.tensor > 1):
-        texts.append("parallel.regather=true has no effect: it belongs to parallel.sequence=true on several ranks")
+        texts.append(
+            "parallel.regather=true has no effect without parallel.sequence=true and parallel.tensor of at least 2"
+        )
     elif config.parallel.regather and (config.parallel.transformer_engine or config.precision.name in FP8_MULTIPLES):
-        texts.append("parallel.regather=true has no effect on layers of Transformer Engine, or that multiply in FP8")
+        texts.append("parallel.regather=true has no effect on layers that use Transformer Engine or FP8")
     if len(pattern.stages) > 1 and chunk_count(config.parallel) == 1:
-        texts.append("model.pattern has stage borders, which parallel.pipeline=1 does not use")
+        texts.append("model.pattern has stage boundaries (|), which have no effect with parallel.pipeline=1")
     if not SHAPES[config.optim.schedule].uses_decay and config.optim.decay != OptimConfig.decay:
         users = " or ".join(name for name, shape in SHAPES.items() if shape.uses_decay)
-        texts.append(f"optim.decay={config.optim.decay} has no effect: it belongs to optim.schedule={users}")
+        texts.append(f"optim.decay={config.optim.decay} has no effect without optim.schedule={users}")
     if config.model.init is not Start.mamba and config.model.embedding_std != ModelConfig.embedding_std:
-        texts.append(f"model.embedding_std={config.model.embedding_std} has no effect: it belongs to model.init=mamba")
-    return [*texts, *states_warnings(plan.phases), *precision_warnings(config.precision)]
+        texts.append(f"model.embedding_std={config.model.embedding_std} has no effect without model.init=mamba")
+    return [
+        *texts,
+        *states_warnings(plan.phases),
+        *precision_warnings(config.precision),
+        *update_rule_warnings(plan.phases),
+    ]
 
 
 def model_problems(model: ModelConfig, longest: int = sys.maxsize) -> Sequence[Problem]:
-    """List a model's problems with rows up to `longest` tokens."""
+    """List the problems of a model that reads rows with up to `longest` tokens."""
     try:
         architecture(model, longest)
     except ConfigError as error:
@@ -144,46 +155,49 @@ def model_problems(model: ModelConfig, longest: int = sys.maxsize) -> Sequence[P
 def _optim(optim: OptimConfig) -> Iterator[Problem]:
     if len(optim.betas) != 2:
         yield Problem("optim.betas", "wrong-type", f"has {len(optim.betas)} values, must have two, such as [0.9, 0.95]")
+    yield from unread_problems(optim)
 
 
 def _run(run: RunConfig) -> Iterator[Problem]:
     if not run.eval_lengths:
         yield Problem(
-            "run.eval_lengths", "missing", "is empty, must hold a multiple of seq_len, such as [1] or [1,2,4]"
+            "run.eval_lengths",
+            "missing",
+            "is empty, must have at least one multiple of seq_len, such as [1] or [1,2,4]",
         )
     if run.wandb is not None and importlib.util.find_spec("wandb") is None:
         yield Problem(
             "run.wandb",
             "not-installed",
-            f"is {run.wandb!r}, but wandb is not installed: make setup-metrics, or leave it out",
+            f"is {run.wandb!r}, but wandb is not installed: run `make setup-metrics`, or leave run.wandb out",
         )
     if run.resume not in ("auto", "never") and not is_folder(run.resume):
         cure = "use auto, never, or a checkpoint's folder"
         yield Problem("run.resume", "no-file", f"is {shortened(run.resume)!r}, which is not a folder; {cure}")
 
 
-def _profile(config: Config) -> Iterator[Problem]:
-    """Check that the steps to trace lie within the run."""
-    last = last_step(config)
-    for index, step in enumerate(config.run.profile):
+def _profile(plan: RunPlan) -> Iterator[Problem]:
+    """Report steps in `run.profile` beyond the run's last step."""
+    last = plan.last_step
+    for index, step in enumerate(plan.config.run.profile):
         if step > last:
             yield Problem(f"run.profile.{index}", "out-of-range", f"is {step}, beyond the run's last step, {last}")
 
 
 def _validation(run: RunConfig, phases: list[PhaseConfig]) -> Iterator[Problem]:
-    """Check that `run.eval_tokens` suffices for one row of the longest evaluated length."""
+    """Report `run.eval_tokens` if it is less than one row of the longest evaluated length."""
     times = max(run.eval_lengths, default=1)
     longest = max((phase.seq_len for phase in phases), default=0) * times
-    with suppress(ValueError):  # reported by its limit
+    with suppress(ValueError):  # the limit of run.eval_tokens reports this
         if 0 < parse_tokens(run.eval_tokens) < longest:
             cure = f"use at least {longest}, or smaller run.eval_lengths"
             yield Problem(
                 "run.eval_tokens",
                 "does-not-fit",
-                f"is {run.eval_tokens}, less than one row at {times} x seq_len: {cure}",
+                f"is {run.eval_tokens}, less than one row of {times} x seq_len tokens: {cure}",
             )
 
 
 def _mirror(mirror: str | None) -> Iterator[Problem]:
     if mirror is not None and (fault := missing("s3")):
-        yield Problem("checkpoint.mirror", "unsupported", f"is {mirror}, and {fault}")
+        yield Problem("checkpoint.mirror", "unsupported", f"is {mirror}, but {fault}")

@@ -1,4 +1,4 @@
-"""The enums of the configuration: keys that choose among names."""
+"""Enums for configuration keys whose value is one of a few names."""
 
 from __future__ import annotations
 
@@ -6,35 +6,43 @@ from enum import StrEnum
 
 
 class Source(StrEnum):
-    """Source of the tokens: a corpus that ships with Python, or a prepared folder, local or at a URL."""
+    """Token source: a corpus that ships with Python, or a prepared folder, local or at a URL."""
 
     embedded = "embedded"
     folder = "folder"
 
 
 class Documents(StrEnum):
-    """Isolation of documents packed into one row: kept apart, or joined into one stream."""
+    """Treatment of several documents in one row.
+
+    - isolate: attention, convolutions and recurrent states do not cross document boundaries
+    - join: the row is read as one text
+    """
 
     isolate = "isolate"
     join = "join"
 
 
 class Order(StrEnum):
-    """Order in which rows read tokens: shuffled windows of packed text, or lanes that read whole documents in turn."""
+    """Order in which training reads the tokens.
+
+    - windows: each row is a window with `seq_len` tokens, and the windows from packed documents are shuffled
+    - lanes: each row position in the batch is a lane, which reads complete documents, one after another, over the steps
+    """
 
     windows = "windows"
     lanes = "lanes"
 
 
 class Feed(StrEnum):
-    """Implementation that turns token rows into batches on the device: torch, or a DALI pipeline."""
+    """Implementation that builds batches on the device from rows of token ids: torch, or an NVIDIA DALI pipeline."""
 
     torch = "torch"
     dali = "dali"
 
 
 class DecaySchedule(StrEnum):
-    """Schedule of the weight decay: constant, or proportional to the learning rate."""
+    """Schedule for the weight decay: constant, or proportional to the learning rate."""
 
     constant = "constant"
     lr = "lr"
@@ -43,9 +51,9 @@ class DecaySchedule(StrEnum):
 class LrPiece(StrEnum):
     """A phase's part in the learning-rate schedule.
 
-    - rewarm: a new schedule, warmed up from the previous phase's last rate to a peak of its own
-    - carry_on: the previous phase's schedule continues, as if both phases were one
-    - decay: from the previous phase's last rate to a given one
+    - rewarm: a new schedule, which warms up from the previous phase's last rate to the phase's `lr`
+    - carry_on: the previous phase's schedule continues, as if both phases were a single phase
+    - decay: the rate decays from the previous phase's last rate to the phase's `lr_to`
     """
 
     rewarm = "rewarm"
@@ -54,14 +62,19 @@ class LrPiece(StrEnum):
 
 
 class Moments(StrEnum):
-    """Treatment of the optimizer's moments where a phase begins."""
+    """Treatment of the optimizer's moments at a phase's start: keep them, or reset them to zero."""
 
     keep = "keep"
     reset = "reset"
 
 
 class Export(StrEnum):
-    """Class of an exported Hugging Face folder: one from transformers, ours, or the former where one fits."""
+    """Model class for an export in Hugging Face's format.
+
+    - auto: a class from transformers if a class fits the model, else as custom
+    - native: a class from transformers; the export fails if no class fits
+    - custom: this package's class, whose source files are in the export
+    """
 
     auto = "auto"
     native = "native"
@@ -69,10 +82,14 @@ class Export(StrEnum):
 
 
 class Precision(StrEnum):
-    """Number format for weights and activations. Sums, norms and recurrent states stay in fp32.
+    """Number format for weights and activations. Reductions, norms and recurrent states stay in fp32.
 
-    The fp8 formats are bf16 except for the large projections, which multiply in FP8. Their scale follows from the
-    largest value in the last steps (delayed), in the current tensor (current) or in each tile (block).
+    With an fp8 format, the matmuls in the large projections use FP8, and everything else uses bf16. FP8 tensors have
+    scale factors, which are computed from the largest absolute values:
+
+    - fp8_delayed: in the tensor over the last steps
+    - fp8_current: in the current tensor
+    - fp8_block: in each tile of the current tensor
     """
 
     fp32 = "fp32"
@@ -83,24 +100,27 @@ class Precision(StrEnum):
 
 
 class KeptFormat(StrEnum):
-    """Number format in which gradients are accumulated, over micro-batches and ranks, or optimizer state is stored."""
+    """Number format for accumulated gradients (`precision.gradients`) or optimizer moments (`precision.moments`)."""
 
     fp32 = "fp32"
     bf16 = "bf16"
 
 
 FP8_MULTIPLES = {Precision.fp8_delayed: 16, Precision.fp8_current: 16, Precision.fp8_block: 128}
-"""The FP8 precisions, each with the number that must divide the sides of its products."""
+"""FP8 precision -> number that must divide all dimensions of the matrices in FP8 matmuls."""
 
 
 class StateMode(StrEnum):
-    """Initial state of a training row.
+    """Initial recurrent state for a training row.
+
+    A lane is one row position in the batch over all steps.
 
     - zero: zeros
-    - random: noise with a given standard deviation
-    - fitted: noise with the same mean and variance as the states in which rows end
-    - passing: the last state of the previous row in its lane, although that row is another text
-    - tbtt: the last state of the previous row in its lane, whose document the row continues
+    - random: Gaussian noise with standard deviation `states.sigma`
+    - fitted: Gaussian noise with the mean and variance of earlier rows' final states
+    - passing: the final state of the lane's previous row, although the previous row is from another document
+    - tbtt: the final state of the lane's previous row, which the current row continues (truncated backpropagation
+      through time)
     """
 
     zero = "zero"
@@ -111,7 +131,7 @@ class StateMode(StrEnum):
 
 
 class StateKind(StrEnum):
-    """Kinds of state parts: recurrent states, a convolution's last inputs, attention's keys and values."""
+    """Kinds of state: recurrent states (ssm), convolutions' last inputs (conv), attention's keys and values (kv)."""
 
     ssm = "ssm"
     conv = "conv"
@@ -119,7 +139,12 @@ class StateKind(StrEnum):
 
 
 class Recompute(StrEnum):
-    """Sub-layers that the backward pass recomputes: none, those that mix tokens along the sequence, or all."""
+    """Activation recomputation in the backward pass.
+
+    - none: no recomputation
+    - selective: only sub-layers that mix tokens, such as attention and recurrences, not MLPs
+    - layer: all sub-layers
+    """
 
     none = "none"
     selective = "selective"

@@ -1,9 +1,10 @@
 """Load a typed `Config` from the command line: Hydra composes the groups, then each `key=value` overrides a value.
 
-`group=name` (such as `recipe=samba_421m`) goes to Hydra, as do the user's own files (`outside.py`). `model=name`
-replaces the model by that of another recipe, so that a model needs to be defined only once, with the run that trains
-it. Each value is set separately, so that all mistakes are reported together, each with the key that was probably meant.
-`weights.py` resolves the values that a recipe takes from the checkpoint in `run.weights`. Nothing here needs torch.
+A group is a subfolder of configs/, from which an argument chooses one file: `recipe=samba_421m`. Hydra reads these
+files, and the user's own files (`outside.py`). `model=NAME` uses the model from another recipe, so that each model is
+defined only in the recipe that trains it. Each `key=value` is applied separately, so that all mistakes are reported
+together, each with the key that the user probably meant. `weights.py` resolves values that a recipe takes from the
+checkpoint in `run.weights`. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -25,15 +26,6 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 
 from hybridtron.config import weights
 from hybridtron.config.composed import composed_of, model_of
-from hybridtron.config.mistakes import (
-    node_of,
-    not_a_value,
-    not_settings,
-    unknown_key,
-    unresolved,
-    without_spaces,
-    wrong_value,
-)
 from hybridtron.config.nulls import remove_null_mixtures, without_null_mixtures
 from hybridtron.config.outside import (
     Choice,
@@ -46,21 +38,33 @@ from hybridtron.config.outside import (
 )
 from hybridtron.config.saved import leaves, read_saved, secrets_from_environment
 from hybridtron.config.schema import Config
+from hybridtron.config.suggestions import (
+    node_of,
+    not_a_value,
+    not_settings,
+    unknown_key,
+    unresolved,
+    without_spaces,
+    wrong_value,
+)
 from hybridtron.problems import ConfigError, Problem
-from hybridtron.shipped import shipped
+from hybridtron.resources import shipped
 
-# The C dumper is thirty times as fast, but a PyYAML that was built from source may lack it.
+# CSafeDumper is thirty times faster than SafeDumper, but PyYAML may have been built without it.
 _Dumper: Any = type("_Dumper", (getattr(yaml, "CSafeDumper", yaml.SafeDumper),), {})
 
-ALIASES = {"checkpoint.async": "checkpoint.asynchronous"}  # a Python keyword can't name a field
+ALIASES = {"checkpoint.async": "checkpoint.asynchronous"}  # `async` is a Python keyword, so no field can have this name
 CONFIGS = shipped("configs")
-NO_NAME = ": write `run: {name: NAME}` into the recipe, or give run.name=NAME; the run's folder is called so"
-FREE_NAMES = ("cluster.environment.", "run.force_ops.")  # mappings whose names the schema does not know
-RENAMED = {"of_weights": "from_checkpoint"}  # former names of choices
+NO_NAME = ": write `run: {name: NAME}` into the recipe, or set run.name=NAME; NAME also names the run's folder"
+FREE_NAMES = ("cluster.environment.", "run.force_ops.")  # dictionaries with arbitrary keys
+RENAMED = {"of_weights": "from_checkpoint"}  # former name of a choice -> present name
 
 
 def load(arguments: Sequence[str], configs: Path = CONFIGS) -> Config:
-    """Compose the configuration of these arguments. Raises ConfigError with every unknown key and ill-typed value."""
+    """Return the configuration for command-line arguments such as `recipe=laptop` and `run.seed=1`.
+
+    Raises ConfigError with all unknown keys and all values with a wrong type.
+    """
     groups = groups_of(configs)
     arguments, problems = without_spaces(arguments)
     problems += not_settings(arguments, lambda text: _recipe_meant(configs, text))
@@ -80,8 +84,8 @@ def load(arguments: Sequence[str], configs: Path = CONFIGS) -> Config:
     for choice in choices:
         if choice.group == "model":
             composed.model = model_of(configs, choice)
-    # run.weights comes first, regardless of its position on the command line: the recipe takes values from that
-    # checkpoint, and the other arguments may override those values.
+    # run.weights is applied first, regardless of its position on the command line: the recipe takes values from the
+    # checkpoint in run.weights, and other arguments may override these values
     of_checkpoint = [value for key, value in values if key == weights.KEY]
     others = [(key, value) for key, value in values if key != weights.KEY]
     problems = [p for value in of_checkpoint if (p := _set(composed, weights.KEY, value))]
@@ -90,15 +94,18 @@ def load(arguments: Sequence[str], configs: Path = CONFIGS) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError([*problems, unresolved(error)]) from error
     problems += [p for key, value in others if (p := _set(composed, key, value))]
-    if missing := weights.unknown(composed):  # values that depend on these keys cannot be resolved
+    if missing := weights.unknown(
+        composed
+    ):  # other values may depend on the missing keys, so the configuration can't be resolved
         raise ConfigError([*problems, *missing])
     return _typed(composed, [*problems, *secrets_from_environment(composed)])
 
 
 def carried(settings: Sequence[str], configs: Path = CONFIGS) -> tuple[list[str], list[OutsideFile]]:
-    """Replace file paths in settings by names, for a copy of configs/ that will contain the files.
+    """Replace paths in settings, such as `recipe=./mine.yaml`, by names. Returns the changed settings and the files.
 
-    Returns the settings and the files.
+    `outside.copy_into` copies the files under these names into a copy of configs/. A SLURM job uses the changed
+    settings with this copy, so that it does not depend on the user's files.
     """
     arguments: list[str] = []
     files: list[OutsideFile] = []
@@ -114,30 +121,30 @@ def carried(settings: Sequence[str], configs: Path = CONFIGS) -> tuple[list[str]
 
 
 def load_saved(path: Path) -> Config:
-    """Load the configuration that a run wrote beside its checkpoints."""
+    """Load the config.yaml that a run has written into its folder or its checkpoint."""
     return _typed(read_saved(path), [])
 
 
 def to_yaml(config: Config) -> str:
-    """Write the configuration as YAML for `load_saved`: every key, with interpolations resolved."""
+    """Return the configuration as YAML for `load_saved`, with every key, and with interpolations resolved."""
     return yaml.dump(to_plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def to_plain(config: Config) -> dict[str, Any]:
-    """Convert the configuration to dictionaries, lists, numbers and text, with interpolations resolved."""
+    """Convert the configuration to dictionaries, lists, numbers and strings, with interpolations resolved."""
     plain: Any = _plain(asdict(config))
-    if "${" in str(plain):  # a Config made in Python: its defaults' interpolations are not resolved yet
-        plain = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)  # 8 to 50 ms
+    if "${" in str(plain):  # the Config was created in Python with unresolved interpolations in its defaults
+        plain = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)  # takes 8 to 50 ms
     return plain
 
 
 def values_by_key(config: Config) -> dict[str, Any]:
-    """Return every value of the configuration by its dotted key, such as `phases.0.seq_len`."""
+    """Return every value in the configuration by its dotted key, such as `phases.0.seq_len`."""
     return dict(_plain_leaves(to_plain(config)))
 
 
 def _plain_leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each leaf of a nested configuration, with its dotted key. An index into a list of sections is a key too."""
+    """Yield (dotted key, value) for each leaf of a nested configuration. Lists of sections are indexed: `phases.0`."""
     if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
         value = {str(index): entry for index, entry in enumerate(value)}
     if not isinstance(value, dict):
@@ -148,7 +155,7 @@ def _plain_leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value recursively; enums become their names, tuples become lists."""
+    """Convert a value recursively: enums to their names, tuples to lists."""
     if isinstance(value, dict):
         return {name: _plain(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -159,7 +166,10 @@ def _plain(value: Any) -> Any:
 
 
 def _text(dumper: Any, text: str) -> yaml.ScalarNode:
-    """Represent text in YAML, quoted if OmegaConf would read it as a number and YAML 1.1 would not: 1e-3."""
+    """Represent a string in YAML. Strings that look like numbers are quoted.
+
+    Without quotes OmegaConf would load a string such as `1e-3` as a number, although YAML 1.1 does not.
+    """
     try:
         float(text)
     except ValueError:
@@ -171,20 +181,20 @@ _Dumper.add_representer(str, _text)
 
 
 def choices_of(group: str, configs: Path = CONFIGS) -> list[str]:
-    """Return the package's names for a group: `choices_of("recipe")`. Each recipe is also a model."""
+    """Return the names that a group has in `configs`. The group `model` also has the recipes' names."""
     files = (str(p.relative_to(configs / group).with_suffix("")) for p in (configs / group).rglob("*.yaml"))
     recipes = (p.name.removesuffix(".yaml") for p in (configs / "recipe").glob("*.yaml"))
     return sorted({*files, *(recipes if group == "model" else ())})
 
 
 def _known(group: str, configs: Path) -> list[str]:
-    """Return all names for a group, including those in the user's configs/."""
+    """Return all names in a group, including names in the user's ./configs."""
     own_configs = own_folder(configs)
     return sorted({*choices_of(group, configs), *(choices_of(group, own_configs) if own_configs else ())})
 
 
 def _recipe_meant(configs: Path, text: str) -> str | None:
-    """Return the recipe that an argument without a key probably means, by name or path; else None."""
+    """Return the recipe's name or path if an argument without a key seems to be a recipe, else None."""
     if is_path(text) and is_file(text):
         path = Path(text).absolute()
         is_shipped = path.is_relative_to(folder := (configs / "recipe").absolute())
@@ -228,27 +238,35 @@ def _set(config: DictConfig, key: str, text: str) -> Problem | None:
 
 
 def _begin_sections(config: DictConfig, key: str) -> None:
-    """Fill null sections on the path to a key, and at the key itself, with their defaults."""
+    """Replace null sections by sections with default values, at the key and along the path to the key."""
     names = key.split(".")
     for depth in range(1, len(names) + 1):
-        with suppress(OmegaConfBaseException):  # `unknown_key` reports such a key
+        with suppress(OmegaConfBaseException):  # `unknown_key` reports an unknown key
             node = node_of(config, ".".join(names[:depth]))
             if isinstance(node, DictConfig) and node._is_none() and is_dataclass(schema := node._metadata.ref_type):
                 OmegaConf.update(config, ".".join(names[:depth]), OmegaConf.structured(schema), merge=False)
 
 
 def _set_letter(config: DictConfig, key: str, options: Any) -> None:
-    """Override options of a letter. A new kind replaces all options, since it may not know the old ones."""
+    """Override options of `model.layers.LETTER`, the sub-layers that a letter in the pattern stands for.
+
+    If `options` change the mixer's kind, all old options are removed, since the new kind may not have them.
+    """
     if key.startswith("model."):
-        before = OmegaConf.select(config, f"{key}.kind")
+        old_kind = OmegaConf.select(config, f"{key}.kind")
     else:
-        before = None
-    another = isinstance(options, dict) and before is not None and options.get("kind", before) != before
-    OmegaConf.update(config, key, options, merge=not another, force_add=True)
+        old_kind = None
+    is_new_kind = isinstance(options, dict) and old_kind is not None and options.get("kind", old_kind) != old_kind
+    OmegaConf.update(config, key, options, merge=not is_new_kind, force_add=True)
 
 
 def _mix(config: DictConfig, mixture: str, entry: str, value: Any) -> None:
-    """Override one entry of a mixture, which may be new. Without an entry, replace the mixture; null empties it."""
+    """Override a mixture of data sources in part or in full.
+
+    mixture: key of the mixture, such as `data.mixture`
+    entry: entry to set, such as `code.weight`, which may be new; if empty, `value` replaces the full mixture
+    value: the new value; None in place of a mixture removes all sources
+    """
     value = {} if value is None and not entry else value
     if not entry:
         OmegaConf.update(config, mixture, {}, merge=False)
@@ -258,9 +276,10 @@ def _mix(config: DictConfig, mixture: str, entry: str, value: Any) -> None:
 
 
 def _value(text: str, is_text: bool) -> Any:
-    """Parse a value by Hydra's grammar, except for keys that hold text.
+    """Parse a value with Hydra's grammar.
 
-    Text that the grammar reads as something else stays as written: `model.pattern=(M-)*2`.
+    If `is_text`, the key needs a string. Then a value that the grammar rejects, or parses as a number or a list, is
+    returned as it is written: `(M-)*2` for `model.pattern`.
     """
     try:
         value = OverridesParser.create().parse_override(f"value={text}").value()
@@ -274,13 +293,13 @@ def _value(text: str, is_text: bool) -> Any:
 
 
 def _typed(config: Any, found: list[Problem]) -> Config:
-    """Convert to `Config`. Raises ConfigError with the problems found so far and those of the conversion."""
+    """Convert to `Config`. Raises ConfigError with the problems in `found` and the problems from the conversion."""
     typed = None
     try:
         found += list(_unusable(config))
         if not found:
             typed = OmegaConf.to_object(config)
-    except OmegaConfBaseException as error:  # an interpolation that leads nowhere
+    except OmegaConfBaseException as error:  # an interpolation without a target
         found.append(unresolved(error))
     except RecursionError:
         found.append(Problem("configuration", "malformed", "has a ${...} that refers to itself"))
@@ -291,7 +310,10 @@ def _typed(config: Any, found: list[Problem]) -> Config:
 
 
 def _unusable(config: Any) -> Iterator[Problem]:
-    """Report keys without a value, and numbers that are not finite: nan passes every rule of the form `x <= 0`."""
+    """Report keys without a value, and numbers that are not finite.
+
+    Later checks need finite numbers: comparisons such as `x <= 0` would not find nan.
+    """
     for key, parent, name in leaves(config):
         if OmegaConf.is_missing(parent, name):
             yield Problem(key, "missing", "must be set" + (NO_NAME if key == "run.name" else ""))

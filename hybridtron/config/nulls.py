@@ -1,8 +1,9 @@
-"""Convert Hydra's result to the schema, while a recipe's `null` can still be distinguished from a missing key.
+"""Convert Hydra's result to the schema `Config`, with special treatment of `mixture: null`.
 
-In the schema, a null in a phase means that the run's own value holds. Configurations that runs have written use null
-this way: they list every key, and can serve as recipes. A user who writes `mixture: null` into a phase or under `data`
-wants no mixture.
+In the schema, null for a key of a phase means that the phase does not override the run's value. A config.yaml that a
+run has written contains many such nulls, and can be used as a recipe. But users write `mixture: null` into a phase or
+into `data` in order to remove a mixture. So here such a null is replaced by an empty mixture. This must happen before
+Hydra's result is merged into the schema, since after that a null can't be distinguished from a missing key.
 """
 
 from __future__ import annotations
@@ -13,31 +14,31 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridtron.config.mistakes import unresolved
 from hybridtron.config.schema import Config
+from hybridtron.config.suggestions import unresolved
 from hybridtron.problems import ConfigError
 
 MIXTURE = "mixture"
-# keys of a phase's data; a dictionary that has all of them was written by a run, where null means no override
+# keys of a phase's section `data`; a dictionary with all these keys was written by a run, so null means no override
 WRITTEN = {"source", "path", MIXTURE, "documents", "order", "epochs"}
 
 
 @dataclass
 class ComposedConfig(Config):
-    """The schema into which Hydra merges recipes; sections that have a mixture accept any content."""
+    """The schema into which Hydra merges recipes. Sections with a mixture accept any value, so that nulls stay."""
 
     data: Any = MISSING
     phases: Any = MISSING
 
 
 def typed(composed: DictConfig) -> DictConfig:
-    """Convert a composed configuration to the schema. Raises ConfigError where it does not fit."""
+    """Convert a composed configuration to the schema. Raises ConfigError for unknown keys and wrong types."""
     plain: Any = OmegaConf.to_container(composed)
     if isinstance(data := plain["data"], dict) and data.get(MIXTURE, {}) is None:
         data[MIXTURE] = {}
     plain["phases"] = without_null_mixtures(plain["phases"])
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), plain)
+        merged = OmegaConf.unsafe_merge(OmegaConf.structured(Config), plain)  # copies neither argument
     except OmegaConfBaseException as error:
         raise ConfigError([unresolved(error)]) from error
     assert isinstance(merged, DictConfig)
@@ -46,7 +47,7 @@ def typed(composed: DictConfig) -> DictConfig:
 
 
 def without_null_mixtures(value: Any) -> Any:
-    """Replace each null mixture in a value by an empty one, which means every source of the path."""
+    """Replace each null mixture in a value by an empty mixture, which selects all sources of `data.path`."""
     if isinstance(value, list):
         return [without_null_mixtures(entry) for entry in value]
     if not isinstance(value, dict):
@@ -59,7 +60,10 @@ def without_null_mixtures(value: Any) -> Any:
 
 
 def remove_null_mixtures(config: DictConfig, key: str, value: Any) -> None:
-    """Remove the mixtures that a value for a key sets to null, before it is merged."""
+    """Empty the mixtures in `config` that `value`, a new value for `key`, sets to null.
+
+    Merging `value` alone would not remove their entries.
+    """
     for name, entry in value.items() if isinstance(value, dict) else ():
         if name == MIXTURE and entry is None:
             OmegaConf.update(config, f"{key}.{MIXTURE}", {}, merge=False)

@@ -1,8 +1,12 @@
-"""The user's own configuration files, beside those of the package.
+"""The user's own configuration files, in addition to those of the package.
 
-`recipe=./mine.yaml` names a file by its path. `recipe=mine` can also be `configs/recipe/mine.yaml` in the current
-folder: its subfolders recipe/, cluster/, data/ ... add names to these groups. If a name exists in both places with
-different content, its use is refused. Nothing here needs torch.
+A group is a subfolder of the package's configs/, such as recipe/, cluster/ or data/. An argument chooses a file of a
+group by its name: `recipe=laptop`. Users can choose their own files in two ways:
+
+- by a path: `recipe=./mine.yaml`
+- by a name: if the current folder contains configs/recipe/mine.yaml, then `recipe=mine`; other groups likewise
+
+If the package and the user have different files for the same name, a run can't use this name. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -21,21 +25,29 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridtron.problems import ConfigError, Problem, did_you_mean
-from hybridtron.regular_files import read_regular
-from hybridtron.shipped import shipped
+from hybridtron.resources import shipped
+from hybridtron.safe_open import read_regular
 
-OWN = Path("configs")
+OWN = Path("configs")  # the user's folder of configuration files, in the current folder
 COMPLETE = "complete.txt"
-"""Marks a copy of configs/ that includes the user's files, such as a job's code; no other folder is read then."""
+"""File that marks a copy of the package's configs/ which already contains the user's files.
 
-GREATEST = 2**20  # bytes; a larger file is refused
-NEAREST = 5
+Jobs on a cluster use such a copy, and then ./configs is not read.
+"""
+
+MAX_YAML_BYTES = 2**20  # maximum size of a user's file
+NEAREST = 5  # maximum number of names in a suggestion
 _PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class OutsideFile:
-    """A file that an argument names by its path."""
+    """A user's file that an argument names by its path.
+
+    group: the group that the argument sets
+    path: the path as written in the argument
+    text: the file's content
+    """
 
     group: str
     path: str
@@ -43,18 +55,22 @@ class OutsideFile:
 
     @property
     def name(self) -> str:
-        """Name in the group, unique for the file's content."""
+        """Name for the file in a copy of configs/; it contains a hash of the content."""
         stem = re.sub(r"[^A-Za-z0-9_]+", "-", Path(self.path).stem)
         return f"{stem}-{hashlib.sha256(self.text.encode()).hexdigest()[:12]}"
 
     @property
     def node(self) -> Any:
-        """The file's keys; the files that it builds on are not loaded yet."""
+        """The keys in the file itself, without the keys of files in its `defaults` list."""
         return OmegaConf.load(StringIO(self.text))
 
     @property
     def package(self) -> str:
-        """Section that the file's keys belong to: its `@package`, else everything for a recipe, else its group."""
+        """Section of the configuration to which the file's keys belong, as in its line `# @package SECTION`.
+
+        Without such a line, a recipe's keys are top-level keys (`_global_`), and the keys of a file in any other group
+        belong to the section with the group's name.
+        """
         package = _PACKAGE.search(self.text)
         if package:
             return package[1]
@@ -64,7 +80,11 @@ class OutsideFile:
 
 
 def own_folder(configs: Path) -> Path | None:
-    """Return the user's configs/ folder; None if there is none, it is the package's, or `configs` is complete."""
+    """Return the user's folder ./configs, or None if it must not be read.
+
+    It is read only in addition to the package's configs/, so the result is None if `configs` is another folder. It is
+    also None if ./configs does not exist or is the package's folder, or if `configs` is marked as COMPLETE.
+    """
     folder = OWN.absolute()
     if (
         configs != shipped("configs")
@@ -82,18 +102,18 @@ def groups_of(configs: Path) -> list[str]:
 
 
 def files_of(folder: Path, group: str) -> list[str]:
-    """List the names of a group that have a file in this folder."""
+    """List the names for which a group has a file in this folder."""
     paths = (path for path in (folder / group).rglob("*.yaml") if path.is_file())
     return sorted(path.relative_to(folder / group).with_suffix("").as_posix() for path in paths)
 
 
 def is_path(name: str) -> bool:
-    """Check if a choice is a path such as `./mine.yaml`, not a name."""
+    """Return True if the value of a group is a path such as `./mine.yaml`, and False if it is a name."""
     return name.endswith((".yaml", ".yml")) or name.startswith(("./", "../", "/", "~"))
 
 
 def is_file(path: str) -> bool:
-    """Check if a path is an existing file; False if the operating system rejects the path."""
+    """Return True if a path is an existing file; False also if the operating system rejects the path."""
     try:
         return Path(path).is_file()
     except (OSError, ValueError):
@@ -102,7 +122,7 @@ def is_file(path: str) -> bool:
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice for a group: a name, and the user's file if a path was given."""
+    """The file chosen for a group: a name, and the content of the user's file if the argument was a path."""
 
     group: str
     name: str
@@ -110,16 +130,18 @@ class Choice:
 
 
 def chosen(group: str, value: str, names: Sequence[str]) -> Choice:
-    """Resolve `group=value` to a choice; `names` are the group's known names.
+    """Resolve the argument `group=value` to a choice. `names` are the group's known names.
 
-    Raises ConfigError with an alternative if there is no such name or file.
+    Raises ConfigError with a suggestion if `value` is neither a known name nor an existing file.
     """
     if value in names:
         return Choice(group, value)
     if not is_path(value):
         raise ConfigError([unknown_name(group, value, names)])
     file = outside_file(group, value, names)
-    return Choice(group, f"path-{file.name}", file)  # the prefix, since a copy of configs/ may have this name already
+    return Choice(
+        group, f"path-{file.name}", file
+    )  # the prefix avoids a clash with a file of that name in a copy of configs/
 
 
 def quoted(text: str) -> str:
@@ -129,12 +151,12 @@ def quoted(text: str) -> str:
 
 
 def outside_file(group: str, path: str, names: Collection[str]) -> OutsideFile:
-    """Read the file at a path. Raises ConfigError if there is none or it holds no keys.
+    """Read a user's file for a group. Raises ConfigError if the file is missing, unreadable or empty.
 
     `names` are the group's known names, for suggestions.
     """
     try:
-        text = read_regular(Path(path).expanduser(), GREATEST).decode()
+        text = read_regular(Path(path).expanduser(), MAX_YAML_BYTES).decode()
         file = OutsideFile("recipe" if group == "model" else group, path, text)
         keys = file.node
     except (FileNotFoundError, NotADirectoryError):
@@ -143,11 +165,13 @@ def outside_file(group: str, path: str, names: Collection[str]) -> OutsideFile:
         else:
             near = Path(path).stem
         hint = did_you_mean(near, [near] if near != Path(path).stem else names)
-        raise ConfigError([Problem(group, "no-file", f"names {path}, and there is no such file{hint}")]) from None
+        raise ConfigError([Problem(group, "no-file", f"is {path}, but this file does not exist{hint}")]) from None
     except (OSError, ValueError, RuntimeError, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError([Problem(group, "unreadable", f"{path} can't be read: {error}")]) from error
+        raise ConfigError([Problem(group, "unreadable", f"is {path}, which can't be read: {error}")]) from error
     if not isinstance(keys, DictConfig) or not keys:
-        raise ConfigError([Problem(group, "missing", f"{path} has no keys, such as `model:` or `run:`")])
+        raise ConfigError(
+            [Problem(group, "missing", f"is {path}, which has no keys: add keys such as `model:` or `run:`")]
+        )
     if _is_stored(Path(path).expanduser()) and "hooks" in (keys.get("run") or ()):
         keys.run.pop("hooks")
         file = replace(file, text=OmegaConf.to_yaml(keys))
@@ -155,58 +179,65 @@ def outside_file(group: str, path: str, names: Collection[str]) -> OutsideFile:
 
 
 def _is_stored(path: Path) -> bool:
-    """Check if a file lies beside weights, as a run stores its configuration. Such a file must not name code to run."""
+    """Return True if a file is in a run's folder or a checkpoint, which may have been downloaded.
+
+    The hooks in such a file are ignored, since they could run any code.
+    """
     return (path.parent / "manifest.json").exists() or (path.parent / "checkpoints").exists()
 
 
 def unknown_name(group: str, name: str, names: Sequence[str]) -> Problem:
-    """Return the problem for a name that neither the package nor the user's configs/ has, with the nearest names."""
+    """Return the problem for a name that a group does not have, with similar names."""
     nearest = difflib.get_close_matches(name, names, NEAREST, cutoff=0)
     if len(names) <= NEAREST:
-        known = f"have: {', '.join(names)}"
+        known = f"use {', '.join(names)}"
     else:
-        known = f"nearest: {', '.join(nearest)}"
+        known = f"similar names are {', '.join(nearest)}"
     path = next((path for path in (f"./{name}", f"./{name}.yaml") if is_file(path)), "./NAME.yaml")
     meant = did_you_mean(name, names)
-    return Problem(group, "unknown-name", f"has no {name!r}{meant}; {known}; or a file of your own: {group}={path}")
+    return Problem(group, "unknown-name", f"has no {name!r}{meant}; {known}; or name your own file: {group}={path}")
 
 
 def clashes(configs: Path, own: Path, choices: Mapping[str, str]) -> Iterator[Problem]:
-    """Report names that the user's folder and the package define differently, if either file might be meant.
+    """Report names for which the package and the user have different files, if the run may use such a name.
 
-    A name is ambiguous if it was chosen. All names are ambiguous if any of the user's files was chosen, since that file
-    may build on them.
+    choices: for each group the name that the run uses
+
+    If the run uses a file that only the user has, this file may include any other file, so all ambiguous names are
+    reported. Else only ambiguous names in `choices` are reported.
     """
-    twice = {
+    ambiguous = {
         (group, name)
         for group in groups_of(configs)
         for name in files_of(own, group)
         if (shipped := configs / group / f"{name}.yaml").is_file()
         and shipped.read_bytes() != (own / group / f"{name}.yaml").read_bytes()
     }
-    of_user = any(_is_there(own, *pair) and not _is_there(configs, *pair) for pair in choices.items())
-    for group, name in sorted(twice if of_user else twice & set(choices.items())):
+    uses_own_file = any(_is_there(own, *pair) and not _is_there(configs, *pair) for pair in choices.items())
+    for group, name in sorted(ambiguous if uses_own_file else ambiguous & set(choices.items())):
         file = OWN / group / f"{name}.yaml"
         yield Problem(
-            group, "duplicate", f"has two {name!r}: {file} and hybridtron's own, which differ: rename the former"
+            group, "duplicate", f"has two different files for {name!r}, {file} and a file of hybridtron: rename {file}"
         )
 
 
 def _is_there(folder: Path, group: str, name: str) -> bool:
-    """Check if a folder has a file for this name."""
+    """Return True if a folder has a file for this name of a group."""
     return (folder / group / f"{name}.yaml").is_file()
 
 
 def without_package(folders: Collection[Path]) -> list[Path]:
-    """Return recipes without the `@package _global_` line, which places their keys at the top level."""
+    """Return the recipes without a line `# @package _global_`, which every recipe needs."""
     recipes = (folder / "recipe" / f"{name}.yaml" for folder in folders for name in files_of(folder, "recipe"))
     return [recipe for recipe in recipes if not _PACKAGE.search(recipe.read_text(errors="replace"))]
 
 
 def copy_into(configs: Path, own: Path | None, files: Collection[OutsideFile]) -> None:
-    """Add the user's files to a copy of the package's configs/, and mark the copy as complete.
+    """Add the user's files to a copy of the package's configs/, and mark the copy as COMPLETE.
 
-    `own` is the user's configs/ folder if there is one, and `files` are those that arguments named by their paths.
+    configs: the copy
+    own: the user's folder ./configs, or None
+    files: the files that arguments name by their paths
     """
     if own is not None:
         _copy_own(configs, own)
@@ -218,7 +249,7 @@ def copy_into(configs: Path, own: Path | None, files: Collection[OutsideFile]) -
 
 
 def _copy_own(configs: Path, own: Path) -> None:
-    """Copy the names of the user's folder that the package's groups do not have."""
+    """Copy the user's files whose names the package's groups do not have."""
     for group in groups_of(configs):
         for name in files_of(own, group):
             target = configs / group / f"{name}.yaml"

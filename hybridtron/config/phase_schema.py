@@ -1,6 +1,8 @@
-"""Types for a phase: its data, its length, and its overrides.
+"""Types for the phases of a run: their lengths, batches, learning rates and overrides.
 
-`resolve.py` applies the overrides. A key that is left out keeps the value from the run's own section.
+An override is a phase's own value for a key in the run's sections `data`, `states`, `optim` or `precision`. A null
+means no override, so the phase uses the run's value. `resolve.py` applies the overrides. The comment at a field is the
+field's description in `docs/keys.md`.
 """
 
 from __future__ import annotations
@@ -31,17 +33,17 @@ TOKENS = readable_by(parse_tokens)
 
 @dataclass
 class IngredientConfig:
-    """One source of a mixture: its weight, and its location if not under its own name in `data.path`."""
+    """A source in a data mixture: its weight, and optionally its folder and its name there."""
 
     # proportion of rows from this source, relative to the other weights
-    weight: Annotated[float, above(0, "weights need not add up to anything")] = MISSING
-    path: Annotated[str | None, possible_path] = None  # another prepared folder; null: data.path
-    source: str | None = None  # its name there; null: the name in the mixture
+    weight: Annotated[float, above(0, "weights need not sum to 1")] = MISSING
+    path: Annotated[str | None, possible_path] = None  # prepared folder of the source; null: data.path
+    source: str | None = None  # name of the source in that folder; null: the name in the mixture
 
 
 @dataclass
 class PhaseDataConfig:
-    """A phase's overrides of `data`; null: no override."""
+    """A phase's overrides for `data`; null: no override."""
 
     source: Source | None = None
     path: str | None = None
@@ -55,7 +57,7 @@ class PhaseDataConfig:
 
 @dataclass
 class PhaseStatesConfig:
-    """A phase's overrides of `states`; null: no override."""
+    """A phase's overrides for `states`; null: no override."""
 
     mode: StateMode | None = None
     carry: list[StateKind] | None = None
@@ -69,7 +71,7 @@ class PhaseStatesConfig:
 
 @dataclass
 class PhaseOptimConfig:
-    """A phase's overrides of `optim`; null: no override."""
+    """A phase's overrides for `optim`; null: no override."""
 
     schedule: str | None = None
     hold: str | None = None
@@ -84,7 +86,7 @@ class PhaseOptimConfig:
 
 @dataclass
 class PhasePrecisionConfig:
-    """A phase's overrides of `precision`; null: no override."""
+    """A phase's overrides for `precision`; null: no override."""
 
     name: Precision | None = None
     emulate: bool | None = None
@@ -95,46 +97,47 @@ class PhasePrecisionConfig:
 
 @dataclass
 class RampConfig:
-    """Growth of the batch at a phase's start, from `start` rows by `step` rows at a time."""
+    """Growth of the batch size at a phase's start, from `start` rows to `global_batch`, `step` rows at a time."""
 
     start: Annotated[int, at_least(1)] = MISSING  # rows of the first batches
     step: Annotated[int, at_least(1)] = MISSING  # rows by which the batch grows
-    # length of the ramp: the batch sizes share these tokens evenly
+    # length of the ramp in tokens, which are divided evenly among the batch sizes
     tokens: Annotated[str, TOKENS] = MISSING
 
 
 @dataclass
 class PhaseConfig:
-    """One part of training: its length in tokens, its rows, its learning rate, and its overrides."""
+    """A training phase: its length in tokens, its rows (sequences), its learning rate, and its overrides."""
 
-    # appears in metrics and in the names of exports
+    # name of the phase in metrics, and of its export folder
     name: Annotated[str, not_empty("give the phase a name")] = "pretrain"
-    tokens: Annotated[str, TOKENS] = MISSING  # length of the phase: 20B, 4M
+    tokens: Annotated[str, TOKENS] = MISSING  # length of the phase in tokens, such as 20B or 4M
     seq_len: Annotated[int, at_least(1)] = MISSING  # tokens of a row
     global_batch: Annotated[int, at_least(1)] = MISSING  # rows of an optimizer step
     micro_batch: Annotated[int, at_least(1)] = 1  # rows of one forward pass on one data-parallel rank
-    ramp: RampConfig | None = None  # smaller batches at the start
-    lr: Annotated[float | None, above(0)] = None  # the peak learning rate, for lr_piece=rewarm
-    # rewarm: a new schedule; carry_on: the previous phase's schedule continues; decay: from its last rate to lr_to
+    ramp: RampConfig | None = None  # smaller batches at the start of the phase; null: none
+    lr: Annotated[float | None, above(0)] = None  # peak learning rate, for lr_piece=rewarm
+    # rewarm: a new schedule; carry_on: continue the previous phase's schedule; decay: decay from its last rate to lr_to
     lr_piece: LrPiece = LrPiece.rewarm
-    lr_to: Annotated[float | None, above(0)] = None  # the final learning rate of lr_piece=decay
+    lr_to: Annotated[float | None, above(0)] = None  # final learning rate, for lr_piece=decay
     data: PhaseDataConfig = field(default_factory=PhaseDataConfig)
     states: PhaseStatesConfig = field(default_factory=PhaseStatesConfig)
     optim: PhaseOptimConfig = field(default_factory=PhaseOptimConfig)
     precision: PhasePrecisionConfig = field(default_factory=PhasePrecisionConfig)
     # options that override model.layers in this phase; null removes an option
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # patterns of the weights to train, such as layers.*.mixer.*; null: all, or with adapters those of their preset
+    # name patterns of the weights to train, such as layers.*.mixer.*; null: all weights, or with adapters those of the
+    # adapters' preset
     train: list[str] | None = None
-    # low-rank adapters on frozen weights; null: those of model.adapters, which are none by default
+    # low-rank adapters on frozen weights; null: model.adapters
     adapters: AdaptersConfig | None = None
-    init_from: str | None = None  # checkpoint or run whose weights the phase starts from, as for run.weights
+    init_from: str | None = None  # checkpoint, or run's folder, whose weights the phase starts from; as run.weights
     moments: Moments = Moments.keep  # the optimizer's moments: keep those of the previous phase, or reset them
-    # export the model at the end of the phase as a Hugging Face folder, RUN/export/NAME: with a class of transformers
-    # (native), with our own class (custom), or with the former where one fits (auto)
+    # export the model at the end of the phase to RUN/export/NAME in the format of Hugging Face: native: with a class of
+    # transformers; custom: with this package's class; auto: native if a class fits, else custom; null: no export
     export: Export | None = None
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens in a global batch."""
+        """Tokens in a batch of `global_batch` rows."""
         return self.seq_len * self.global_batch

@@ -1,11 +1,11 @@
-"""Resolve a Config to its `RunPlan`: each phase's effective settings, as a `ResolvedPhase`, and the steps of the run.
+"""Resolve a Config to a `RunPlan`: the effective settings of each phase (`ResolvedPhase`), and the run's steps.
 
-A phase may change the model's letters, the data, the states, the optimizer's settings and the precision. `resolve`
-applies these changes to the run's own sections, so that code that trains, counts or checks a phase reads one value and
-need not know in which of the two places it was set. Only error messages need that: `ResolvedPhase.key`.
+A phase may change sub-layer options (`model.layers`), and keys in the sections `data`, `states`, `optim` and
+`precision`. `resolve` applies these changes to the run's sections, so that other code reads only the effective values.
+For error messages, `ResolvedPhase.key` returns the key that the user has set: the run's key, or the phase's own key.
 
-Steps count over the whole run. A phase covers the half-open range [start_step, end_step): `start_step` steps are done
-when it begins, `end_step` when it ends, so its first step is the run's step number start_step + 1.
+Steps are counted over the full run, from 1. `start_step` counts the steps before a phase, and `end_step` counts the
+steps up to the phase's end. So the phase has the steps start_step + 1 to end_step.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from hybridtron.architecture import SPECS
-from hybridtron.architecture.adapters import ADAPTERS, LEARNING_BESIDE
+from hybridtron.architecture.adapters import ADAPTERS, TRAINED_WITH_ADAPTERS
 from hybridtron.architecture.base import Parameter
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.rope import FORMER
-from hybridtron.architecture.table import Architecture, architecture, parameter_table
+from hybridtron.architecture.table import Architecture, architecture
+from hybridtron.config.batch_ramp import BatchRamp
 from hybridtron.config.choices import Documents, Order, StateKind, StateMode
-from hybridtron.config.growth import Growth
 from hybridtron.config.phase_schema import (
     PhaseConfig,
     PhaseDataConfig,
@@ -34,21 +34,24 @@ from hybridtron.config.phase_schema import (
     PhasePrecisionConfig,
     PhaseStatesConfig,
 )
-from hybridtron.config.schema import Config, DataConfig, OptimConfig, PrecisionConfig, StatesConfig
+from hybridtron.config.schema import Config, DataConfig, OptimConfig, ParallelConfig, PrecisionConfig, StatesConfig
 from hybridtron.config.units import parse_tokens
 from hybridtron.problems import ConfigError
 
-NOISE = (StateMode.random, StateMode.fitted)
-_SECTIONS = ("data", "states", "optim", "precision")  # a phase may change their keys, and also the model's letters
+NOISE = (StateMode.random, StateMode.fitted)  # modes in which rows start from random states
+_SECTIONS = ("data", "states", "optim", "precision")  # sections in which a phase may change keys
 
 
 @dataclass(frozen=True)
 class ResolvedPhase:
-    """A phase with all settings that hold while it trains.
+    """A phase with its effective settings.
 
-    `settings` are the phase's own keys in the recipe (its name, lengths, rates). `config` is the run's configuration
-    with the phase's model, optimizer and precision, as its checkpoints store it. `data` and `states` have the phase's
-    overrides.
+    index: the phase's index in `phases`, from 0
+    settings: the entry in `phases`, such as name, lengths and learning rates, with overrides
+    config: the run's configuration with the phase's overrides for model, optim and precision; checkpoints store it
+    data, states: the run's sections with the phase's overrides
+    parsed: the architecture of the phase's model; None if the model is invalid, which `check` reports
+    before: the previous phase; None for the first phase
     """
 
     index: int
@@ -56,6 +59,7 @@ class ResolvedPhase:
     config: Config
     data: DataConfig
     states: StatesConfig
+    parsed: Architecture | None = field(repr=False)
     before: ResolvedPhase | None = field(repr=False)
 
     @property
@@ -70,78 +74,85 @@ class ResolvedPhase:
     def precision(self) -> PrecisionConfig:
         return self.config.precision
 
-    @cached_property
-    def arch(self) -> Architecture | None:
-        """The model's architecture; None if the model is invalid, which the model's own rules report."""
-        try:
-            return architecture(self.model)
-        except ConfigError:
-            return None
+    @property
+    def arch(self) -> Architecture:
+        """The architecture of the phase's model, which must be valid."""
+        assert self.parsed is not None
+        return self.parsed
 
-    @cached_property
+    @property
     def table(self) -> Mapping[str, Parameter]:
-        """Every weight of the model by its name. Raises ConfigError if the model is invalid."""
-        return parameter_table(self.model)
+        """Every weight of the model, by name. The model must be valid."""
+        return self.arch.table
+
+    def with_layout(self, parallel: ParallelConfig) -> ResolvedPhase:
+        """Return the phase with another parallel layout."""
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, parallel=parallel))
 
     @property
     def trained(self) -> Sequence[str] | None:
-        """Name patterns for the trained weights; None for all.
+        """Name patterns for the trained weights; None if all weights are trained.
 
-        With adapters these are the adapters, the weights that their preset trains too, and `train`.
+        In a model with adapters, these are the patterns for three groups: the adapters, the weights that the adapters'
+        preset trains too, and the phase's `train`.
         """
         adapters = self.model.adapters
         named = self.settings.train
         if adapters is None:
             return named
-        return [ADAPTERS, *LEARNING_BESIDE[adapters.preset], *(named or ())]
+        return [ADAPTERS, *TRAINED_WITH_ADAPTERS[adapters.preset], *(named or ())]
 
     def learns(self, name: str) -> bool:
-        """Check if the phase trains this weight."""
+        """Return True if the phase trains the weight with this name."""
         return self.trained is None or any(fnmatchcase(name, pattern) for pattern in self.trained)
 
     @property
     def keeps_adapters(self) -> bool:
-        """True if the phase continues the previous phase's adapters.
+        """True if the phase continues the previous phase's adapters, or neither phase has adapters.
 
-        Otherwise it starts from weights with which those adapters have been merged.
+        If False, the previous phase's adapters are merged into the weights before the phase starts.
         """
         if self.before is None:
-            before = None
+            previous = None
         else:
-            before = self.before.model.adapters
+            previous = self.before.model.adapters
         if self.model.adapters is None:
-            return before is None
-        return self.model.adapters.continues(before)
+            return previous is None
+        return self.model.adapters.continues(previous)
 
     @property
     def documents(self) -> Documents:
-        """Document isolation, as set or as the phase's states need it.
+        """Treatment of several documents in a row: `data.documents`, or if that is null, a default.
 
-        A carried or drawn state needs joined rows, since isolation would drop it at a row's first boundary.
+        The default is `join` if rows start from noise or from another document's state, else `isolate`. Isolation
+        resets the state to zero at each document boundary, so the initial state would affect only the first document.
         """
         joined = self.states.mode in (*NOISE, StateMode.passing)
         return self.data.documents or (Documents.join if joined else Documents.isolate)
 
     @property
     def order(self) -> Order:
-        """The data's order, as set or as the phase's states need it."""
+        """Data order: `data.order`, or if that is null, lanes for states.mode=tbtt, else windows."""
         return self.data.order or (Order.lanes if self.states.mode is StateMode.tbtt else Order.windows)
 
     @property
     def lanes(self) -> int:
-        """Number of lanes, which are read in parallel; each reads `states.chunks` chunks (seq_len tokens) in a step."""
+        """Lane count. A lane is one row position in the batch over all steps.
+
+        In each step, a lane reads `states.chunks` consecutive chunks of seq_len tokens.
+        """
         return self.settings.global_batch // self.states.chunks
 
     @property
     def chunks_together(self) -> int:
-        """Chunks per lane in one forward pass: all of a step if gradients flow through them, else 1."""
+        """Number of a lane's chunks in one forward pass: `states.chunks` with `states.through_time`, else 1."""
         if self.states.through_time:
             return self.states.chunks
         return 1
 
     @property
     def carried_kinds(self) -> list[StateKind]:
-        """Kinds of states that are carried: as set, or all for tbtt, else only recurrent states."""
+        """State kinds with which rows start: `states.carry`; if that is null, all kinds for tbtt, else ssm."""
         if self.states.carry is not None:
             return self.states.carry
         if self.states.mode is StateMode.tbtt:
@@ -149,60 +160,63 @@ class ResolvedPhase:
         return [StateKind.ssm]
 
     @cached_property
-    def growth(self) -> Growth:
-        return Growth.of(self.settings)
+    def batch_ramp(self) -> BatchRamp:
+        return BatchRamp.of(self.settings)
 
     @cached_property
     def start_step(self) -> int:
-        """Steps that the run has done when the phase begins."""
+        """The run's step count before the phase."""
         if self.before is None:
             return 0
         return self.before.end_step
 
     @cached_property
     def end_step(self) -> int:
-        """Steps that the run has done when the phase ends; rounded up, so that the phase reads all its tokens."""
+        """The run's step count at the phase's end, rounded up so that the phase reads `settings.tokens` tokens."""
         rows = -(-parse_tokens(self.settings.tokens) // self.settings.seq_len)
-        return self.start_step + self.growth.steps_for(rows)
+        return self.start_step + self.batch_ramp.steps_for(rows)
 
     @cached_property
     def tokens_before(self) -> int:
-        """Tokens that the run has read when the phase begins."""
+        """The run's token count before the phase."""
         if self.before is None:
             return 0
         return self.before.tokens_before + self.before.tokens
 
     @property
     def tokens(self) -> int:
-        """Tokens that the phase reads."""
+        """The phase's token count."""
         return self.phase_tokens_at(self.end_step)
 
     def tokens_at(self, step: int) -> int:
-        """Return the tokens that the run has read after this step."""
+        """Return how many tokens the run has read after this step of the run."""
         return self.tokens_before + self.phase_tokens_at(step)
 
     def phase_tokens_at(self, step: int) -> int:
-        """Return the tokens that the phase has read after this step of the run."""
-        return self.growth.rows_before(step - self.start_step) * self.settings.seq_len
+        """Return how many tokens the phase has read after this step of the run."""
+        return self.batch_ramp.rows_before(step - self.start_step) * self.settings.seq_len
 
     def tokens_of(self, step: int) -> int:
-        """Return the tokens that this step of the run reads."""
-        return self.growth.rows(step - self.start_step - 1) * self.settings.seq_len
+        """Return how many tokens this step of the run reads."""
+        return self.batch_ramp.rows(step - self.start_step - 1) * self.settings.seq_len
 
     @property
     def tokens_of_rank(self) -> int:
-        """Tokens of a micro-batch on one rank; with context parallelism, those in its sequence shards."""
+        """A micro-batch's token count on one rank; context-parallel ranks divide the tokens."""
         return self.settings.seq_len * self.settings.micro_batch // self.config.parallel.context
 
     def own_key(self, name: str) -> str:
-        """Return the key for one of the phase's own settings: `phases.1.seq_len`."""
+        """Return the dotted key for a field of this phase, such as `phases.1.seq_len` for `seq_len`."""
         return f"phases.{self.index}.{name}"
 
     def key(self, key: str) -> str:
-        """Return the key under which the user has set this phase's value: the phase's own where it changes the value.
+        """Return the key under which the user has set the phase's value for `key`, a key in the run's sections.
 
-        `optim.clip` is `phases.1.optim.clip` in a phase that sets it; `model.layers.W` is `phases.1.layers.W` in one
-        that changes any option of W, and `model.layers.W.window` in one that changes that option.
+        If the phase does not override the value, this is `key` itself. Else it is the phase's own key, for example:
+
+            optim.clip              phases.1.optim.clip
+            model.layers.W          phases.1.layers.W, if the phase overrides any option of W
+            model.layers.W.window   phases.1.layers.W.window
         """
         section, _, name = key.partition(".")
         if section in _SECTIONS and getattr(getattr(self.settings, section), name.partition(".")[0], None) is not None:
@@ -217,9 +231,13 @@ class ResolvedPhase:
         return key
 
 
-def resolve(config: Config) -> tuple[ResolvedPhase, ...]:
-    """Return a run's phases in order, also for a configuration that has not been checked yet."""
+def resolve(config: Config, known: Sequence[Architecture] = ()) -> tuple[ResolvedPhase, ...]:
+    """Return a run's resolved phases, in order. The configuration need not have been checked.
+
+    Phases with equal models share one architecture. An architecture in `known` is used for phases with its model.
+    """
     phases: list[ResolvedPhase] = []
+    architectures = list(known)
     for index, settings in enumerate(config.phases):
         letters = config.model.layers | {
             letter: _with(config.model.layers.get(letter, {}), changes) for letter, changes in settings.layers.items()
@@ -234,21 +252,64 @@ def resolve(config: Config) -> tuple[ResolvedPhase, ...]:
         )
         data = _overlaid(config.data, settings.data)
         states = _overlaid(config.states, settings.states)
-        phases.append(ResolvedPhase(index, settings, changed, data, states, phases[-1] if phases else None))
+        parsed = _architecture_in(architectures, changed.model)
+        if parsed is None:
+            with suppress(ConfigError):  # `check` reports an invalid model
+                parsed = architecture(changed.model)
+                architectures.append(parsed)
+        phases.append(
+            ResolvedPhase(
+                index=index,
+                settings=settings,
+                config=changed,
+                data=data,
+                states=states,
+                parsed=parsed,
+                before=phases[-1] if phases else None,
+            )
+        )
     return tuple(phases)
+
+
+def _architecture_in(known: Sequence[Architecture], model: ModelConfig) -> Architecture | None:
+    """Return the architecture in `known` with this model, or None."""
+    return next((arch for arch in known if arch.model == model), None)
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run's configuration and the phases that follow from it: made once, in the command, and handed on."""
+    """A run's configuration and its resolved phases.
+
+    `arch` is the architecture of the run's model, without the phases' overrides.
+    """
 
     config: Config
     phases: tuple[ResolvedPhase, ...]
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """Make the plan of a configuration."""
+        """Build the plan for a configuration."""
         return cls(config, resolve(config))
+
+    def with_layout(self, parallel: ParallelConfig, micro_batch: int | None = None) -> Self:
+        """Return the plan with another parallel layout and, if given, another micro-batch size.
+
+        Both plans share the same architectures.
+        """
+        settings = self.config.phases
+        if micro_batch is not None:
+            settings = [dataclasses.replace(phase, micro_batch=micro_batch) for phase in settings]
+        config = dataclasses.replace(self.config, parallel=parallel, phases=settings)
+        return type(self)(config, resolve(config, self._architectures))
+
+    @cached_property
+    def arch(self) -> Architecture:
+        """The architecture of the run's model, without overrides. Raises ConfigError if the model is invalid."""
+        return _architecture_in(self._architectures, self.config.model) or architecture(self.config.model)
+
+    @property
+    def _architectures(self) -> list[Architecture]:
+        return [phase.parsed for phase in self.phases if phase.parsed is not None]
 
     @property
     def run_dir(self) -> Path:
@@ -257,7 +318,7 @@ class RunPlan:
 
     @cached_property
     def last_step(self) -> int:
-        """The step at which the run ends: after its phases, or at run.max_steps."""
+        """The run's last step: the last phase's end, or run.max_steps if that is smaller."""
         end = self.phases[-1].end_step
         limit = self.config.run.max_steps
         if limit is None:
@@ -265,21 +326,16 @@ class RunPlan:
         return min(end, limit)
 
     def phase_ending_at(self, step: int) -> ResolvedPhase:
-        """Return the phase that a step of the run belongs to.
+        """Return the phase that contains a step of the run.
 
-        Step 0, before any training, belongs to the first phase. Steps beyond the end, from a run that was longer,
-        belong to the last.
+        For step 0, before training, this is the first phase. For a step beyond the run's end it is the last phase: a
+        checkpoint may come from a longer run.
         """
         return next((phase for phase in self.phases if step <= phase.end_step), self.phases[-1])
 
     def phase_continuing_at(self, step: int) -> ResolvedPhase:
-        """Return the phase that the next step belongs to. The run must not have ended."""
+        """Return the phase that contains the step after `step`. The run must not have ended."""
         return next(phase for phase in self.phases if step < phase.end_step)
-
-
-def last_step(config: Config) -> int:
-    """Return the step at which a configuration's run ends, for callers without a plan."""
-    return RunPlan.of(config).last_step
 
 
 Base = TypeVar("Base", DataConfig, StatesConfig, OptimConfig, PrecisionConfig)
@@ -287,15 +343,15 @@ Changes = PhaseDataConfig | PhaseStatesConfig | PhaseOptimConfig | PhasePrecisio
 
 
 def _with(options: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return a letter's options with a phase's changes. Options that hold options are merged recursively.
+    """Return a letter's options, an entry in `model.layers`, with a phase's changes.
 
-    A null removes an option, since another kind of layer may not have it.
+    Options that are dictionaries are merged recursively. A change to null removes the option.
     """
     removed = {name for name, value in changes.items() if value is None}
     removed |= {"rope"} if FORMER in removed else set()
     chosen = _as_named_now({k: v for k, v in changes.items() if v is not None}, options.get("kind"))
-    before = _as_named_now(options, None)
-    merged = {name: value for name, value in before.items() if name not in removed and value is not None}
+    present = _as_named_now(options, None)
+    merged = {name: value for name, value in present.items() if name not in removed and value is not None}
     for name, value in chosen.items():
         old_value = merged.get(name)
         both_hold_options = isinstance(value, dict) and isinstance(old_value, dict)
@@ -307,9 +363,10 @@ def _with(options: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_named_now(options: dict[str, Any], kind: object) -> dict[str, Any]:
-    """Return options with former names replaced.
+    """Return a letter's options with former option names replaced by the present names.
 
-    Options that cannot be renamed stay, and the model's rules report them.
+    `kind` is the mixer's kind if the options do not contain it. Invalid options are returned unchanged; the model's
+    check reports them.
     """
     spec = SPECS.get(str(options.get("kind", kind)))
     with suppress(ValueError):

@@ -1,8 +1,10 @@
-"""Read the configuration that a run wrote beside its checkpoints, and find secrets before they are written there.
+"""Read the config.yaml that a run has written, and find secrets before a run writes them.
 
-Such a file is complete, with no interpolation left to resolve. A file with a `${...}` was not written by a run, and
-resolving it could read environment variables when a user opens a downloaded checkpoint; so it is refused. Keys that
-name code to run (`NAMES_CODE`) are left out for the same reason.
+config.yaml files may be downloaded together with a checkpoint, so they are not trusted:
+
+- A file with an interpolation (`${...}`) is refused. Runs write only resolved values, and an interpolation could read
+  environment variables.
+- Keys that name code to run (`NAMES_CODE`) are ignored.
 """
 
 from __future__ import annotations
@@ -21,30 +23,37 @@ from yaml import YAMLError
 
 from hybridtron.config.schema import Config
 from hybridtron.problems import ConfigError, Problem
-from hybridtron.regular_files import read_regular
+from hybridtron.safe_open import read_regular
 
-GREATEST = 2**24  # bytes; a larger file is refused
-SECRET = re.compile(
+MAX_CONFIG_BYTES = 2**24  # maximum size of a config.yaml
+SECRET = re.compile(  # names of environment variables that probably contain secrets
     r"secret|passw|passphrase|token(?!iz)|cred(s|ential)|(api|access|private)key"
-    r"|(^|_)(key|keys|pat|auth|sas)(_|$)|_pwd(_|$)",  # PWD alone is the working folder
+    r"|(^|_)(key|keys|pat|auth|sas)(_|$)|_pwd(_|$)",  # the variable PWD is the working folder
     re.IGNORECASE,
 )
-WITH_PASSWORD = re.compile(r"://(?:[^/@\s]+@|[^/@\s:]*:(?!\d+(?:/|$))[^@\s]*@)")  # a password may have a slash
-LEAVE_IT = "which would be written to config.yaml in clear: leave it in the environment, where its library reads it"
-DROPPED = {"parallel": ("expert",)}  # former keys, whose value had to be 1
-NAMES_CODE = {"run": ("hooks",)}  # keys that only the configuration of a training may set, since they name code
+WITH_PASSWORD = re.compile(
+    r"://(?:[^/@\s]+@|[^/@\s:]*:(?!\d+(?:/|$))[^@\s]*@)"
+)  # user:password@ in a URL; passwords may contain a slash
+LEAVE_IT = "which a run would write to config.yaml: remove the secret, and set the environment variable of its library"
+DROPPED = {"parallel": ("expert",)}  # section -> former keys; their only allowed value was 1
+NAMES_CODE = {"run": ("hooks",)}  # section -> keys that name code to run
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([^,}\s]*)")
 
 
 def read_saved(path: Path) -> DictConfig:
-    """Read a saved configuration over the schema's defaults. Raises ConfigError with the file and the fault."""
+    """Read a saved configuration. Keys that are not in the file get their defaults.
+
+    Raises ConfigError, with the file's name, if the file can't be read or was not written by a run.
+    """
     try:
-        values = _without_unread(OmegaConf.load(StringIO(read_regular(path, GREATEST).decode())))
+        values = _without_unread(OmegaConf.load(StringIO(read_regular(path, MAX_CONFIG_BYTES).decode())))
         faults = [
-            Problem(f"{path}: {key}", "unreadable", f"holds {text!r}, which no run writes")
+            Problem(f"{path}: {key}", "unreadable", f"is {text!r}, but files that runs write have no interpolations")
             for key, text in references(values)
         ]
-        merged = OmegaConf.unsafe_merge(pickle.loads(_defaults()), values)  # may reuse nodes: no one else holds these
+        merged = OmegaConf.unsafe_merge(
+            pickle.loads(_defaults()), values
+        )  # unsafe_merge may reuse its arguments' nodes, which are new here
     except OmegaConfBaseException as error:
         if error.full_key:
             where = f"{path}: {error.full_key}"
@@ -61,12 +70,12 @@ def read_saved(path: Path) -> DictConfig:
 
 @cache
 def _defaults() -> bytes:
-    """Return the schema's defaults, pickled: they are slow to make, and quick to copy this way."""
+    """Return the schema's defaults as a pickle, which loads faster than the defaults are built."""
     return pickle.dumps(OmegaConf.structured(Config))
 
 
 def secrets_from_environment(config: DictConfig) -> list[Problem]:
-    """Report values that read a secret by `${oc.env:NAME}`: config.yaml and checkpoints would hold it resolved."""
+    """Report values that read a secret with `${oc.env:NAME}`, since a run would write the secret into config.yaml."""
     return [
         Problem(key, "secret", f"takes {name} from the environment, {LEAVE_IT}")
         for key, text in references(config)
@@ -76,15 +85,19 @@ def secrets_from_environment(config: DictConfig) -> list[Problem]:
 
 
 def spelled_secrets(values: Any, key: str = "") -> Iterator[Problem]:
-    """Report URLs with a user name or password, and environment variables whose names suggest secrets."""
+    """Report URLs with a user name or password, and secrets in `cluster.environment`.
+
+    values: nested dictionaries and lists of the configuration
+    key: dotted key of `values`
+    """
     if isinstance(values, dict | list):
         for name, value in values.items() if isinstance(values, dict) else enumerate(values):
             yield from spelled_secrets(value, f"{key}.{name}" if key else str(name))
     elif isinstance(values, str) and WITH_PASSWORD.search(values):
-        yield Problem(key, "secret", f"holds a password, {LEAVE_IT}")
+        yield Problem(key, "secret", f"contains a password, {LEAVE_IT}")
     elif key.startswith("cluster.environment.") and SECRET.search(key.rpartition(".")[2]):
-        cure = "leave it out; sbatch hands on the environment that you submit from"
-        yield Problem(key, "secret", f"looks like a secret, which would be written down: {cure}")
+        cure = "leave the key out; sbatch passes the environment of `hybridtron submit` to the job"
+        yield Problem(key, "secret", f"looks like a secret, which a run would write to config.yaml: {cure}")
 
 
 def _without_unread(values: Any) -> Any:
@@ -105,14 +118,17 @@ def _without_unread(values: Any) -> Any:
 
 
 def references(config: Any) -> Iterator[tuple[str, str]]:
-    """Yield every key that holds a `${...}`, with its text."""
+    """Yield (key, text) for every value that is an interpolation, a text with `${...}`."""
     for key, parent, name in leaves(config):
         if OmegaConf.is_interpolation(parent, name):
             yield key, str(parent._get_node(name)._value())
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield every key that holds no further keys, with its section and its name there."""
+    """Yield (dotted key, parent section, name in the section) for every value that is not a section.
+
+    A list is a section whose names are its indices.
+    """
     if node._is_none() or node._is_missing():
         return
     for name in range(len(node)) if isinstance(node, ListConfig) else node.keys():

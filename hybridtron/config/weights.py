@@ -1,13 +1,17 @@
-"""Resolve the values that a recipe takes from the checkpoint in `run.weights`, as interpolations in its YAML.
+"""Resolve interpolations in recipes that take values from the checkpoint in `run.weights`.
 
-    ${weights:KEY}   model.*, precision.* and run.name of that checkpoint; phase.* and data.*: its last phase's
-    ${steps:100}     the tokens in that number of steps, by the phase around it
-    ${times:A,B}     their product
-    ${ratio:A,B}     A / B
+A recipe that starts from a checkpoint lists only its changes. For other keys its YAML has these interpolations:
 
-So a recipe that starts from any checkpoint lists only its changes. An imported checkpoint does not know how it was
-trained: its configuration has no phases, and keys that would come from there must be set. Nothing here opens the
-weights. RUN@best names a run's checkpoint with the lowest held-out loss.
+    ${weights:model.KEY}   a value from section `model` in the checkpoint's configuration; also for precision and run
+    ${weights:phase.KEY}   a value from the checkpoint's last phase
+    ${weights:data.KEY}    a value from the data of the checkpoint's last phase
+    ${steps:100}           number of tokens in 100 steps of the phase that contains the interpolation
+    ${times:A,B}           A * B
+    ${ratio:A,B}           A / B
+
+An imported checkpoint has no phases, since its model's training is unknown. Keys with ${weights:phase.KEY} must then be
+set by the user. The value run.weights=RUN@best names the checkpoint of the run RUN with the lowest held-out loss. This
+module reads only configurations, not the weights.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from hybridtron.config.resolve import resolve
+from hybridtron.config.resolve import RunPlan
 from hybridtron.config.saved import read_saved, references
 from hybridtron.config.schema import Config
 from hybridtron.limits import is_folder, shortened
@@ -30,7 +34,10 @@ KEY = "run.weights"
 BEST = "@best"
 WHAT = "a run's folder (runs/NAME) or one of its checkpoints (runs/NAME/checkpoints/step-00000100)"
 _WEIGHTS = re.compile(r"\$\{weights:([\w.]+)\}")
-FREE_FORM = (("model", "layers"), ("data", "mixture"))  # dictionaries whose entries a command line may change
+FREE_FORM = (
+    ("model", "layers"),
+    ("data", "mixture"),
+)  # (section, key) of dictionaries whose entries the command line may change
 
 
 def register() -> None:
@@ -40,9 +47,10 @@ def register() -> None:
 
 
 def settle(config: DictConfig) -> None:
-    """Check `run.weights`, and replace interpolated dictionaries by the checkpoint's, so that entries can be set.
+    """Check `run.weights`, and resolve interpolations that stand for a dictionary.
 
-    Raises ConfigError if the recipe needs a checkpoint and there is none.
+    The dictionaries are resolved now, so that the command line can change their entries. Raises ConfigError if the
+    recipe needs `run.weights` and it is not set, or if it is set and names no checkpoint.
     """
     if config.run.weights is None:
         if any("${weights:" in text for _, text in references(config)):
@@ -56,28 +64,34 @@ def settle(config: DictConfig) -> None:
 
 
 def lacking_weights(config: Config) -> list[Problem]:
-    """Report a recipe that continues from trained weights but has none; it would train random ones silently."""
+    """Return a problem if the recipe needs pretrained weights (`run.tunes`) and `run.weights` is not set.
+
+    Without this check the run would silently train randomly initialized weights.
+    """
     run = config.run
     if run.tunes is None or run.weights is not None:
         return []
     needed = _needed(run.tunes)
-    return [dataclasses.replace(needed, message=f"{needed.message}. run.tunes=null trains new weights in their place")]
+    return [dataclasses.replace(needed, message=f"{needed.message}; or train from random weights with run.tunes=null")]
 
 
 def _needed(tunes: str | None) -> Problem:
     """Return the problem for a recipe that needs `run.weights`."""
     whose = "a checkpoint" if tunes is None else tunes
-    cure = f"to {WHAT}; hybridtron import makes a checkpoint of a Hugging Face folder"
-    return Problem(KEY, "missing", f"must be set, as the recipe starts from {whose}: {cure}")
+    cure = f"use {WHAT}; `hybridtron import` makes a checkpoint from a Hugging Face folder"
+    return Problem(KEY, "missing", f"must be set, since the recipe starts from {whose}: {cure}")
 
 
 def folder_of(named: str) -> str:
-    """Return the folder that a key names, without @best: RUN for RUN@best."""
+    """Return the folder in a value of `run.weights`, without @best: RUN for RUN@best."""
     return named.removesuffix(BEST)
 
 
 def tokenizer_of(folder: str) -> Path | None:
-    """Return a checkpoint's tokenizer.json, or that of a run's newest checkpoint; None if there is none."""
+    """Return the path of a checkpoint's tokenizer.json, or None if there is no such file.
+
+    `folder` is a checkpoint, or a run, whose newest checkpoint with a tokenizer is used.
+    """
     path = Path(folder_of(folder))
     tokenizers = sorted(path.glob("checkpoints/step-*/tokenizer.json"), reverse=True) or [path / "tokenizer.json"]
     if tokenizers[0].is_file():
@@ -86,7 +100,7 @@ def tokenizer_of(folder: str) -> Path | None:
 
 
 def unknown(config: DictConfig) -> list[Problem]:
-    """Report keys whose values the checkpoint would have to provide but does not know."""
+    """Report keys whose values the recipe takes from the checkpoint's phase, if the checkpoint has no phases."""
     folder = config.run.weights
     if folder is None or (saved := _saved(folder)).keys() >= {"phase"}:
         return []
@@ -95,13 +109,17 @@ def unknown(config: DictConfig) -> list[Problem]:
         paths = [name.split(".") for name in _WEIGHTS.findall(text)]
         if any(name[0] not in saved or name[1] not in saved[name[0]] for name in paths):
             problems.append(
-                Problem(key, "missing", f"must be set: {folder} was imported, and does not say how it was trained")
+                Problem(
+                    key,
+                    "missing",
+                    f"must be set: {folder} is an imported checkpoint, which has no training configuration",
+                )
             )
     return problems
 
 
 def _saved(folder: str) -> dict[str, Any]:
-    """Return the sections that `${weights:KEY}` can name, from a run's or checkpoint's config.yaml.
+    """Return the sections whose values `${weights:KEY}` can name, from the config.yaml of a run or checkpoint.
 
     Raises ConfigError if there is no such file or it cannot be read.
     """
@@ -110,7 +128,7 @@ def _saved(folder: str) -> dict[str, Any]:
         if exists:
             why = f"has no config.yaml: name {WHAT}"
         else:
-            why = f"is not there: name {WHAT}"
+            why = f"does not exist: name {WHAT}"
         raise ConfigError([Problem(KEY, "no-file", f"{shortened(folder)} {why}")])
     try:
         return _parsed(path, path.stat().st_mtime_ns)
@@ -120,16 +138,21 @@ def _saved(folder: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=4)
 def _parsed(path: Path, _modified: int) -> dict[str, Any]:
-    """Parse a config.yaml to sections with plain values; cached until the file's modification time changes."""
+    """Return the sections in a config.yaml as dictionaries.
+
+    `_modified`, the file's modification time, is only part of the cache's key, so that a changed file is read again.
+    """
     config = OmegaConf.to_object(read_saved(path))
     assert isinstance(config, Config)
-    if not config.phases:  # an imported checkpoint: how it was trained is unknown
+    if not config.phases:  # an imported checkpoint
         known = {"model": config.model, "precision": config.precision, "run": config.run, "data": config.data}
         sections = {name: dataclasses.asdict(section) for name, section in known.items()}
         del sections["data"]["path"]
         return sections
-    last = resolve(config)[-1]
-    peak = next(phase.lr for phase in reversed(config.phases) if phase.lr is not None)  # of the schedule that it ends
+    last = RunPlan.of(config).phases[-1]
+    peak = next(
+        phase.lr for phase in reversed(config.phases) if phase.lr is not None
+    )  # phases other than rewarm have no peak rate `lr`
     sections = {"model": last.model, "precision": last.precision, "run": config.run}
     sections |= {"phase": dataclasses.replace(last.settings, lr=peak), "data": last.data}
     return {name: dataclasses.asdict(section) for name, section in sections.items()}
@@ -147,7 +170,7 @@ def _steps(count: int, *, _parent_: DictConfig) -> str:
 
 
 def _times(a: float, b: float) -> float:
-    return float(f"{a * b:.12g}")  # 0.1 x 6e-4 is 6e-5, not 6.000000000000001e-05
+    return float(f"{a * b:.12g}")  # round: 0.1 * 6e-4 gives 6e-05, not 6.000000000000001e-05
 
 
 def _ratio(a: float, b: float) -> float:

@@ -1,7 +1,11 @@
-"""A batch of rows as the model sees it, and each token's place in its document.
+"""A micro-batch as the model reads it: tokens, labels, loss mask, and each token's position and document.
 
-B rows (lanes), L tokens in a row. Everything that depends on the batch alone is computed here, once, not in every
-layer.
+Everything that several layers derive from the batch, such as rotary angles, is computed here once per batch.
+
+`data.documents` decides how a row's documents are treated. With `isolate`, no layer looks across a document boundary.
+With `join`, a layer treats each row as one document.
+
+Suffixes of tensor names give the axes: B rows, L tokens in a row, E document boundaries.
 """
 
 from __future__ import annotations
@@ -23,14 +27,14 @@ Change = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class RowShare:
-    """A context-parallel rank's sequence shard: the same part of every row in the batch (`parallel/context.py`).
+class SequenceShard:
+    """A context-parallel rank's sequence shard: the same token indices in every row of the batch.
 
-    size, rank: number of shards in a row, and which of them this rank has
-    spans: begin and end of each document, in the full rows
-    length: tokens in a shard
-    behind_B: tokens before the shard, in its row, that belong to its first document
-    unbroken_B: True where all tokens in the shard belong to one document
+    size, rank: how many shards a row has, and the index of this rank's shard
+    spans: for each row, the (begin, end) token indices of its documents in the full row
+    length: how many tokens a shard has
+    behind_B: for each row, how many tokens before the shard belong to the same document as the shard's first token
+    unbroken_B: True for rows in which all tokens in the shard belong to one document
     """
 
     size: int
@@ -43,21 +47,27 @@ class RowShare:
 
     @property
     def first(self) -> int:
-        """Place in the row where the shard begins."""
+        """Index of the shard's first token in the full row."""
         return self.rank * self.length
 
     @property
     def reaches_B(self) -> Tensor:
-        """True where the shard's first document is also the row's first. A carried state belongs to that document."""
+        """True for rows in which the shard's first token belongs to the row's first document.
+
+        An initial state of the row belongs to the same document.
+        """
         return self.behind_B == self.first
 
     @property
     def enters_B(self) -> Tensor:
-        """True where a state from before the shard belongs to the document of its first token."""
+        """True for rows in which the state before the shard's first token belongs to this token's document.
+
+        In the other rows a document starts at the shard's first token, so the shard starts with a zero state.
+        """
         return (self.behind_B > 0) | self.reaches_B
 
-    def moved(self, move: Change) -> RowShare:
-        """Return a copy with its tensors on another device."""
+    def moved(self, move: Change) -> SequenceShard:
+        """Return a copy on another device; `move` transfers one tensor."""
         return replace(self, behind_B=move(self.behind_B), unbroken_B=move(self.unbroken_B))
 
 
@@ -65,15 +75,16 @@ class RowShare:
 class SeqInfo:
     """Positions and documents of a batch's tokens.
 
-    positions_BL: position of each token in its document (`isolate`) or in its row's stream (`join`), int64.
-    documents_BL: index of each token's document within its row, from 0; None where a row is one stream (`join`),
-        without boundaries. A mixer's initial state belongs to the row's first document, its final state to the last.
-    key: seed for the random choices of a training step, equal under every layout; None outside training, where nothing
-        is random.
-    carried: whether the final states are used. If not, mixers need not copy keys and values for them.
-    boundaries_E: where documents begin, from `document_boundaries`. Without it, a kernel that needs it waits for the
-        device.
-    share: this rank's sequence shard; None where ranks have full rows.
+    positions_BL: int64 position of each token. With `isolate` it counts from the start of the token's document, with
+        `join` from the start of the text that the row continues.
+    documents_BL: each token's document index within its row, from 0; None with `join`. A mixer's initial state belongs
+        to the row's first document, and its final state to the row's last document.
+    key: seed for the random choices of a training step, equal under every parallel layout; None outside training, where
+        nothing is random.
+    carried: whether the caller uses the mixers' final states. If False, mixers need not copy keys and values for them.
+    boundaries_E: offsets in the flattened rows where documents begin, from `document_boundaries`. If None, an op
+        that needs boundaries computes them, and the host then waits for the GPU.
+    shard: this rank's sequence shard; None if each rank has full rows.
     """
 
     positions_BL: Tensor
@@ -81,7 +92,7 @@ class SeqInfo:
     key: int | None = None
     carried: bool = True
     boundaries_E: Tensor | None = None
-    share: RowShare | None = None
+    shard: SequenceShard | None = None
     _spans: list[list[tuple[int, int]]] = field(default_factory=list, repr=False, compare=False)
     _rope: dict[tuple[object, ...], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -92,25 +103,26 @@ class SeqInfo:
         return self._rope[head_dim, rope]
 
     def rope_in_row(self, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin by place in the row, whatever its documents, each (B, L + 1, head_dim / 2).
+        """Return cos and sin of rotary angles by index in the row, not by position in the document.
 
-        The last place is the one after the row's last token. Computed once per batch.
+        Each has shape (B, L + 1, head_dim / 2): one index more than the row has tokens. Both are computed once per
+        batch.
         """
         if (head_dim, base, dtype) not in self._rope:
             rows, length = self.positions_BL.shape
-            first = 0 if self.share is None else self.share.first
-            places_BL = torch.arange(first, first + length + 1, device=self.positions_BL.device).expand(rows, -1)
-            self._rope[head_dim, base, dtype] = rope_table(places_BL, head_dim, RopeOptions(base), dtype)
+            first = 0 if self.shard is None else self.shard.first
+            indices_BL = torch.arange(first, first + length + 1, device=self.positions_BL.device).expand(rows, -1)
+            self._rope[head_dim, base, dtype] = rope_table(indices_BL, head_dim, RopeOptions(base), dtype)
         return self._rope[head_dim, base, dtype]
 
     def number(self, purpose: str) -> int:
-        """Return a random 64-bit number: a function of the key and the purpose."""
+        """Return a pseudo-random 64-bit number that depends only on `key` and `purpose`."""
         return seed_of(self.key or 0, purpose)
 
     def spans(self) -> list[list[tuple[int, int]]]:
-        """Return each row's documents as (begin, end) pairs; computed once per batch.
+        """Return the (begin, end) token indices for each row's documents; computed once per batch.
 
-        With tensors on a GPU, the first call waits for the device.
+        If the tensors are on a GPU, the first call waits for it.
         """
         if not self._spans:
             rows, length = self.positions_BL.shape
@@ -128,22 +140,23 @@ class SeqInfo:
         return self._spans
 
     def with_boundaries(self) -> SeqInfo:
-        """Return a copy with document boundaries computed.
+        """Return a copy with document boundaries and spans computed.
 
-        Call it on the CPU, where this does not wait for a device.
+        Call this method while the tensors are on the CPU. If they are on a GPU, the host waits for it.
         """
         if self.documents_BL is None:
             boundaries_E = None
         else:
             boundaries_E = document_boundaries(self.documents_BL)
-        with_borders = replace(self, boundaries_E=boundaries_E)
-        with_borders.spans()
-        return with_borders
+        prepared = replace(self, boundaries_E=boundaries_E)
+        prepared.spans()
+        return prepared
 
     def map(self, change: Change) -> SeqInfo:
-        """Apply `change` to every tensor, to get other rows or tokens.
+        """Return a copy with `change` applied to positions and documents, to select rows or tokens.
 
-        Values derived from the tensors are computed again.
+        The copy has no boundaries, spans and angles, because these differ after a selection. They are computed when
+        they are needed. The copy has no sequence shard either.
         """
         if self.documents_BL is None:
             documents_BL = None
@@ -152,16 +165,19 @@ class SeqInfo:
         return SeqInfo(change(self.positions_BL), documents_BL, self.key, self.carried)
 
     def moved(self, move: Change) -> SeqInfo:
-        """Return a copy on another device. It keeps the document boundaries that are known."""
+        """Return a copy on another device, with the boundaries and spans that are already computed.
+
+        move: transfers one tensor
+        """
         if self.boundaries_E is None:
             boundaries_E = None
         else:
             boundaries_E = move(self.boundaries_E)
-        if self.share is None:
-            share = None
+        if self.shard is None:
+            shard = None
         else:
-            share = self.share.moved(move)
-        return replace(self.map(move), boundaries_E=boundaries_E, share=share, _spans=self._spans)
+            shard = self.shard.moved(move)
+        return replace(self.map(move), boundaries_E=boundaries_E, shard=shard, _spans=self._spans)
 
     @staticmethod
     def stream(batch: int, length: int, start: int = 0, device: torch.device | str = "cpu") -> SeqInfo:
@@ -174,9 +190,11 @@ class SeqInfo:
 class Batch:
     """One micro-batch.
 
-    labels_BL, mask_BL: the token to predict at each position, and whether it counts in the loss
-    continues_B: whether a row's first token continues the document that its lane read at the end of the step before;
-        None where no row does
+    tokens_BL: input tokens
+    labels_BL: the token to predict at each position
+    mask_BL: whether the label counts in the loss
+    continues_B: whether a row's first token continues the document with which the previous row at this batch index
+        ended; None if no row continues a document
     """
 
     tokens_BL: Tensor
@@ -186,11 +204,14 @@ class Batch:
     continues_B: Tensor | None = None
 
     def map(self, change: Change) -> Batch:
-        """Apply `change` to every tensor, to get other rows or tokens."""
+        """Return a copy with `change` applied to every tensor, to select rows."""
         return self._changed(change, self.seq.map(change))
 
     def moved(self, move: Change) -> Batch:
-        """Return a copy on another device, by `move`. It keeps the document boundaries that are known."""
+        """Return a copy on another device, with the document boundaries that are already computed.
+
+        move: transfers one tensor
+        """
         return self._changed(move, self.seq.moved(move))
 
     def _changed(self, change: Change, seq: SeqInfo) -> Batch:
@@ -201,14 +222,11 @@ class Batch:
         return Batch(change(self.tokens_BL), change(self.labels_BL), change(self.mask_BL), seq, continues_B)
 
     def with_boundaries(self) -> Batch:
-        """Return a copy with document boundaries computed, for use on the host."""
+        """Return a copy with document boundaries computed. Call this method while the tensors are on the CPU."""
         return replace(self, seq=self.seq.with_boundaries())
 
     def keyed(self, key: int, carried: bool = True) -> Batch:
-        """Return a copy for training.
-
-        `key` seeds its random choices; `carried` says whether its final states are used.
-        """
+        """Return a copy for training, with `key` and `carried` as in `SeqInfo`."""
         return replace(self, seq=replace(self.seq, key=key, carried=carried))
 
     def to(self, device: torch.device) -> Batch:
@@ -220,7 +238,7 @@ class Batch:
         return [self.map(lambda t, i=first: t[i : i + rows]) for first in range(0, len(self.tokens_BL), rows)]
 
     def chunks(self, count: int) -> list[Batch]:
-        """Split along the sequence into `count` chunks of equal length. Each chunk continues the chunk before it."""
+        """Split along the sequence into `count` equally long batches, in order."""
         length = self.tokens_BL.shape[1] // count
         if count == 1:
             return [self]
@@ -246,5 +264,10 @@ def seed_of(seed: int, name: str) -> int:
 
 
 def step_key(seed: int, step: int, turn: int, first_row: int) -> int:
-    """Derive a micro-batch's key from its phase's seed, step, chunk (`turn`) and first row in the global batch."""
+    """Derive the key for a micro-batch (`SeqInfo.key`).
+
+    seed: the phase's seed
+    turn: index along the sequence of the batch that `Batch.chunks` returned
+    first_row: index of the micro-batch's first row in the global batch
+    """
     return seed_of(seed, f"{step}/{turn}/{first_row}")

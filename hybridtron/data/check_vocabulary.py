@@ -1,4 +1,8 @@
-"""Checks that initial weights are trained on tokens of their own vocabulary, unless the run accepts other data."""
+"""Checks that a phase's data and its initial weights have equal vocabularies.
+
+A token id from another vocabulary would mean another text than the weights have learned. `run.accept_data_changes`
+turns the check off.
+"""
 
 from __future__ import annotations
 
@@ -11,39 +15,43 @@ from hybridtron.problems import Problem
 
 
 def meaning_problems(config: Config, index: int, data: TokenFolder | str) -> list[Problem]:
-    """Report a problem if token ids in a phase's data mean something else to its initial weights.
+    """Return a problem if the phase's data has another vocabulary than the phase's initial weights.
 
-    data: the opened folder, or the path of an embedded corpus that would be prepared now, with its own vocabulary
+    data: the opened folder of prepared tokens; or, with `data.source=embedded`, the path of a folder that does not
+        exist yet and would get a newly trained tokenizer
 
-    Nothing is reported without initial weights, if their tokenizer can't be read, or with run.accept_data_changes.
+    The list is empty if the phase has no initial weights, if their tokenizer can't be read, or if
+    run.accept_data_changes is set.
     """
-    entry = _named(config, index)
-    if entry is None or (tokenizer := _readable(entry[1])) is None or config.run.accept_data_changes:
+    entry = _weights_of(config, index)
+    if entry is None or (tokenizer := _tokenizer_file(entry[1])) is None or config.run.accept_data_changes:
         return []
     from hybridtron.data.same_vocabulary import difference  # it imports tokenizers
 
     key, weights = entry
     if isinstance(data, str):
-        why = f"which has a vocabulary, and {data} would be made now, with a tokenizer of its own"
+        why = f"which was trained with the vocabulary of {tokenizer}, but {data} would get a new vocabulary"
     elif differs := difference(tokenizer.read_bytes(), data.tokenizer_file.read_bytes()):
-        why = f"but {data.name} has tokens of another vocabulary: {differs}"
+        why = f"which was trained with the vocabulary of {tokenizer}, but {data.name} has another vocabulary: {differs}"
     else:
         return []
-    cure = f"use tokens made with its own (hybridtron data prepare --tokenizer {tokenizer}; data.source=folder)"
-    return [Problem(key, "mismatch", f"is {weights}, {why}; {cure}, or run.accept_data_changes=true")]
+    cure = f"prepare text with hybridtron data prepare --tokenizer {tokenizer} and set data.source=folder"
+    return [Problem(key, "mismatch", f"is {weights}, {why}; {cure}, or set run.accept_data_changes=true")]
 
 
 def vocabulary_warnings(config: Config) -> list[str]:
-    """Warn about initial weights without a readable tokenizer: the data can't be compared with it."""
-    weights_by_key = dict(entry for index in range(len(config.phases)) if (entry := _named(config, index)) is not None)
-    message = "has no tokenizer that can be read: that the data is of its vocabulary is taken on trust"
-    return [f"{key}={folder} {message}" for key, folder in weights_by_key.items() if _readable(folder) is None]
+    """Return a warning for each folder of initial weights that has no readable tokenizer."""
+    weights_by_key = dict(
+        entry for index in range(len(config.phases)) if (entry := _weights_of(config, index)) is not None
+    )
+    message = "has no readable tokenizer, so it can't be checked that the data has the vocabulary of these weights"
+    return [f"{key}={folder} {message}" for key, folder in weights_by_key.items() if _tokenizer_file(folder) is None]
 
 
-def _named(config: Config, index: int) -> tuple[str, str] | None:
-    """Return the key that names a phase's initial weights, and its value; None if training starts from scratch.
+def _weights_of(config: Config, index: int) -> tuple[str, str] | None:
+    """Return the key that names a phase's initial weights, and the key's value; None if training starts from scratch.
 
-    A phase continues the phase before it unless it has weights of its own.
+    A phase without `init_from` continues with the weights of the phase before it.
     """
     for number in range(index, 0, -1):
         if (folder := config.phases[number].init_from) is not None:
@@ -53,8 +61,8 @@ def _named(config: Config, index: int) -> tuple[str, str] | None:
     return ("run.weights", config.run.weights)
 
 
-def _readable(folder: str) -> Path | None:
-    """Return the tokenizer file that belongs to weights; None if there is none, or it can't be read."""
+def _tokenizer_file(folder: str) -> Path | None:
+    """Return the tokenizer file in a folder with weights; None if the folder has none, or the file can't be read."""
     from hybridtron.data.same_vocabulary import is_readable  # it imports tokenizers
 
     tokenizer = tokenizer_of(folder)

@@ -1,10 +1,11 @@
-"""`data.feed=dali`: an NVIDIA DALI pipeline from rows to batches. They equal the batches that `rows.batch_of` makes.
+"""`data.feed=dali`: an NVIDIA DALI pipeline that computes batches from token rows on the GPU.
 
-DALI does only the last stage: it copies tokens to the GPU in their stored two or four bytes, then casts, shifts, masks
-and numbers them there. `loader.py` decides which rows these are, and no state of DALI's is ever saved. Without a GPU
-the same pipeline runs on the CPU.
+The batches equal those that `rows.batch_of` computes on the CPU. The pipeline copies tokens to the GPU in their stored
+dtype (uint16 or uint32), and computes inputs, labels, mask and positions there. `loader.py` reads the rows and decides
+which rows a step has, so checkpoints store no state of DALI. On a machine without a GPU the same pipeline runs on the
+CPU.
 
-Letters: B rows, L input tokens in a row, T = L + 1.
+Suffixes in tensor names give the axes: B rows, L input tokens in a row, T = L + 1 tokens with the last label.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.data.rows import RowArrays
 from hybridtron.device import compute_device
 
-QUEUE_DEPTH = 2  # steps that DALI holds on the device
+QUEUE_DEPTH = 2  # batches that DALI computes ahead
 
 
 def dali_batches(steps: Iterator[RowArrays], documents: Documents) -> Iterator[Batch]:
-    """Yield the batch of each step's rows, on the device."""
+    """Yield the batch from each step's rows, on the device."""
     first = next(steps, None)
     if first is None:
         return
@@ -43,9 +44,11 @@ def dali_batches(steps: Iterator[RowArrays], documents: Documents) -> Iterator[B
 
 
 def _pipeline(steps: Iterator[RowArrays], rows: int, length: int) -> Any:
-    """Build the pipeline from row arrays to a batch's tensors.
+    """Build the pipeline that computes a batch's tensors from `RowArrays`.
 
-    DALI's samples are rows, so slices are along the sequence.
+    DALI treats each row as one sample, so a slice such as `tokens[:-1]` is along the sequence.
+
+    length: T, the number of tokens in a row
     """
     fn = importlib.import_module("nvidia.dali.fn")
     types = importlib.import_module("nvidia.dali.types")
@@ -61,8 +64,8 @@ def _pipeline(steps: Iterator[RowArrays], rows: int, length: int) -> Any:
         else:
             tokens, documents, base, learned, continues = inputs
         tokens = fn.cast(tokens, dtype=types.INT64)
-        place = types.Constant(np.arange(length - 1, dtype=np.int64), device="gpu" if on_gpu else "cpu")
-        positions = fn.cast(base[:-1], dtype=types.INT64) + place
+        indices = types.Constant(np.arange(length - 1, dtype=np.int64), device="gpu" if on_gpu else "cpu")
+        positions = fn.cast(base[:-1], dtype=types.INT64) + indices
         mask = (documents[:-1] == documents[1:]) & learned[1:]
         pipeline.set_outputs(tokens[:-1], tokens[1:], mask, positions, documents[:-1], continues)
     return pipeline

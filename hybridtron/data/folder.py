@@ -1,15 +1,16 @@
 """A folder of prepared tokens: its format, how to open it, and the checks that need no tokens.
 
-    manifest.json                       vocabulary, eos, dtype, and every shard's size, counts and digest
-    tokenizer.json                      the tokenizer that made the tokens, in the form of the `tokenizers` package
-    train/SOURCE/index.json             an MDS dataset as mosaicml-streaming writes it, one sample a document: its
-                                        tokens, and a mask where not every token is learned
-    train/SOURCE/PART/shard.00000.mds   its shards; with compression .mds.zstd
+    manifest.json                       vocabulary size, eos token, dtype, and every shard's size, counts and digest
+    tokenizer.json                      the tokenizer that made the tokens, in the format of the `tokenizers` package
+    train/SOURCE/index.json             index of an MDS dataset, as mosaicml-streaming writes it; each sample holds a
+                                        document's tokens, and a loss mask if not every token counts in the loss
+    train/SOURCE/PART/shard.00000.mds   the dataset's shards; named .mds.zstd if they are compressed
     train/SOURCE/lengths.npy            uint32, tokens in each document; each document's last token is eos
-    validation/SOURCE/...
+    validation/SOURCE/...               the same files for the held-out documents
 
-A folder does not depend on the row length, so one folder serves every phase. Nothing here needs torch. Opening a folder
-reads no tokens: sizes are compared with the manifest here, contents when a shard is used (`mds/store.py`).
+Documents are stored without regard to `seq_len`, so phases with different `seq_len` can read the same folder. Nothing
+here needs torch. Opening a folder reads no tokens, and compares only the sizes of shards with the manifest.
+`mds/store.py` compares a shard's digest with the manifest when it first uses the shard.
 """
 
 from __future__ import annotations
@@ -22,20 +23,21 @@ from pathlib import Path
 import numpy as np
 
 from hybridtron.data.manifest import DIGEST, DataManifest, FolderError
-from hybridtron.regular_files import Unreadable, path_inside, read_regular
+from hybridtron.safe_open import Unreadable, path_inside, read_regular
 from hybridtron.storage.digest import digest_of
 
-LARGEST_MANIFEST = 2**30  # bytes: four million shards
-LARGEST_INDEX = 2**28  # bytes of one source's index.json: half a million shards
-LARGEST_TOKENIZER = 2**28  # bytes; a vocabulary of 256 thousand entries takes 2**25
-SMALLEST_VOCABULARY = 300  # 256 bytes, eos, and a few merges
+MAX_MANIFEST_BYTES = 2**30  # bytes: four million shards
+MAX_INDEX_BYTES = 2**28  # bytes of one source's index.json: half a million shards
+MAX_TOKENIZER_BYTES = 2**28  # bytes; a vocabulary of 256 thousand entries takes 2**25
+MIN_VOCABULARY = 300  # 256 bytes, eos, and a few merges
 
 
 @dataclass(frozen=True)
 class TokenFolder:
     """An opened folder: its path, its manifest, and the manifest's digest.
 
-    remote: URL that its shards are fetched from; `path` is then its entry in the cache. None for a local folder.
+    remote: URL from which shards are fetched into the cache; `path` is then the folder's copy in the cache. None for a
+        local folder.
     """
 
     path: Path
@@ -46,12 +48,12 @@ class TokenFolder:
     @staticmethod
     def unchecked(path: Path) -> TokenFolder:
         """Read a folder's manifest, without checking other files."""
-        text = read_regular(path / "manifest.json", LARGEST_MANIFEST).decode()
+        text = read_regular(path / "manifest.json", MAX_MANIFEST_BYTES).decode()
         return TokenFolder(path, DataManifest.parse(text, path), digest_of(text.encode()))
 
     @staticmethod
     def open(path: Path) -> TokenFolder:
-        """Open a local folder; raise FolderError if its sizes or its tokenizer differ from the manifest."""
+        """Open a local folder; raise FolderError if a shard's size or the tokenizer differs from the manifest."""
         try:
             if not path.is_dir():
                 if path.exists():
@@ -63,9 +65,9 @@ class TokenFolder:
         except FileNotFoundError as error:
             missing = Path(error.filename).relative_to(path)
             if str(missing) == "manifest.json":
-                why = ": not a folder of prepared tokens"
+                why = ", so it is not a folder of prepared tokens"
             else:
-                why = ", which its manifest names"
+                why = ", although its manifest lists this file"
             raise FolderError(path, f"has no {missing}{why}") from error
         except (OSError, UnicodeDecodeError) as error:
             raise FolderError(path, f"can't be read: {error}") from error
@@ -73,7 +75,7 @@ class TokenFolder:
 
     @property
     def name(self) -> str:
-        """URL or path, for messages."""
+        """A remote folder's URL, or a local folder's path, for messages."""
         return self.remote or str(self.path)
 
     @property
@@ -86,12 +88,15 @@ class TokenFolder:
         return self.path / split / source
 
     def verified(self, name: str) -> bytes:
-        """Read a file beside the shards; raise FolderError if its digest differs from the manifest."""
+        """Return the bytes of a file; raise FolderError if its digest differs from the manifest.
+
+        name: tokenizer.json, or a source's index.json or lengths.npy; shards are read by `mds/store.py`
+        """
         digest, size = self.manifest.beside[name]
         try:
             if (file := path_inside(self.path, name)) is None:
-                raise Unreadable("leads, or could lead, out of the folder: not opened")
-            data = read_regular(file, size + LARGEST_INDEX)
+                raise Unreadable("it leads, or could lead, out of the folder, so it was not opened")
+            data = read_regular(file, size + MAX_INDEX_BYTES)
         except OSError as error:
             raise FolderError(f"{self.name}/{name}", f"can't be read: {error}") from error
         if digest_of(data) != digest:
@@ -99,10 +104,10 @@ class TokenFolder:
         return data
 
     def packed_digests(self, split: str, source: str) -> list[str | None]:
-        """Return each shard's digest in compressed form; None for a shard that is stored uncompressed.
+        """Return the digest of each shard's compressed file; None for a shard that is stored uncompressed.
 
-        Nothing else is read from index.json, which is for other readers. The index itself has the right digest, so its
-        contents need not be compared with the manifest.
+        The digests are read from index.json, which is written for mosaicml-streaming; everything else is read from the
+        manifest. The digest of index.json is checked, so its contents need not be compared with the manifest.
         """
         stored = self.verified(name := f"{split}/{source}/index.json")
         try:
@@ -122,14 +127,14 @@ class TokenFolder:
         except (ValueError, EOFError, OSError) as error:
             raise FolderError(f"{self.name}/{name}", f"can't be read: {error}") from error
         if lengths.shape != (of_source.documents,) or lengths.dtype != np.uint32:
-            fault = f"is {lengths.dtype}{lengths.shape}, not what the manifest says"
+            fault = f"is {lengths.dtype}{lengths.shape}, but the manifest says uint32{(of_source.documents,)}"
             raise FolderError(f"{self.name}/{name}", fault)
         if int(lengths.sum(dtype=np.int64)) != of_source.tokens or (len(lengths) and lengths.min() < 1):
-            raise FolderError(f"{self.name}/{name}", f"does not add up to {of_source.tokens} tokens")
+            raise FolderError(f"{self.name}/{name}", f"holds a 0, or its sum is not {of_source.tokens} (manifest.json)")
         return lengths
 
     def _check_sizes(self) -> None:
-        """Compare the sizes of shards with the manifest; raise FolderError where they differ."""
+        """Raise FolderError if a shard's size differs from the manifest, or FileNotFoundError if a file is missing."""
         for name in self.manifest.beside:
             _size(self.path / name)
         for where, shard in self.manifest.shards():

@@ -1,6 +1,8 @@
-"""The manifest.json in a folder of prepared tokens, which describes all its files. Needs no torch.
+"""The manifest.json in a folder with prepared tokens: sizes, counts and digests of the folder's files. Needs no torch.
 
-A folder without masks has the same manifest, byte for byte, as before masks existed.
+A token is learned if it counts in the loss as a label. Loss masks mark the learned tokens; in a folder without masks
+all tokens are learned. The JSON for a shard without masks has no field `learned`. So the manifest for a folder without
+masks is equal, byte for byte, to one by the last hybridtron versions that had no masks.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from hybridtron.storage.digest import digest_of
 FORMAT = 2
 SPLITS = ("train", "validation")
 DTYPES = ("uint16", "uint32")
-USUAL = 2**20  # assumed bytes of a manifest, an index or a tokenizer, for the time limit of its fetch
-DIGEST = "xxh3_128"  # the digest's name in MDS indexes
+USUAL = (
+    2**20
+)  # assumed size of a manifest, an index or a tokenizer in bytes, from which its download's time limit follows
+DIGEST = "xxh3_128"  # name of the hash algorithm in MDS indexes
 _COMPRESSION = re.compile(r"(zstd|zip|gz|bz2|br|snappy)(:\d+)?")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -38,22 +42,24 @@ def _is_count(value: object) -> bool:
 
 
 def _stored(fields: list[tuple[str, object]]) -> dict[str, object]:
-    """Collect a dataclass's fields for JSON. `learned` is left out where there are no masks."""
+    """Return a dataclass's fields as a dict, without the field `learned` if its value is None."""
     return {key: value for key, value in fields if (key, value) != ("learned", None)}
 
 
 def _own_digest(values: dict) -> str:
-    """Return the digest that a manifest stores about itself. It does not depend on the JSON's formatting."""
+    """Compute a manifest's digest from its contents, independent of the JSON's formatting."""
     return digest_of(json.dumps(values, sort_keys=True).encode())
 
 
 @dataclass(frozen=True)
 class DataShard:
-    """One shard: its file below the source's folder, and its contents.
+    """One shard in a source.
 
-    size, digest: those of the uncompressed file
-    packed: size in compressed form; None if it is stored uncompressed
-    learned: number of learned tokens; None if it has no masks, so that all tokens are learned
+    file: the uncompressed file's path, relative to the source's folder
+    documents, tokens: document count and token count
+    size, digest: the uncompressed file's size in bytes, and its digest
+    packed: the compressed file's size in bytes; None if the shard is stored uncompressed
+    learned: how many tokens are learned; None if the shard has no masks
     """
 
     file: str
@@ -67,7 +73,10 @@ class DataShard:
 
 @dataclass(frozen=True)
 class SourceSplit:
-    """One source's part of a split: its shards, and the digests of index.json and lengths.npy."""
+    """One source's part of a split.
+
+    index, lengths: digests of index.json and lengths.npy
+    """
 
     index: str
     lengths: str
@@ -89,15 +98,15 @@ class SourceSplit:
         return sum(shard.tokens if shard.learned is None else shard.learned for shard in self.shards)
 
     def faults(self) -> Iterator[str]:
-        """Yield faults in the file descriptions."""
+        """Yield a message for each shard with impossible values, and one if a digest is not a string."""
         if not (isinstance(self.index, str) and isinstance(self.lengths, str)):
-            yield "its index or its lengths have no digest"
+            yield "the digest of index.json or of lengths.npy is not a string"
         for number, shard in enumerate(self.shards):
             optional_counts = (0 if count is None else count for count in (shard.packed, shard.learned))
             counts = (shard.documents, shard.tokens, shard.size, *optional_counts)
             if not (all(map(_is_count, counts)) and isinstance(shard.file, str) and isinstance(shard.digest, str)):
-                yield f"shard {number} has no name, counts or digest that could be right"
-            elif shard.size == 0:  # a shard begins with its number of samples; and an empty file can't be mapped
+                yield f"shard {number} has an impossible file name, count or digest"
+            elif shard.size == 0:  # every shard begins with a header; and an empty file can't be memory-mapped
                 yield f"shard {number}, {shard.file}, has a size of 0 bytes"
 
     @staticmethod
@@ -107,7 +116,14 @@ class SourceSplit:
 
 @dataclass(frozen=True)
 class DataManifest:
-    """Contents of manifest.json. `origin` records where the text came from, and does not affect how tokens are read."""
+    """Contents of manifest.json.
+
+    eos: token id that ends every document
+    compression: `zstd:3`, for example; None if shards are stored uncompressed
+    tokenizer: tokenizer.json's digest
+    splits: split -> source -> its shards
+    origin: where the text came from; has no effect on how tokens are read
+    """
 
     format: int
     vocab_size: int
@@ -120,13 +136,14 @@ class DataManifest:
 
     @staticmethod
     def parse(text: str, folder: Path | str) -> DataManifest:
-        """Parse the JSON of a folder's manifest; raise FolderError if it is faulty or was changed."""
+        """Parse a folder's manifest from JSON; raise FolderError if a value is impossible or the digest is wrong."""
         try:
             values = json.loads(text)
-            stored_digest = values.pop("digest", None)  # folders of earlier versions have none
+            stored_digest = values.pop("digest", None)  # the first versions wrote no digest
             if values["format"] != FORMAT:
                 raise FolderError(
-                    folder, f"has format {values['format']}; this version reads format {FORMAT}: prepare it again"
+                    folder,
+                    f"has format {values['format']}, but this version reads format {FORMAT}: prepare the folder again",
                 )
             splits = {
                 split: {
@@ -142,35 +159,39 @@ class DataManifest:
         for fault in manifest.faults():
             raise FolderError(folder, fault)
         if stored_digest not in (None, _own_digest(values)):
-            raise FolderError(folder, "has a manifest.json that differs from its own digest: it was changed")
+            raise FolderError(folder, "has a manifest.json that was changed: its contents differ from its digest")
         return manifest
 
     def faults(self) -> Iterator[str]:
-        """Yield faults: values that no valid manifest has."""
+        """Yield a message for each impossible value."""
         if not (_is_count(self.vocab_size) and _is_count(self.eos) and self.eos < self.vocab_size):
             yield f"has a manifest.json with a vocabulary of {self.vocab_size!r} entries and eos {self.eos!r}"
         if self.dtype not in DTYPES:
-            yield f"has tokens of dtype {self.dtype!r}; {' and '.join(DTYPES)} are known"
+            yield f"has tokens with dtype {self.dtype!r}, but only {' and '.join(DTYPES)} can be read"
         if self.compression is not None and not _COMPRESSION.fullmatch(str(self.compression)):
-            yield f"has compression {self.compression!r}; zstd, zstd:3 and the like are known"
+            yield f"has shards with the unknown compression {self.compression!r}; a known compression is zstd:3"
         if not isinstance(self.origin, dict) or not isinstance(self.tokenizer, str):
-            yield "has a manifest.json that does not say where its tokens come from"
+            yield "has a manifest.json whose origin is not an object, or whose tokenizer is not a digest"
         for split, sources in self.splits.items():
             for name, of_source in sources.items():
                 if fault := next(of_source.faults(), None):
                     yield f"has a manifest.json with a fault in {split}/{name}: {fault}"
         for name in [*self.beside, *(f"{where}/{shard.file}" for where, shard in self.shards())]:
             if not all(_SAFE_NAME.fullmatch(part) for part in name.split("/")):
-                yield f"has a manifest.json that names {name!r}, which is not a name inside the folder"
+                yield f"has a manifest.json with the file name {name!r}, which is not allowed inside the folder"
 
     def dumps(self) -> str:
-        """Return the manifest as JSON, with its own digest."""
+        """Return the manifest as JSON, with the digest of its contents."""
         values = json.loads(json.dumps(asdict(self, dict_factory=_stored)))
         return json.dumps({"digest": _own_digest(values), **values}, indent=1) + "\n"
 
     @cached_property
     def beside(self) -> dict[str, tuple[str, int]]:
-        """Files beside the shards: name -> digest and size in bytes, exact or usual."""
+        """The digest and the size in bytes for every file that is not a shard, by its path in the folder.
+
+        Only the size of lengths.npy is exact: a 128-byte header, then 4 bytes per document. The manifest does not store
+        the sizes of tokenizer.json and index.json, so USUAL stands for them.
+        """
         files = {"tokenizer.json": (self.tokenizer, USUAL)}
         for split, sources in self.splits.items():
             for source, source_split in sources.items():
@@ -179,17 +200,17 @@ class DataManifest:
         return files
 
     def shards(self) -> Iterator[tuple[str, DataShard]]:
-        """Yield (folder, shard) for every shard, where the folder is its source's, such as train/web."""
+        """Yield (folder, shard) for every shard; the folder is a source's, for example train/web."""
         for split, sources in self.splits.items():
             for source, of_source in sources.items():
                 yield from ((f"{split}/{source}", shard) for shard in of_source.shards)
 
     def tokens(self, split: str) -> int:
-        """Return a split's number of tokens, over all sources."""
+        """Count a split's tokens, over all sources."""
         return sum(of_source.tokens for of_source in self.splits[split].values())
 
     def stored_name(self, shard: DataShard) -> str:
-        """Return the name under which the folder stores a shard. It has a suffix if the shard is compressed."""
+        """Return the path at which a shard is stored: `shard.file`, with a suffix such as .zstd if it is compressed."""
         if self.compression is None:
             return shard.file
         return f"{shard.file}.{self.compression.split(':')[0]}"

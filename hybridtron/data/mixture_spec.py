@@ -1,7 +1,8 @@
-"""The sources that a phase reads: those that its mixture names, their folders, and their weights.
+"""The sources that a phase reads, with their folders and weights.
 
-Without a mixture a phase reads all sources in `data.path`, weighted by their numbers of tokens. `problems.py` checks
-whether they fit the phase.
+A source is a named part of a folder with prepared tokens. The sources and weights are those in `data.mixture`. Without
+a mixture, a phase reads all sources in the folder `data.path`, and each source's weight is its token count.
+`problems.py` checks whether the sources fit the phase.
 """
 
 from __future__ import annotations
@@ -12,12 +13,18 @@ from typing import NamedTuple
 from hybridtron.config.schema import DataConfig, IngredientConfig
 from hybridtron.data.folder import FolderError, TokenFolder
 
-SMALLEST_SHARE = 1e-7  # minimum weight in a mixture: a block of 2 / 1e-7 rows takes 100 MB, and seconds to lay out
+# Minimum weight in a mixture, as a fraction of the sum of all weights. It limits memory and time of order/mixture.py,
+# which computes the sources of up to 2 / MIN_SHARE rows at a time, in seconds and about 100 MB.
+MIN_SHARE = 1e-7
 Opened = Callable[[str], TokenFolder]
 
 
 class MixtureSource(NamedTuple):
-    """A source in a mixture: its name there, its folder, its name in that folder, and its weight."""
+    """A source in a mixture.
+
+    name: its name in the mixture
+    source: its name in the folder
+    """
 
     name: str
     folder: TokenFolder
@@ -26,18 +33,18 @@ class MixtureSource(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The source's folder. If its name there differs, that name is added."""
+        """The folder's name, for tables. The source's name in the folder is added if it differs from `name`."""
         return self.folder.name + (f", {self.source}" if self.source != self.name else "")
 
     def tokens(self, split: str) -> int:
-        """Return the number of tokens in a split, 0 if the source is not in it."""
+        """Count the source's tokens in a split; 0 if the split does not contain the source."""
         of_source = self.folder.manifest.splits[split].get(self.source)
         if of_source is None:
             return 0
         return of_source.tokens
 
     def learned(self, split: str) -> int | None:
-        """Return the number of learned tokens in a split; None if it has no masks, so that all tokens are learned."""
+        """Return the number of tokens that count in the loss as labels; None if all do, because there are no masks."""
         of_source = self.folder.manifest.splits[split].get(self.source)
         if of_source is None:
             return None
@@ -45,9 +52,11 @@ class MixtureSource(NamedTuple):
 
 
 def mixture_of(data: DataConfig, opened: Opened) -> list[MixtureSource]:
-    """Return the sources that a phase reads; raise FolderError if they don't fit together.
+    """Return the sources that a phase reads.
 
     opened: opens a folder by its path or URL
+
+    Raises FolderError if sources differ in tokenizer or eos, if a weight is below MIN_SHARE, or if there is no source.
     """
     if data.mixture:
         mixture = [mixture_source(name, entry, data.path, opened) for name, entry in data.mixture.items()]
@@ -60,15 +69,20 @@ def mixture_of(data: DataConfig, opened: Opened) -> list[MixtureSource]:
     whole = sum(source.weight for source in mixture)
     for source in mixture:
         _check_alike(mixture[0], source)
-        if source.weight < SMALLEST_SHARE * whole:
-            fault = f"({source.name}) is {source.weight / whole:.1e} of all that is read"
-            cure = f"leave it out, or give it a weight in data.mixture of at least {SMALLEST_SHARE:.0e} of all weights"
+        if source.weight < MIN_SHARE * whole:
+            fault = f"({source.name}) has {source.weight / whole:.1e} of the sum of all weights"
+            cure = f"leave it out of data.mixture, or give it a weight of at least {MIN_SHARE:.0e} of the sum"
             raise FolderError(source.folder.name, f"{fault}: {cure}", code="out-of-range")
     return mixture
 
 
 class NamedSource(NamedTuple):
-    """A source as the configuration names it, before its folder is opened. An empty name stands for all sources."""
+    """A source as the configuration names it, before its folder is opened.
+
+    name: its name in the mixture; empty for all sources of the folder
+    place: its folder, with its name in the folder if that differs from `name`
+    share: fraction of the phase's tokens
+    """
 
     name: str
     place: str
@@ -94,9 +108,10 @@ def named_sources(data: DataConfig) -> list[NamedSource]:
 
 
 def mixture_source(name: str, entry: IngredientConfig, default_path: str, opened: Opened) -> MixtureSource:
-    """Find a mixture's entry in its folder: by `entry.source`, else by the entry's name, else the only source there.
+    """Return the source for a mixture's entry.
 
-    Raises FolderError if there is no such source.
+    Its name in the folder is `entry.source` if that is set. Otherwise it is `name`, or the name of the folder's only
+    source. Raises FolderError if the folder has no source with this name.
     """
     folder = opened(entry.path or default_path)
     sources = folder.manifest.splits["train"]
@@ -105,29 +120,29 @@ def mixture_source(name: str, entry: IngredientConfig, default_path: str, opened
         names = ", ".join(sources) or "none"
         raise FolderError(
             folder.name,
-            f"has no source {source!r} for mixture.{name}; its sources: {names}. Name one as mixture.{name}.source, "
-            "or write mixture: null for all of them",
+            f"has no source {source!r} for mixture.{name}; its sources: {names}. Set mixture.{name}.source to one of "
+            "these sources, or set mixture: null to read all sources",
             code="unknown-name",
         )
     return MixtureSource(name, folder, source, entry.weight)
 
 
 def _check_alike(first: MixtureSource, other: MixtureSource) -> None:
-    """Check that two sources have the same tokenizer and the same eos; raise FolderError otherwise."""
+    """Raise FolderError if two sources differ in tokenizer or eos token."""
     ours = first.folder.manifest
     theirs = other.folder.manifest
     if theirs.tokenizer != ours.tokenizer:
         raise FolderError(
             other.folder.name,
-            f"({other.name}) was made with another tokenizer than {first.folder.name} ({first.name}): "
-            "one model reads one vocabulary; prepare both with the same tokenizer",
+            f"({other.name}) was prepared with another tokenizer than {first.folder.name} ({first.name}), but a model "
+            "has one vocabulary; prepare both folders with the same tokenizer",
             code="conflict",
         )
     if theirs.eos != ours.eos:
         raise FolderError(
             other.folder.name,
-            f"({other.name}) ends documents with token {theirs.eos}, and {first.folder.name} ({first.name}) with token "
-            f"{ours.eos}: one model learns one end; prepare both with the same --eos",
+            f"({other.name}) ends documents with token {theirs.eos}, but {first.folder.name} ({first.name}) with token "
+            f"{ours.eos}; prepare both folders with the same --eos",
             code="conflict",
         )
 
@@ -135,27 +150,31 @@ def _check_alike(first: MixtureSource, other: MixtureSource) -> None:
 class Epochs(NamedTuple):
     """A line in the reading plan: how much a phase reads from one source.
 
-    share: fraction of the phase's tokens
-    tokens: number of tokens that are read
+    source: its name in the mixture
+    share: fraction of the phase's tokens that are read from this source
+    tokens: how many tokens are read from this source
+    epochs: how many times the source is read; None if its size is not known
+    learned: fraction of its tokens that count in the loss as labels; None if it has no masks, or if it was not opened
+    place: its folder, with its name in the folder if that differs from `source`
     """
 
     source: str
     share: float
     tokens: int
-    epochs: float | None  # times that the source is read; None where its size is not known
-    learned: float | None = None  # fraction of its tokens that is learned; None without masks
-    place: str = ""  # its folder, and its name there where that differs
+    epochs: float | None
+    learned: float | None = None
+    place: str = ""
 
     @property
     def shown_epochs(self) -> str:
-        """The number of epochs, for tables."""
+        """The number of epochs, as text for tables."""
         if self.epochs is None:
             return "not here"
         return f"{self.epochs:.3g}"
 
     @property
     def shown_learned(self) -> str:
-        """The learned fraction, for tables."""
+        """The fraction `learned`, as text for tables."""
         if self.learned is None:
             if self.epochs is None:
                 return ""
@@ -163,11 +182,11 @@ class Epochs(NamedTuple):
         return f"{self.learned:.1%}"
 
 
-def reading_plan(found: Sequence[MixtureSource], tokens: int) -> list[Epochs]:
+def reading_plan(sources: Sequence[MixtureSource], tokens: int) -> list[Epochs]:
     """Divide `tokens` training tokens among the sources by weight, and count each source's epochs."""
-    total_weight = sum(source.weight for source in found)
+    total_weight = sum(source.weight for source in sources)
     lines = []
-    for source in found:
+    for source in sources:
         share = source.weight / total_weight
         num_tokens = source.tokens("train")
         num_learned = source.learned("train")

@@ -1,8 +1,11 @@
-"""Comparison of two tokenizers: do their tokens mean the same to a model? Needs no torch.
+"""Comparison of two tokenizers: do equal token ids mean equal text? Needs no torch.
 
-Two files for one tokenizer can differ in every byte: another version of the library may write it differently, and
-fine-tuning may have added tokens. So their behaviour is compared: the id of every token that both have, the merges, and
-the ids for some texts that tokenizers usually split differently.
+Two files for the same tokenizer need not have equal bytes: versions of the `tokenizers` package write it differently,
+and fine-tuning may have added tokens. So three properties are compared:
+
+- Every token in the smaller vocabulary has the same id in the larger vocabulary.
+- The longer list of BPE merges begins with the shorter list.
+- Both tokenizers give the same ids for PROBES, which are texts that tokenizers usually split differently.
 """
 
 from __future__ import annotations
@@ -26,20 +29,23 @@ PROBES = (
 )
 
 
-def difference(held: bytes, other: bytes) -> str | None:
-    """Return how the tokens in `other` differ from those in `held`, which a model knows; None if they agree.
+def difference(model_json: bytes, data_json: bytes) -> str | None:
+    """Return the first difference between two tokenizers, as text for a message; None if they agree.
 
-    Both must be readable. Either may have additional tokens.
+    model_json: contents of the tokenizer.json with which a model was trained
+    data_json: contents of the tokenizer.json for other data
+
+    Both must be readable (`is_readable`). Either may have additional tokens and merges.
     """
-    if held == other:
+    if model_json == data_json:
         return None
-    return _difference(held, other)
+    return _difference(model_json, data_json)
 
 
 @lru_cache(maxsize=8)
-def _difference(held: bytes, other: bytes) -> str | None:
-    ours = read_tokenizer(held)
-    theirs = read_tokenizer(other)
+def _difference(model_json: bytes, data_json: bytes) -> str | None:
+    ours = read_tokenizer(model_json)
+    theirs = read_tokenizer(data_json)
     ids = ours.get_vocab(with_added_tokens=True)
     their_ids = theirs.get_vocab(with_added_tokens=True)
     return _ids_differ(ids, their_ids) or _merges_differ(ours, theirs) or _texts_differ(ours, theirs)
@@ -47,7 +53,7 @@ def _difference(held: bytes, other: bytes) -> str | None:
 
 @lru_cache(maxsize=8)
 def is_readable(stored: bytes) -> bool:
-    """Return True if the bytes are a valid tokenizer.json."""
+    """Return True if the bytes are a tokenizer.json that can be opened."""
     try:
         read_tokenizer(stored)
     except BadTokenizer:
@@ -59,8 +65,8 @@ def _ids_differ(ids: Mapping[str, int], their_ids: Mapping[str, int]) -> str | N
     fewer, more = sorted((ids, their_ids), key=len)
     for token, number in fewer.items():
         if more.get(token) != number:
-            at = f"{ids.get(token, 'none')}, not {their_ids.get(token, 'none')}"
-            return f"the id of {token!r} is {at}"
+            at = f"{ids.get(token, 'missing')} in the model's and {their_ids.get(token, 'missing')} in the data's"
+            return f"the id of {token!r} is {at} vocabulary"
     return None
 
 
@@ -69,16 +75,16 @@ def _merges_differ(ours: Tokenizer, theirs: Tokenizer) -> str | None:
     common = min(len(merges), len(their_merges))
     if merges[:common] == their_merges[:common]:
         return None
-    return "the merges are others"
+    return "the BPE merges differ"
 
 
 def _merges(tokenizer: Tokenizer) -> list[Any]:
-    """Return the merges as this library version writes them, so that two files can be compared."""
+    """Return the BPE merges in the installed `tokenizers` version's format, so that they can be compared."""
     return json.loads(tokenizer.to_str())["model"].get("merges") or []
 
 
 def _texts_differ(ours: Tokenizer, theirs: Tokenizer) -> str | None:
     for text in PROBES:
         if ours.encode(text, add_special_tokens=False).ids != theirs.encode(text, add_special_tokens=False).ids:
-            return f"{text!r} is cut into other tokens"
+            return f"the text {text!r} is split into other tokens"
     return None

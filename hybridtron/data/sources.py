@@ -1,4 +1,7 @@
-"""A phase's opened sources: their document stores, weights, and the tokenizer that they share."""
+"""The opened sources of a phase: their document stores, their weights, and their common tokenizer.
+
+A source is a named part of a folder with prepared tokens.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from hybridtron.data.mixture_spec import MixtureSource, mixture_of
 from hybridtron.data.prepare.embedded import prepare_embedded
 from hybridtron.data.problems import content_problems
 from hybridtron.problems import ConfigError, Problem
-from hybridtron.storage.attempts import Patience
 from hybridtron.storage.cache import CacheOptions
+from hybridtron.storage.retry import RetryPolicy
 
 
 class Sources:
@@ -30,13 +33,13 @@ class Sources:
         self._stores: dict[str, list[DocumentStore]] = {}
 
     def __reduce__(self) -> tuple[type[Sources], tuple[list[MixtureSource], CacheOptions]]:
-        return Sources, (self.mixture, self._cache)  # pickled without stores: another process opens its own
+        return Sources, (self.mixture, self._cache)  # without stores, because another process opens its own stores
 
     @staticmethod
     def open(phase: ResolvedPhase) -> Sources:
-        """Open the sources that a phase reads; raise ConfigError if they do not fit it.
+        """Open the sources that a phase reads; raise ConfigError if they do not fit the phase.
 
-        Prepares the embedded corpus first, if it does not exist yet.
+        With `data.source=embedded`, the Python installation's text is prepared first if the folder does not exist.
         """
         data = phase.data
         key = phase.key("data.path")
@@ -61,7 +64,7 @@ class Sources:
 
     @property
     def tokenizer_file(self) -> Path:
-        """Path of the tokenizer that all sources share."""
+        """Path of the first source's tokenizer.json. All sources have equal tokenizers."""
         return self.mixture[0].folder.tokenizer_file
 
     @property
@@ -75,33 +78,33 @@ class Sources:
 
     @property
     def chat(self) -> str | None:
-        """Chat template that conversations were prepared with, as stored; None if there are none."""
+        """Chat template with which conversations were prepared, as JSON; None if no source has conversations."""
         stored = (source.folder.manifest.origin.get("chat") for source in self.mixture)
         return next((text for text in stored if isinstance(text, str)), None)
 
     @property
     def dtype(self) -> np.dtype:
-        """Dtype that holds every source's tokens."""
+        """Smallest dtype that can hold the tokens from all sources."""
         return np.result_type(*(np.dtype(source.folder.manifest.dtype) for source in self.mixture))
 
     @property
     def masked(self) -> bool:
-        """True if some training text has masks."""
+        """True if any source has loss masks in its training text."""
         return any(source.learned("train") is not None for source in self.mixture)
 
     @property
     def documents_per_token(self) -> float:
-        """Training documents per token, averaged over the sources by weight."""
+        """Number of training documents per token, averaged over the sources by weight."""
         splits = [source.folder.manifest.splits["train"][source.source] for source in self.mixture]
         weighted = zip(self.weights, splits, strict=True)
         return sum(weight * split.documents / split.tokens for weight, split in weighted) / sum(self.weights)
 
     def having(self, split: str) -> list[MixtureSource]:
-        """Return the sources that have tokens in a split. For training, these are all sources."""
+        """Return the sources that have tokens in a split. In the split `train`, all sources have tokens."""
         return [source for source in self.mixture if source.tokens(split)]
 
     def stores(self, split: str) -> list[DocumentStore]:
-        """Return a document store for each source in `having(split)`. Stores are opened once."""
+        """Return a document store for each source in `having(split)`. Stores are opened at the first call."""
         if split not in self._stores:
             self._stores[split] = [
                 DocumentStore(source.folder, split, source.source, self._cache) for source in self.having(split)
@@ -109,16 +112,16 @@ class Sources:
         return self._stores[split]
 
     def described(self) -> str:
-        """Describe the sources, their digests and weights in one line."""
+        """Return the sources' names, digests and weights as one line, for the loader's fingerprint."""
         return ", ".join(
             f"{source.name} {source.folder.digest[:12]}/{source.source} x {source.weight:g}" for source in self.mixture
         )
 
 
 def cache_options(data: DataConfig) -> CacheOptions:
-    """Return the cache settings of a configuration."""
+    """Return the settings for the cache that holds downloaded and decompressed shards."""
     if data.cache_limit is None:
         limit = None
     else:
         limit = parse_bytes(data.cache_limit)
-    return CacheOptions(Path(data.cache), limit, Patience(data.timeout, data.retries))
+    return CacheOptions(Path(data.cache), limit, RetryPolicy(data.timeout, data.retries))

@@ -1,7 +1,8 @@
-"""Background work: tasks in parallel processes, and an iterator that is read ahead in a thread.
+"""Background work: `side_by_side` runs tasks in worker processes, and `prefetched` reads an iterator ahead in a thread.
 
-Each worker process receives tasks one at a time through its own pipe, and answers through it. If a worker dies or
-fails, the call raises its error. All workers end with the call, or with the process that made it, even if it is killed.
+A worker process receives one task at a time through its own pipe, and sends messages and a final None through the same
+pipe. If a worker dies or raises an exception, `side_by_side` raises an exception. All workers end when `side_by_side`
+ends, and when the calling process ends, even if it is killed.
 """
 
 from __future__ import annotations
@@ -24,47 +25,54 @@ Task = TypeVar("Task")
 Message = TypeVar("Message")
 
 
-def prefetched(made: Iterator[Message], ahead: int = 1) -> Iterator[Message]:
-    """Yield an iterator's items, while a thread computes the next `ahead` items (reading releases Python's lock)."""
+def prefetched(messages: Iterator[Message], ahead: int = 1) -> Iterator[Message]:
+    """Yield an iterator's items, while a thread computes the next `ahead` items.
+
+    The thread runs in parallel to the caller because reading files releases Python's global interpreter lock.
+    """
     with ThreadPoolExecutor(1, "prefetched") as thread:
         end = object()
-        coming = deque(thread.submit(next, made, end) for _ in range(ahead))
+        coming = deque(thread.submit(next, messages, end) for _ in range(ahead))
         while (item := coming.popleft().result()) is not end:
-            coming.append(thread.submit(next, made, end))
+            coming.append(thread.submit(next, messages, end))
             yield cast(Message, item)
 
 
 class WorkerEnded(RuntimeError):
-    """Raised when a worker process ends without an answer."""
+    """Raised when a worker process ends before it has finished its task."""
 
 
 def side_by_side(
     work: Callable[[Task], Iterable[Message]], tasks: Sequence[Task], workers: int
 ) -> Iterator[tuple[int, Message | None]]:
-    """Run `work` on tasks in parallel; yield (index, message) per message, and (index, None) after each task."""
-    if workers == 1 or len(tasks) <= 1:  # in this process
-        for place, task in enumerate(tasks):
-            yield from ((place, message) for message in work(task))
-            yield place, None
+    """Run `work` on tasks in parallel, and yield the messages that `work` yields.
+
+    Each message is yielded with the index of its task. (index, None) is yielded when a task is finished. With one
+    worker or one task, no process is started.
+    """
+    if workers == 1 or len(tasks) <= 1:
+        for index, task in enumerate(tasks):
+            yield from ((index, message) for message in work(task))
+            yield index, None
         return
-    context = multiprocessing.get_context("spawn")  # shares no state, but finds imports in the same places
+    context = multiprocessing.get_context("spawn")  # workers share no state with this process, but its `sys.path`
     crew: dict[Connection, BaseProcess] = {}
     waiting = enumerate(tasks)
     try:
-        with unheard({signal.SIGINT}):  # Ctrl-C reaches every process; this one ends the workers
+        with unheard({signal.SIGINT}):  # Ctrl-C would end the workers too, but this process must end them
             for _ in range(min(workers, len(tasks))):
-                ours, theirs = context.Pipe()
-                crew[ours] = context.Process(target=_serve, args=(work, theirs), daemon=True)
-                crew[ours].start()
-                theirs.close()  # the pipe then closes when the worker ends
+                connection_here, connection_there = context.Pipe()
+                crew[connection_here] = context.Process(target=_serve, args=(work, connection_there), daemon=True)
+                crew[connection_here].start()
+                connection_there.close()  # now only the worker holds this end, so `recv` fails if the worker dies
         for connection, following in zip(crew, waiting, strict=False):
             connection.send(following)
         working = len(crew)
         while working:
             for connection in wait(list(crew)):
                 assert isinstance(connection, Connection)
-                place, message = _heard(connection, crew[connection])
-                yield place, message
+                index, message = _heard(connection, crew[connection])
+                yield index, message
                 if message is None:
                     working -= (following := next(waiting, None)) is None
                     if following is not None:
@@ -78,10 +86,10 @@ def side_by_side(
 
 @contextmanager
 def unheard(signals: Collection[signal.Signals]) -> Iterator[None]:
-    """Block signals while processes are started, which then never receive these signals."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # the resource tracker inherits this too
+    """Block signals during a `with` block that starts processes. The processes inherit this, so they never get them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # before the resource tracker starts and inherits it
     try:
-        resource_tracker.ensure_running()  # unblocks SIGINT and SIGTERM
+        resource_tracker.ensure_running()  # unblocks SIGINT and SIGTERM in this process, so block them again
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         yield
     finally:
@@ -89,40 +97,40 @@ def unheard(signals: Collection[signal.Signals]) -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """End this process when its parent ends. A killed parent can't end it."""
+    """Start a thread that ends this process when the parent process ends. A killed parent could not end it."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def _heard(connection: Connection, worker: BaseProcess) -> Any:
-    """Receive a worker's message; raise its exception, or WorkerEnded if it died."""
+    """Receive a worker's message; raise the worker's exception, or WorkerEnded if the worker died."""
     try:
         message = connection.recv()
     except (EOFError, ConnectionResetError):
         worker.join()
         if worker.exitcode == -signal.SIGKILL:
-            cause = "as a rule for lack of memory: fewer --workers take less"
+            cause = "(killed, usually for lack of memory; set fewer --workers)"
         else:
             cause = ""
-        raise WorkerEnded(f"a worker ended with exit code {worker.exitcode} {cause}".rstrip()) from None
+        raise WorkerEnded(f"a worker process ended with exit code {worker.exitcode} {cause}".rstrip()) from None
     if isinstance(message, Exception):
         raise message
     return message
 
 
 def _serve(work: Callable[[Any], Iterable[Any]], connection: Connection) -> None:
-    """Work on tasks in a worker process, until it is killed."""
+    """Receive tasks and send messages, in a worker process that runs until it is killed."""
     end_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker uses one thread
-    with suppress(EOFError, BrokenPipeError):  # the parent closed the pipe
+    with suppress(EOFError, BrokenPipeError):  # raised when the parent has closed the pipe
         while True:
-            place, task = connection.recv()
+            index, task = connection.recv()
             try:
                 for message in work(task):
-                    connection.send((place, message))
+                    connection.send((index, message))
             except Exception as error:
                 error.add_note(f"In a worker:\n{traceback.format_exc()}")
                 connection.send(error)
             else:
-                connection.send((place, None))
+                connection.send((index, None))

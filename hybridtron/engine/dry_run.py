@@ -1,7 +1,8 @@
-"""Build every rank's model of a layout on the meta device, and compare the shards with the parameter table.
+"""Builds the model of every rank on the meta device, and compares the shards with the parameter table.
 
-This needs no memory and no other process: torch's fake process group has the layout's size, and this process acts as
-each rank in turn. Data-parallel replicas are identical, so only one is built.
+The parameter table lists the full shape of every weight, and how ranks divide it. The check needs no memory for weights
+and no other process. It uses torch's fake process group with as many ranks as the layout, and acts as one rank after
+another. Data-parallel replicas are equal, so only one replica is built.
 """
 
 from __future__ import annotations
@@ -14,17 +15,16 @@ from dataclasses import dataclass
 import torch
 
 from hybridtron.architecture.base import LetterOwner
-from hybridtron.architecture.table import parameter_table
-from hybridtron.config.layout import ProcessLaunch, shared_homes, stages_of
-from hybridtron.config.schema import Config
+from hybridtron.config.pipeline_layout import ProcessLaunch, shared_homes, stages_of
+from hybridtron.config.resolve import RunPlan
 from hybridtron.device import DTYPES, megatron_context
 from hybridtron.engine.stage import build_stages
 from hybridtron.parallel import groups
 
 
 @dataclass(frozen=True)
-class Built:
-    """Weights that one rank built: their shapes by name."""
+class RankShapes:
+    """Shapes of the weights that one rank has built, by name."""
 
     rank: int
     pipeline_rank: int
@@ -33,32 +33,36 @@ class Built:
 
     @property
     def parameters(self) -> int:
-        """Number of values that the rank's weights have together."""
+        """Number of elements in the rank's weights."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
 
-def build_every_rank(config: Config) -> Iterator[Built]:
-    """Build each rank of one data-parallel replica in turn, and yield its shapes."""
+def build_every_rank(plan: RunPlan) -> Iterator[RankShapes]:
+    """Build the model for each rank in one data-parallel replica, and yield the shapes of the rank's weights."""
+    config = plan.config
+    dtype = DTYPES[config.precision.name]
     world = config.parallel.model_ranks
     for rank in range(world):
         with megatron_context():
-            place = groups.start(config.parallel, launch=ProcessLaunch(rank, world), fake=True)
+            rank_groups = groups.start(config.parallel, launch=ProcessLaunch(rank, world), fake=True)
             try:
-                stages = build_stages(config, place, DTYPES[config.precision.name], torch.device("meta"))
+                stages = build_stages(plan.arch, config, rank_groups, dtype=dtype, device=torch.device("meta"))
             finally:
                 groups.stop()
         shapes = {name: tuple(w.shape) for stage in stages for name, w in stage.model.named_parameters()}
-        yield Built(rank, place.pipeline.rank, place.tensor.rank, shapes)
+        yield RankShapes(rank, rank_groups.pipeline.rank, rank_groups.tensor.rank, shapes)
 
 
-def faults(config: Config, ranks: list[Built]) -> list[str]:
-    """List unknown weights, weights on no rank, and shards whose shapes do not make up the full weight.
+def faults(plan: RunPlan, ranks: list[RankShapes]) -> list[str]:
+    """Return a message for each difference between the built shards and the parameter table.
 
-    A tied embedding may be on two pipeline stages.
+    Differences are weights that the table does not list, weights on too many or too few pipeline ranks, and shards with
+    a wrong shape. An embedding that is tied to the head is on two pipeline ranks.
     """
-    table = parameter_table(config.model)
+    config = plan.config
+    table = plan.arch.table
     tensor = config.parallel.tensor
-    homes = shared_homes(config.model, stages_of(config))
+    homes = shared_homes(plan.arch, stages_of(plan.arch, config))
     lines = []
     for name, parameter in table.items():
         by_stage: dict[int, list[tuple[int, ...]]] = defaultdict(list)
@@ -72,10 +76,10 @@ def faults(config: Config, ranks: list[Built]) -> list[str]:
         else:
             expected = 1 + twice
         if len(by_stage) != expected:
-            lines.append(f"{name} stands on {len(by_stage)} stages, not {expected}")
-        share = parameter.share_shape(config.parallel.mesh_sizes)
+            lines.append(f"{name} is on {len(by_stage)} pipeline ranks, not on {expected}")
+        shape = parameter.shard_shape(config.parallel.mesh_sizes)
         for stage, shapes in by_stage.items():
-            if shapes != [share] * tensor:
-                lines.append(f"{name} on stage {stage} has the shares {shapes}, not {tensor} of {share}")
+            if shapes != [shape] * tensor:
+                lines.append(f"{name} on pipeline rank {stage} has shards of {shapes}, not {tensor} shards of {shape}")
     unknown = {name for rank in ranks for name in rank.shapes} - set(table)
-    return lines + [f"{name} is in no table" for name in sorted(unknown)]
+    return lines + [f"{name} is not in the parameter table" for name in sorted(unknown)]

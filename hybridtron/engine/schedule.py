@@ -1,7 +1,8 @@
-"""Forward and backward passes of a step's micro-batches, by Megatron's schedules.
+"""Runs the forward and backward passes of a step's micro-batches with Megatron's pipeline schedules.
 
-One process, 1F1B and interleaved stages all run through here. A loss is a sum over tokens. Megatron divides the
-gradients by the step's number of loss tokens, over all micro-batches and ranks, even if their masks differ.
+Megatron selects the schedule: without pipeline, 1F1B, or interleaved. A micro-batch's loss is a sum over its loss
+tokens, which are the tokens that the mask selects. Gradients are later divided by the number of loss tokens in the
+step, over all micro-batches and ranks. So every loss token has equal weight, even if masks differ.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor, nn
 
 from hybridtron.data.batch import Batch
-from hybridtron.engine.states import Carrier
-from hybridtron.engine.through_time import ChunkOut, Ended, ThroughTime, as_gathered
+from hybridtron.engine.bptt import ChunkOutput, MultiChunkForward, StageOutput, to_gathered_order
+from hybridtron.engine.states import StateCarrier
 from hybridtron.model.lm import LanguageModel, ModelOut
-from hybridtron.parallel.context import own_share
+from hybridtron.parallel.context import local_shard
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.linear import TensorGroup
-from hybridtron.parallel.loss import linear_cross_entropy
+from hybridtron.parallel.vocabulary import linear_cross_entropy
 
 
 class StepLoss(NamedTuple):
-    """Cross entropy summed over all ranks, and the total number of loss tokens; replicated on all ranks.
+    """A step's loss, which is equal on all ranks.
 
-    If the batches belong to several parts, both have one entry per part. `auxiliary` has the auxiliary losses by name,
-    also summed over ranks; the cross entropy does not include them.
+    total: cross entropy, summed over all loss tokens; an array with one element per part if there are `BatchParts`
+    tokens: how many loss tokens there are, in the same shape as `total`
+    auxiliary: the mixers' auxiliary losses by name, multiplied by loss tokens and summed; `total` does not include them
     """
 
     total: Tensor
@@ -44,8 +46,12 @@ class StepLoss(NamedTuple):
         return self.total / self.tokens.clamp(min=1)
 
 
-class Parted(NamedTuple):
-    """Assignment of this rank's batches to `count` parts, whose losses are summed separately."""
+class BatchParts(NamedTuple):
+    """Assignment of batches to parts of the data, whose losses are summed separately.
+
+    of_batch: for each batch, its part's index
+    count: how many parts there are
+    """
 
     of_batch: Sequence[int]
     count: int
@@ -57,52 +63,54 @@ def run_schedule(
     z_loss: float,
     groups: Groups,
     device: torch.device,
-    carrier: Carrier | None = None,
+    carrier: StateCarrier | None = None,
     forward_only: bool = False,
-    parted: Parted | None = None,
+    batch_parts: BatchParts | None = None,
     auxiliary: Sequence[str] = (),
 ) -> StepLoss:
-    """Run this data-parallel rank's micro-batches through the pipeline; accumulate gradients unless forward_only.
+    """Run this data-parallel rank's micro-batches through the pipeline; accumulate gradients unless `forward_only`.
 
-    Every pipeline rank provides the same batches, since each needs the document boundaries, and both ends need the
-    tokens. The carrier provides each row's initial state; without one all rows start from zero. Megatron-core does not
-    say which micro-batch a forward pass is for, so each stage's iterator does. With context parallelism, batches hold
-    full rows or this rank's sequence shards. `auxiliary` names the losses that mixers of any stage add.
+    stages: this rank's pipeline stages
+    batches: the micro-batches, which must be equal on all pipeline ranks, because each rank needs document boundaries.
+        With context parallelism they hold full rows or this rank's sequence shards.
+    carrier: provides the rows' initial states; None for zero states
+    auxiliary: names of the auxiliary losses that the model's mixers have
     """
     schedule: Any = get_forward_backward_func()
     sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in auxiliary}
     step = partial(_forward_step, z_loss=z_loss, groups=groups, device=device, carrier=carrier, sums=sums)
     reports = schedule(
         forward_step_func=step,
-        data_iterator=[_numbered(chunk, batches) for chunk in range(len(stages))],
+        data_iterator=[_number_batches(chunk, batches) for chunk in range(len(stages))],
         model=list(stages),
         num_microbatches=len(batches),
-        seq_length=_length_sent(stages, batches[0]),
+        seq_length=_schedule_length(stages, batches[0]),
         micro_batch_size=len(batches[0].tokens_BL),
         forward_only=forward_only,
     )
-    totals = torch.zeros(1 if parted is None else parted.count, 2, dtype=torch.float64, device=device)
+    totals = torch.zeros(1 if batch_parts is None else batch_parts.count, 2, dtype=torch.float64, device=device)
     for number, report in enumerate(reports):
-        totals[0 if parted is None else parted.of_batch[number]] += report
-    dist.all_reduce(totals, group=groups.pipeline.group)
+        totals[0 if batch_parts is None else batch_parts.of_batch[number]] += report
+    dist.all_reduce(totals, group=groups.pipeline.group)  # zero on every pipeline rank but the last
     dist.all_reduce(totals, group=groups.dense.copies.group)
-    totals = totals[0] if parted is None else totals
-    return StepLoss(totals[..., 0], totals[..., 1], _of_all_ranks(sums, groups))
+    totals = totals[0] if batch_parts is None else totals
+    return StepLoss(totals[..., 0], totals[..., 1], _reduce_auxiliary(sums, groups))
 
 
-def _length_sent(stages: Sequence[nn.Module], batch: Batch) -> int:
-    """Return the sequence length that Megatron expects between stages; doubled if the embedding travels along.
+def _schedule_length(stages: Sequence[nn.Module], batch: Batch) -> int:
+    """Return the sequence length from which Megatron computes the shape for tensors between stages.
 
-    It is the full rows' length, since Megatron divides it by the number of context-parallel ranks.
+    Megatron divides the length among the context-parallel ranks, so it is the length of full rows. The length is
+    doubled if stages send the embedding in addition to the residual stream.
     """
     first: Any = stages[0].module
     length = batch.tokens_BL.shape[1]
-    share = batch.seq.share
-    return length * (1 if share is None else share.size) * (2 if first.model.carries_embedding else 1)
+    shard = batch.seq.shard
+    return length * (1 if shard is None else shard.size) * (2 if first.model.carries_embedding else 1)
 
 
-def _of_all_ranks(sums: Mapping[str, Tensor], groups: Groups) -> dict[str, Tensor]:
-    """Reduce auxiliary losses: sum over stages and data-parallel ranks, mean over tensor-parallel ranks."""
+def _reduce_auxiliary(sums: Mapping[str, Tensor], groups: Groups) -> dict[str, Tensor]:
+    """Return auxiliary losses, summed over stages and data-parallel ranks, and averaged over tensor-parallel ranks."""
     if not sums:
         return {}
     together = torch.stack(list(sums.values()))
@@ -112,8 +120,11 @@ def _of_all_ranks(sums: Mapping[str, Tensor], groups: Groups) -> dict[str, Tenso
     return dict(zip(sums, together, strict=True))
 
 
-def _numbered(chunk: int, batches: Sequence[Batch]) -> Iterator[tuple[int, int, Batch]]:
-    """Yield the micro-batches of one stage, with the stage's number and theirs."""
+def _number_batches(chunk: int, batches: Sequence[Batch]) -> Iterator[tuple[int, int, Batch]]:
+    """Yield (the stage's index, the micro-batch's index, micro-batch) for one stage on this rank.
+
+    The indices are needed because Megatron does not pass them to the forward step.
+    """
     for number, batch in enumerate(batches):
         yield chunk, number, batch
 
@@ -124,60 +135,64 @@ def _forward_step(
     z_loss: float,
     groups: Groups,
     device: torch.device,
-    carrier: Carrier | None,
+    carrier: StateCarrier | None,
     sums: Mapping[str, Tensor],
 ) -> tuple[Tensor, Any]:
-    """Run one micro-batch through one stage, and add its auxiliary losses to the sums.
+    """Run the next micro-batch through a stage, and add its auxiliary losses to `sums`.
 
-    Returns the output and the function by which Megatron gets the loss on the last stage.
+    Returns the stage's output, and the function that Megatron calls on the last stage to compute the loss.
     """
     chunk, number, batch = next(batches)
-    batch = own_share(batch, groups.context).to(device)
+    batch = local_shard(batch, groups.context).to(device)
     if carrier is None:
         states = None
     else:
         states = carrier.initial(chunk, number, batch)
-    chunks = 1 if carrier is None else carrier.together
+    chunks = 1 if carrier is None else carrier.chunks_together
     if carrier is not None and chunks > 1:
-        through = ThroughTime(chunks, partial(carrier.handed_over, chunk), _finished)
-        ended: Ended = stage(batch, states, through)
+        forward = MultiChunkForward(chunks, partial(carrier.next_chunk_states, chunk), _chunk_output)
+        stage_output: StageOutput = stage(batch, states, forward)
     else:
         out: ModelOut = stage(batch, states)
-        output, losses = _finished(out, batch)
-        ended = Ended(output, out.states, losses)
-    for name, loss in ended.auxiliary.items():
+        output, losses = _chunk_output(out, batch)
+        stage_output = StageOutput(output, out.states, losses)
+    for name, loss in stage_output.auxiliary.items():
         sums[name].add_(loss)
     if carrier is not None:
-        carrier.record_final(chunk, number, ended.states)
+        carrier.record_final(chunk, number, stage_output.states)
     wrapped: Any = stage.module
     loss_of = partial(_loss_of, model=wrapped.model, batch=batch, chunks=chunks, z_loss=z_loss, tensor=groups.tensor)
-    return ended.output, loss_of
+    return stage_output.output, loss_of
 
 
-def _finished(out: ModelOut, batch: Batch) -> ChunkOut:
-    """Return a stage's output for a chunk, with its auxiliary losses attached.
+def _chunk_output(out: ModelOut, batch: Batch) -> ChunkOutput:
+    """Return a stage's output for a batch, with the batch's auxiliary losses attached to the output's gradient.
 
-    An auxiliary loss is a mean over the micro-batch. It is multiplied by the micro-batch's loss tokens, since all
-    gradients are later divided by the step's.
+    An auxiliary loss is a mean over the batch. It is multiplied by the batch's number of loss tokens, because gradients
+    are later divided by the step's number of loss tokens.
     """
     tokens = batch.mask_BL.sum()
     losses = {name: loss * tokens for name, loss in out.aux.items()}
     output = with_auxiliary_losses(out.output, list(losses.values()))
-    return ChunkOut(output, {name: loss.detach() for name, loss in losses.items()})
+    return ChunkOutput(output, {name: loss.detach() for name, loss in losses.items()})
 
 
 def _loss_of(
     x_LBD: Tensor, model: LanguageModel, batch: Batch, chunks: int, z_loss: float, tensor: TensorGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss summed over tokens, their number, and the values to report, in the form that Megatron expects."""
-    labels_LB, mask_LB = (as_gathered(x_BL.T, chunks, tensor) for x_BL in (batch.labels_BL, batch.mask_BL))
+    """Return (summed loss, number of loss tokens, report), as Megatron expects from a loss function.
+
+    chunks: how many chunks each row has, which determines the order of the output's tokens
+    z_loss: coefficient for the z-loss, which is included in the summed loss but not in the report
+    """
+    labels_LB, mask_LB = (to_gathered_order(x_BL.T, chunks, tensor) for x_BL in (batch.labels_BL, batch.mask_BL))
     loss = linear_cross_entropy(x_LBD, model.output_weight(), labels_LB, mask_LB, z_loss, tensor)
     report = torch.stack([loss.cross_entropy.detach().double(), loss.tokens.double()])
     return loss.total, loss.tokens.int(), report
 
 
 def with_auxiliary_losses(output: Tensor, losses: Sequence[Tensor]) -> Tensor:
-    """Attach auxiliary losses to the output, so that the backward pass of this stage includes them."""
+    """Return the output with auxiliary losses attached, so that this stage's backward pass includes their gradients."""
     for loss in losses:
-        output = MoEAuxLossAutoScaler.apply(output, loss)
-    return output.clone() if losses else output  # the result is a view, whose memory Megatron cannot release
+        output = MoEAuxLossAutoScaler.apply(output, loss)  # in the backward pass, the gradient of the loss is 1
+    return output.clone() if losses else output  # `apply` returns a view, whose memory Megatron could not release

@@ -1,23 +1,35 @@
-"""Initial recurrent states of rows in training: noise, or the last state of the row's lane.
+"""Initial states of rows in training, by `states.mode`: random noise, or a previous row's final state.
 
-    random    N(0, sigma^2) for every value
-    fitted    N(mu, var) per layer and head, mu <- (1 - beta) mean(h_T) + beta mu, and likewise var; both start at 0
-    passing   the state after the lane's last row, which is another text; zero with probability p
-    tbtt      the state after the lane's last row, if this row continues its document; else zero
+A state is all that a layer needs from previous tokens, such as a recurrence's matrix. A lane is one row index in the
+global batch. The modes for the initial state are:
 
-A state belongs to (layer, lane). It stays on the stage that owns the layer, is never changed in place, and carries no
-gradient from step to step. The states after a step's rows are recorded, and committed when the step is accepted, so
-that a refused step changes nothing. A lane with a state that is not finite restarts from zero, on every layer. All
-random numbers are functions of (seed, step, layer, lane), independent of the layout: a rank with a shard of a state
-draws the full state and takes its shard. Nothing here depends on a particular mixer.
+    random    noise: N(0, sigma^2) for every element
+    fitted    noise: N(mu, var) for every layer and head. Both start at 0. After each step with the final states h_T, mu
+              becomes (1 - beta) mean(h_T) + beta mu, and var becomes (1 - beta) var(h_T) + beta var.
+    passing   the final state of the lane's previous row, which holds unrelated text; or zero with probability
+              `states.dropout`
+    tbtt      the final state of the lane's previous row, if this row continues the same document; else zero
+              (truncated backpropagation through time)
 
-Letters: B rows in a micro-batch, K lanes on this process, A all lanes, H heads.
+States carry no gradient from step to step. A step's final states are adopted only when the step is accepted, so that a
+refused step changes nothing. If a state in a lane is not finite, the lane restarts from zero in every layer. Random
+numbers depend only on (seed, step, layer, lane), so they are equal in every parallel layout. A rank with a shard from a
+state draws the full state and takes its shard.
+
+A checkpoint stores these tensors, in full over all lanes and heads, so that a run can resume in any layout:
+
+    held.LAYER.PART     (lanes, ...)     the final state of each lane's last row; a layer's state can have several parts
+    moments.LAYER       (2, heads)       mu and var for mode `fitted`
+    restarts            ()               how often lanes restarted from zero since the phase began
+
+Suffixes of tensor names give the axes: B rows in a micro-batch, K lanes on this process, A all lanes, H heads.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,20 +41,23 @@ from hybridtron.config.schema import StateMode
 from hybridtron.data.batch import Batch
 from hybridtron.data.order.phase_order import phase_seed
 from hybridtron.model.stack import States
-from hybridtron.parallel.context import of_last_share
-from hybridtron.parallel.cut import cut
+from hybridtron.parallel.blocks import block, lane_blocks
+from hybridtron.parallel.context import broadcast_from_last
 from hybridtron.parallel.groups import Groups
+from hybridtron.parallel.sharding import cut, held_runs
 from hybridtron.planning.states import carried_parts
+from hybridtron.problems import ConfigError, Problem
 
 
-class Carrier:
-    """Initial states for micro-batches, and their recorded final states.
+class StateCarrier:
+    """Provider of initial states for micro-batches, and recorder of their final states.
 
-    A step's micro-batches are ordered by chunk, then by group of lanes: chunk 0 for every group, then chunk 1 for every
-    group, and so on. If chunks run together, there is one micro-batch per group. A step calls, in order:
+    In a step each lane reads one or several chunks. A chunk is a run of tokens. A micro-batch has a chunk from each
+    lane in a group. The micro-batches with the first chunk of all groups precede those with the second chunk, and so
+    on. With `states.through_time`, a micro-batch has all chunks of its lanes.
 
-        begin, then for every micro-batch and every stage: initial, record_final
-        commit, if the step is accepted
+    A step calls `begin`; then `initial` and `record_final` for every micro-batch and every stage of this rank; and
+    `commit` if the step is accepted.
     """
 
     def __init__(
@@ -53,80 +68,93 @@ class Carrier:
         groups: Groups,
         device: torch.device,
     ) -> None:
-        """Prepare for stages with these layers, on a process that reads these lanes."""
+        """Prepare for a phase.
+
+        layers: for each stage on this rank, its layers; None for all layers
+        lanes: the lanes that this process reads
+        """
         self.settings = phase.states
         self.groups = groups
         self.device = device
         self.lanes = lanes
         self.all_lanes = phase.lanes
         self.rows = phase.settings.micro_batch
-        self.together = phase.chunks_together  # chunks of a lane in one forward pass
+        self.chunks_together = phase.chunks_together  # chunks of a lane in one forward pass
         self.seed = phase_seed(phase.config.run.seed, phase.index)
         parts = carried_parts(phase)
-        self.chunks = [  # for each pipeline stage, the carried parts of its layers
+        self.chunks = [  # for each stage of this rank: layer -> name -> part of the state
             {layer: by_name for layer, by_name in parts.items() if stage_layers is None or layer in stage_layers}
             for stage_layers in layers
         ]
         self.lane_groups = len(lanes) // self.rows
-        self.held: States = {}  # committed states by layer, lanes on the first axis
-        self.moments: dict[int, Tensor] = {}  # mean and variance of each head on this rank, (2, H) by layer
-        self.restarts = torch.zeros((), dtype=torch.int64, device=device)  # restarts from zero, over all lanes
-        self._ended: dict[tuple[int, int], States] = {}
-        self._sums: dict[int, Tensor] = {}  # for fitted: count, sum and sum of squares of this step's final states
+        self.lane_states: States = {}  # adopted states by layer, with lanes on the first axis
+        self.moments: dict[int, Tensor] = {}  # by layer: mean and variance of each head on this rank, (2, H)
+        self.restarts = torch.zeros((), dtype=torch.int64, device=device)  # number of restarts from zero, of all lanes
+        self._final_states: dict[tuple[int, int], States] = {}  # of this step, by (stage, micro-batch)
+        self._sums: dict[int, Tensor] = {}  # by layer: count, sum and sum of squares of this step's states, (3, H)
         self._step = 0
 
     @property
-    def holds(self) -> bool:
-        """True if states are carried from row to row, False if they are drawn."""
+    def carries_states(self) -> bool:
+        """True if states are carried from row to row, False if they are drawn at random."""
         return self.settings.mode not in NOISE
 
     def begin(self, step: int) -> None:
-        """Start a step: discard the records of a refused one."""
-        self._ended = {}
+        """Start a step. Discards the final states that a refused step has recorded."""
+        self._final_states = {}
         self._sums = {}
         self._step = step
 
     def invalidate(self) -> None:
-        """Discard the held states for tbtt, since the next step's rows don't continue where they ended.
+        """Discard the carried states in mode `tbtt`, because the run has skipped data.
 
-        A row that continues its document elsewhere cannot be distinguished from one that continues here, and a new
-        document may have begun in the skipped tokens.
+        After skipped data, a row may continue its document, but not from the token where the carried state ended.
         """
         if self.settings.mode is StateMode.tbtt:
-            self.held = {}
+            self.lane_states = {}
 
     def initial(self, chunk: int, number: int, batch: Batch) -> States | None:
-        """Return the initial states of a micro-batch's rows; None for zero."""
+        """Return the initial states for a micro-batch's rows; None for zero.
+
+        chunk: index of the stage on this rank
+        number: index of the micro-batch in the step
+        """
         turn, group = divmod(number, self.lane_groups)
         lanes = self.lanes[group * self.rows :][: self.rows]
-        if not self.holds:
+        if not self.carries_states:
             return self._noise(self.chunks[chunk], lanes)
         if turn:
-            before = self._ended.pop((chunk, number - self.lane_groups))
-        elif self.held:
+            # the previous chunk's final states; removed here, because they are needed only once
+            before = self._final_states.pop((chunk, number - self.lane_groups))
+        elif self.lane_states:
             group_rows = slice(group * self.rows, (group + 1) * self.rows)
-            before = _each(self._chosen(chunk, self.held), lambda held: held[group_rows])
+            before = _map_states(self._carried(chunk, self.lane_states), lambda state: state[group_rows])
         else:
             return None
-        return _where(self._keeps_state(batch, lanes), before)
+        return _mask_states(self._keeps_state(batch, lanes), before)
 
-    def handed_over(self, chunk: int, states: States, batch: Batch) -> States:
-        """Return the initial states of the next chunk within a forward pass. Gradients flow back through them."""
+    def next_chunk_states(self, chunk: int, states: States, batch: Batch) -> States:
+        """Return the next chunk's initial states in the same forward pass, without detaching them.
+
+        chunk: index of the stage on this rank
+        states: the previous chunk's final states
+        batch: the next chunk
+        """
         assert batch.continues_B is not None
-        return _where(batch.continues_B, self._chosen(chunk, states))
+        return _mask_states(batch.continues_B, self._carried(chunk, states))
 
     @torch.no_grad()
     def record_final(self, chunk: int, number: int, states: States) -> None:
-        """Record a micro-batch's final states: the carried parts, or for fitted noise only their sums."""
+        """Record a micro-batch's final states on a stage; for mode `fitted`, only their sums."""
         if self.settings.mode is StateMode.random:
             return
-        states = _each(self._chosen(chunk, states), self._of_row)
-        if self.holds:
-            self._ended[chunk, number] = _each(states, _alone)
+        states = _map_states(self._carried(chunk, states), self._from_last_shard)
+        if self.carries_states:
+            self._final_states[chunk, number] = _map_states(states, _detach)
         elif self.settings.mode is StateMode.fitted:
             for layer, parts in self.chunks[chunk].items():
                 ((name, part),) = parts.items()
-                sums_3H = _sums(states[layer][name], part)
+                sums_3H = _head_sums(states[layer][name], part)
                 if layer in self._sums:
                     self._sums[layer] = self._sums[layer] + sums_3H
                 else:
@@ -134,56 +162,59 @@ class Carrier:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Adopt the final states of an accepted step; lanes that are not finite restart from zero."""
-        if self.holds:
-            self._take_over(self._find_nonfinite())
+        """Adopt an accepted step's final states. Lanes whose states are not finite restart from zero."""
+        if self.carries_states:
+            self._adopt(self._find_finite())
         elif self._sums:
             self._measure()
-        self._ended = {}
+        self._final_states = {}
         self._sums = {}
 
-    def _find_nonfinite(self) -> Tensor:
-        """Return 1 for every lane whose states are all finite and 0 for the others, the same on all ranks."""
+    def _find_finite(self) -> Tensor:
+        """Return for every lane 1 if all its states are finite, else 0. The result is equal on all ranks."""
         finite_A = torch.ones(self.all_lanes, dtype=torch.int32, device=self.device)
-        for (_, number), layers in self._ended.items():
+        for (_, number), layers in self._final_states.items():
             first = self.lanes.start + number % self.lane_groups * self.rows
             finite_B = finite_A[first : first + self.rows]
             for tensor in (tensor for parts in layers.values() for tensor in parts.values()):
                 if tensor.is_floating_point():
                     finite_B *= tensor.flatten(1).sum(1).isfinite()  # far faster than checking each value
+        # over all ranks, because a lane restarts in every layer, and other stages hold other layers
         dist.all_reduce(finite_A, dist.ReduceOp.MIN)
         return finite_A
 
     def _keeps_state(self, batch: Batch, lanes: Sequence[int]) -> Tensor:
-        """Return True for every row that starts from its lane's state, False for zero."""
+        """Return for each row whether it starts from its lane's state; it starts from zero otherwise."""
         if self.settings.mode is StateMode.tbtt:
             assert batch.continues_B is not None
             return batch.continues_B
-        share = self.settings.dropout
-        drawn = [self._key("dropout", lane) / 2**64 >= share for lane in lanes]
+        probability = self.settings.dropout
+        drawn = [self._key("dropout", lane) / 2**64 >= probability for lane in lanes]
         return torch.tensor(drawn).to(self.device, non_blocking=True)  # avoids a synchronization
 
-    def _of_row(self, state: Tensor) -> Tensor:
-        """Return the state after the full row, which the last sequence shard has."""
-        return of_last_share(state, self.groups.context)
+    def _from_last_shard(self, state: Tensor) -> Tensor:
+        """Return the full row's final state, which the rank with the row's last sequence shard has."""
+        return broadcast_from_last(state, self.groups.context)
 
-    def _chosen(self, chunk: int, states: States) -> States:
+    def _carried(self, chunk: int, states: States) -> States:
         return {layer: {name: states[layer][name] for name in parts} for layer, parts in self.chunks[chunk].items()}
 
-    def _take_over(self, finite_A: Tensor) -> None:
-        """Adopt the last states of all lanes, in order; zeros on every layer for a lane that restarts."""
+    def _adopt(self, finite_A: Tensor) -> None:
+        """Adopt all lanes' final states; zeros for lanes whose entry in `finite_A` is 0."""
         finite_K = finite_A[self.lanes.start : self.lanes.stop].bool()
         self.restarts = self.restarts + (1 - finite_A).sum()
         for chunk, layers in enumerate(self.chunks):
-            ended = [self._ended.pop(key) for key in sorted(key for key in self._ended if key[0] == chunk)]
+            ended = [
+                self._final_states.pop(key) for key in sorted(key for key in self._final_states if key[0] == chunk)
+            ]
             assert len(ended) == self.lane_groups
             for layer, parts in layers.items():  # one layer at a time, which bounds the memory for copies
                 group_states = [group_state.pop(layer) for group_state in ended]
                 joined = {name: torch.cat([group_state[name] for group_state in group_states]) for name in parts}
-                self.held[layer] = _where(finite_K, {layer: joined})[layer]
+                self.lane_states[layer] = _mask_states(finite_K, {layer: joined})[layer]
 
     def _noise(self, layers: dict[int, dict[str, StatePart]], lanes: Sequence[int]) -> States | None:
-        """Draw initial states for these lanes; None (zero) for fitted noise before the first measurement."""
+        """Draw initial states for these lanes; None (zero) in mode `fitted` before the first accepted step."""
         states = self.settings
         if states.mode is StateMode.fitted and not self.moments:
             return None
@@ -202,20 +233,20 @@ class Carrier:
         return drawn
 
     def _drawn(self, layer: int, lane: int, part: StatePart) -> Tensor:
-        """Draw standard normal values for one lane's full state, and return this rank's shard (1, ...)."""
+        """Draw one lane's full state from the standard normal distribution, and return this rank's shard (1, ...)."""
         generator = torch.Generator(self.device).manual_seed(self._key("noise", lane, layer) >> 1)
         shape = [1, *(size for size in part.shape if size is not None)]
         noise = torch.randn(shape, generator=generator, device=self.device)
         return cut(noise, part, self.groups.states, leading=1)
 
     def _measure(self) -> None:
-        """Update mean and variance with the final states of all lanes on all ranks."""
+        """Update mean and variance for mode `fitted` with the final states of all lanes on all ranks."""
         layers = sorted(self._sums)
         sums_3S = torch.cat([self._sums[layer] for layer in layers], 1)
         dist.all_reduce(sums_3S, group=self.groups.data.group)
         sums = dict(zip(layers, sums_3S.split([self._sums[layer].shape[1] for layer in layers], 1), strict=True))
         parts = {layer: next(iter(p.values())) for chunk in self.chunks for layer, p in chunk.items()}
-        # for a state without heads, each tensor rank has summed only its own channels
+        # A state with one head is divided by channels, so its sums are also reduced over tensor-parallel ranks.
         if whole := [layer for layer in layers if parts[layer].heads == 1]:
             sums_3W = torch.cat([sums[layer] for layer in whole], 1)
             dist.all_reduce(sums_3W, group=self.groups.tensor.group)
@@ -227,22 +258,22 @@ class Carrier:
             self.moments[layer] = (1 - beta) * moments + beta * self.moments.get(layer, torch.zeros_like(moments))
 
     def _key(self, purpose: str, *numbers: int) -> int:
-        """Return a seed of 64 bits, which depends on the run, the phase, the step and these numbers."""
+        """Return a 64-bit seed that depends on the run's seed, the phase, the step, the purpose and these numbers."""
         text = f"{self.seed}/{self._step}/{purpose}/{'/'.join(map(str, numbers))}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """Detach the tensor, and copy it if it is a slice, whose full storage would otherwise stay alive."""
-    whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-    if whole:
+def _detach(tensor: Tensor) -> Tensor:
+    """Return the tensor detached, and copied if it is a view of a larger storage, so that the storage can be freed."""
+    owns_storage = tensor.untyped_storage().nbytes() == tensor.nbytes
+    if owns_storage:
         return tensor.detach()
     return tensor.detach().clone()
 
 
-def _sums(state: Tensor, part: StatePart) -> Tensor:
-    """Return count, sum and sum of squares for each head, (3, H) in fp64."""
-    by_head = state.double()
+def _head_sums(state: Tensor, part: StatePart) -> Tensor:
+    """Return for each head how many elements it has, their sum, and the sum of their squares: (3, H) in fp64."""
+    by_head = state.double()  # because the variance is a small difference between large sums
     if part.heads == 1:
         by_head = by_head.flatten(1).unsqueeze(1)
     else:
@@ -251,11 +282,94 @@ def _sums(state: Tensor, part: StatePart) -> Tensor:
     return torch.stack([count, by_head.sum((0, 2)), by_head.square().sum((0, 2))])
 
 
-def _where(kept: Tensor, states: States) -> States:
-    """Return the states of the rows that keep theirs, zeros for the others."""
-    return _each(states, lambda tensor: torch.where(kept.view(-1, *[1] * (tensor.dim() - 1)), tensor, 0))
+def _mask_states(kept: Tensor, states: States) -> States:
+    """Return the states, with zeros in rows where `kept` is False."""
+    return _map_states(states, lambda tensor: torch.where(kept.view(-1, *[1] * (tensor.dim() - 1)), tensor, 0))
 
 
-def _each(states: States, change: Callable[[Tensor], Tensor]) -> States:
-    """Apply a function to every tensor of the states."""
+def _map_states(states: States, change: Callable[[Tensor], Tensor]) -> States:
+    """Return the states with a function applied to every tensor."""
     return {layer: {name: change(tensor) for name, tensor in parts.items()} for layer, parts in states.items()}
+
+
+class StoredTensors(Protocol):
+    """Interface to a checkpoint: its tensors' shapes and dtypes by name, and a method that loads into blocks."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+    def dtype(self, key: str, /) -> torch.dtype: ...
+    def fill(self, blocks: Sequence[Any], /) -> None: ...
+
+
+def state_blocks(carrier: StateCarrier, groups: Groups) -> list[Any]:
+    """Return this rank's shards of the carried states, as views with their offsets in the full tensors."""
+    blocks = []
+    for layer, name, part in _parts(carrier):
+        if layer in carrier.lane_states:
+            state = carrier.lane_states[layer][name]
+            key = f"held.{layer}.{name}"
+            blocks += lane_blocks(key, state, part, carrier.lanes, carrier.all_lanes, groups.states)
+        if layer in carrier.moments:
+            moments = carrier.moments[layer]
+            first = groups.dense.copies.rank == 0
+            tensor = groups.tensor.rank
+            if part.heads == 1:
+                offset = (0, 0)
+                main = first and tensor == 0
+            else:
+                offset = (0, tensor * moments.shape[1])
+                main = first
+            blocks.append(block(f"moments.{layer}", (2, part.heads), offset, moments, main))
+    return [*blocks, block("restarts", (), (), carrier.restarts, groups.is_first)]
+
+
+def restore_states(carrier: StateCarrier, groups: Groups, stored: StoredTensors) -> None:
+    """Load the carried states from a checkpoint that was written in any layout.
+
+    Raises ConfigError if the checkpoint has no carried states, or has them for more or fewer lanes.
+    """
+    shapes = stored.shapes
+    if "restarts" not in shapes:
+        raise ConfigError([_unlike("carries states, but the checkpoint was written without them")])
+    has_states = any(key.startswith("held.") for key in shapes)  # False if the run had not accepted a step before
+    for layer, name, part in _parts(carrier):
+        key = f"held.{layer}.{name}"
+        if carrier.carries_states and has_states:
+            if key not in shapes:
+                raise ConfigError([_unlike(f"carries {name} of sub-layer {layer}, of which the checkpoint has none")])
+            if shapes[key][0] != carrier.all_lanes:
+                lanes = f"has {carrier.all_lanes} lanes, but the checkpoint holds the states of {shapes[key][0]}"
+                raise ConfigError([_unlike(lanes)])
+            shape = [len(carrier.lanes), *shapes[key][1:]]
+            for axis_cut in part.active_cuts(groups.states.sizes):
+                runs = held_runs(part, axis_cut, groups.states.dimensions[axis_cut.over])
+                shape[1 + axis_cut.axis] = sum(map(len, runs))
+            state = torch.empty(shape, dtype=stored.dtype(key), device=carrier.device)
+            carrier.lane_states.setdefault(layer, {})[name] = state
+        elif f"moments.{layer}" in shapes:
+            if part.heads > 1:
+                heads = part.heads // groups.tensor.size
+            else:
+                heads = 1
+            carrier.moments[layer] = torch.empty(2, heads, dtype=torch.float64, device=carrier.device)
+    carrier.restarts = torch.empty((), dtype=torch.int64, device=carrier.device)
+    stored.fill(state_blocks(carrier, groups))
+
+
+def _parts(carrier: StateCarrier) -> list[tuple[int, str, StatePart]]:
+    """Return (layer, name, part) for each state part that is carried on this rank."""
+    return [
+        (layer, name, part)
+        for layers in carrier.chunks
+        for layer, parts in layers.items()
+        for name, part in parts.items()
+    ]
+
+
+def _unlike(what: str) -> Problem:
+    return Problem(
+        "states.mode",
+        "changed",
+        f"{what}; set states.* and global_batch of this phase as in the checkpoint's run, or start from scratch with "
+        "run.resume=never",
+    )

@@ -1,17 +1,24 @@
-"""Run the update rules in `optimizers/` inside Megatron's optimizers, in place of AdamW.
+"""Runs the update rules of `optimizers/` inside Megatron's optimizers, in place of Megatron's AdamW.
 
-Megatron keeps fp32 masters, finishes gradients, clips them, and gathers the weights after a step. Its distributed
-optimizer shards the flattened masters over data-parallel ranks, with cuts anywhere within a row. A rule that needs full
-matrices can't run on such shards. For it, gradient and state are gathered over data- and tensor-parallel ranks, every
-rank computes the same direction, and takes its own entries. That costs 4 bytes for each entry of the gradient and of
-each gathered state part, per such weight and step, and the memory of one full matrix at a time.
+Megatron keeps fp32 master weights, reduces and clips gradients, and gathers the weights after a step. Its distributed
+optimizer flattens the masters and divides them among data-parallel ranks at arbitrary elements. A rule that needs full
+matrices can't run on such shards. For such a rule, a weight's gradient and state are gathered over data- and
+tensor-parallel ranks. Every rank computes the full update direction, and applies its own elements. For each such weight
+and step, this communicates 4 bytes per element of the gradient and of each state part. It needs memory for one full
+weight at a time.
 
-State that is stored in bf16 is converted to fp32 for the update, and rounded to the nearest after each step. A step
-changes a moment by 1 - beta of its distance to the new value, and bf16 rounds by up to 0.004 of the moment. Second
-moments of random gradients (normal, and cubed) are then on average within 0.1% of those in fp32 at beta = 0.95 and
-within 0.5% at 0.98, but 4% above them at 0.99 and up to 30% at 0.999, where they rise and hardly fall: the
-configuration's check stops at 0.98. Stochastic rounding would allow more, with random numbers that are the same under
-every layout; no recipe needs it.
+A rule with a second stage for full matrices, such as Muon, keeps its state in shards. Each rank sends its results of
+the first stage to the matrices' owners, which return the directions (`parallel/matrix_owners.py`). In bf16, a
+rank communicates at most 4 bytes per element that it updates, and more as an owner.
+
+State that is stored in bf16 is converted to fp32 for the update, and rounded to the nearest bf16 number after a step.
+If beta is close to 1, the change in a step is smaller than the rounding error. In a simulation with random gradients,
+the second moment in bf16 differed from that in fp32 on average by
+
+    beta      0.95       0.98       0.99    0.999
+    error     < 0.1%     < 0.5%     4%      up to 30%
+
+So the configuration's check allows bf16 only for beta up to 0.98.
 """
 
 from __future__ import annotations
@@ -24,18 +31,26 @@ from torch import Tensor
 
 from hybridtron.architecture.base import Parameter
 from hybridtron.optimizers.base import UpdateRule, UpdateSettings
-from hybridtron.parallel.cut import cut, gather
-from hybridtron.parallel.mesh import Mesh
+from hybridtron.parallel.matrix_owners import DividedWeight, Exchange, exchanges
+from hybridtron.parallel.mesh import Mesh, RankGroup
+from hybridtron.parallel.sharding import cut, gather
 
 if TYPE_CHECKING:
-    from hybridtron.engine.optim import Shard
+    from hybridtron.engine.optimizer import Shard
 
 
 class RuleOptimizer(torch.optim.Optimizer):
-    """Optimizer that applies an update rule to the masters in Megatron's parameter groups.
+    """Optimizer that applies an update rule to the master weights in Megatron's parameter groups.
 
-    Each group has a learning rate and weight decay. State parts with the weight's shape are allocated as this rank's
-    flattened entries (none where other ranks hold all of them), other parts as this tensor-parallel rank's shard.
+    groups: Megatron's parameter groups, each with a learning rate and a weight decay
+    shards: for each weight, the elements that this rank updates
+    table: for each weight, its full shape, and how tensor-parallel ranks divide it
+    settings: ((beta1, beta2), epsilon)
+    state_dtype: dtype in which state is stored
+    stage_ranks: all ranks in this pipeline stage
+
+    A state part with the weight's shape is allocated for this rank's elements only. Any other part is allocated as this
+    tensor-parallel rank's shard.
     """
 
     def __init__(
@@ -46,72 +61,113 @@ class RuleOptimizer(torch.optim.Optimizer):
         table: Mapping[str, Parameter],
         meshes: Mapping[str, Mesh],
         settings: tuple[tuple[float, float], float],
-        kept: torch.dtype,
+        state_dtype: torch.dtype,
+        stage_ranks: RankGroup,
     ) -> None:
         super().__init__([{"params": []}], {})
-        self.param_groups = groups  # set here, as torch's constructor rejects views of Megatron's buffers
+        self.param_groups = groups  # set here, because torch's constructor rejects tensors that are views of a buffer
         self.rule = rule
         self.table = table
         self.meshes = meshes
         self.settings = settings
-        self.kept = kept
+        self.state_dtype = state_dtype
         self.shards = {name: shard for name, shard in shards.items() if shard.weight.requires_grad}
         self.steps = 0  # number of accepted steps
         for name, shard in self.shards.items():
             shard.parts = self._zeros(name, shard)
+        divided = [
+            DividedWeight(name, table[name], meshes[table[name].family], shard.ranges, shard.everywhere)
+            for name, shard in self.shards.items()
+            if rule.has_matrix_stage(name, table[name])
+        ]
+        self.exchanges = exchanges(divided, stage_ranks)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Update the masters. All ranks visit their stage's weights in the same order, since some are gathered."""
+        """Update the masters. All ranks of a stage process its weights in the same order, because some are gathered."""
         assert closure is None
         self.steps += 1
         group_of = {master: group for group in self.param_groups for master in group["params"]}
         for name, shard in self.shards.items():
-            whole = self.rule.needs_whole(name, self.table[name])
-            if whole:
-                direction = self._of_whole(name, shard)
+            if self.rule.has_matrix_stage(name, self.table[name]):
+                continue
+            if self.rule.needs_whole(name, self.table[name]):
+                direction = self._full_direction(name, shard)
             else:
-                direction = self._of_shard(name, shard)
+                direction = self._shard_direction(name, shard)
             if shard.master is not None and direction is not None:
-                group = group_of[shard.master]
-                shard.master.mul_(1 - group["lr"] * group["weight_decay"])
-                shard.master.sub_(direction.view_as(shard.master), alpha=group["lr"])
+                self._apply(name, shard.master, direction, group_of[shard.master])
+        for exchange in self.exchanges:
+            for name, direction in self._matrix_directions(exchange).items():
+                master = self.shards[name].master
+                assert master is not None
+                self._apply(name, master, direction, group_of[master])
+
+    def _apply(self, name: str, master: Tensor, direction: Tensor, group: Mapping[str, Any]) -> None:
+        """Update the master of a weight's elements. `group` has the learning rate and the weight decay."""
+        lr = group["lr"] * self.rule.lr_factor(name, self.table[name])
+        master.mul_(1 - lr * group["weight_decay"])
+        master.sub_(direction.view_as(master), alpha=lr)
+
+    def _matrix_directions(self, exchange: Exchange) -> dict[str, Tensor]:
+        """Return the directions of this rank's elements, by weight, for the weights in one exchange between ranks."""
+        stage = self.rule.matrix_stage
+        assert stage is not None
+        updates = {}
+        for name in exchange.names:
+            update = self._shard_direction(name, self.shards[name])
+            if update is not None:
+                updates[name] = stage.narrow(update)
+        weight = self.shards[exchange.names[0]].weight
+        empty = stage.narrow(torch.empty(0, dtype=self.master_dtype, device=weight.device))
+        directions = {name: torch.empty_like(update, dtype=self.master_dtype) for name, update in updates.items()}
+        for name, piece, entries in exchange.directions(updates, stage.direction, empty):
+            piece.view(directions[name]).copy_(entries).mul_(stage.scale(*exchange.shapes[piece.matrix]))
+        return directions
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """The dtype of the masters: fp32, or float64 in an audit."""
+        return torch.promote_types(next(iter(self.shards.values())).weight.dtype, torch.float32)
 
     def _zeros(self, name: str, shard: Shard) -> dict[str, Tensor]:
-        """Allocate a weight's state parts, by name."""
+        """Return a weight's state parts by name, filled with zeros."""
         weight = self.table[name]
         parts: dict[str, Tensor] = {}
         for part, declared in self.rule.parts(name, weight).items():
             if declared.shape != weight.shape:
-                shape = declared.share_shape(self.meshes[weight.family].sizes)
-                parts[part] = torch.zeros(shape, dtype=self.kept, device=shard.weight.device)
+                shape = declared.shard_shape(self.meshes[weight.family].sizes)
+                parts[part] = torch.zeros(shape, dtype=self.state_dtype, device=shard.weight.device)
             elif shard.master is not None:
-                parts[part] = torch.zeros_like(shard.master, dtype=self.kept).view(-1)
+                parts[part] = torch.zeros_like(shard.master, dtype=self.state_dtype).view(-1)
         return parts
 
-    def _now(self) -> UpdateSettings:
+    def _update_settings(self) -> UpdateSettings:
         betas, eps = self.settings
         return UpdateSettings(betas, eps, self.steps)
 
-    def _of_shard(self, name: str, shard: Shard) -> Tensor | None:
-        """Return the update direction for this rank's entries, and update their state; None if it has no entries."""
+    def _shard_direction(self, name: str, shard: Shard) -> Tensor | None:
+        """Update the state for this rank's elements in a weight, and return their update direction.
+
+        Returns None if this rank has no elements of the weight.
+        """
         if shard.master is None:
             return None
         assert shard.master.grad is not None
         gradient = shard.master.grad.view(-1)
-        parts = _computed_with(shard)
-        direction = self.rule.direction(name, self.table[name], gradient, parts, self._now())
+        parts = _wide_parts(shard)
+        direction = self.rule.direction(name, self.table[name], gradient, parts, self._update_settings())
         for part, stored in shard.parts.items():
             if stored is not parts[part]:
                 stored.copy_(parts[part])
         return direction
 
-    def _of_whole(self, name: str, shard: Shard) -> Tensor:
-        """Compute the direction for a full weight; return this rank's entries, and update its state."""
+    def _full_direction(self, name: str, shard: Shard) -> Tensor:
+        """Compute a full weight's update direction, update this rank's state, and return this rank's elements."""
         weight = self.table[name]
         mesh = self.meshes[weight.family]
         stored = shard.parts
-        wide = _computed_with(shard)
+        wide = _wide_parts(shard)
         declared = self.rule.parts(name, weight)
         if shard.master is None or shard.master.grad is None:
             gradient = None
@@ -120,11 +176,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         whole = {
             part: gather(wide[part], spec, mesh)
             if spec.shape != weight.shape
-            else gather(shard.over_data(wide.get(part)), spec, mesh)
+            else gather(shard.gather_over_data(wide.get(part)), spec, mesh)
             for part, spec in declared.items()
         }
-        gathered = gather(shard.over_data(gradient), weight, mesh)
-        direction = self.rule.direction(name, weight, gathered, whole, self._now())
+        gathered = gather(shard.gather_over_data(gradient), weight, mesh)
+        direction = self.rule.direction(name, weight, gathered, whole, self._update_settings())
         for part, spec in declared.items():
             if part in stored:
                 share = cut(whole[part], spec, mesh)
@@ -132,11 +188,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         return _entries(cut(direction, weight, mesh), shard)
 
 
-def _computed_with(shard: Shard) -> dict[str, Tensor]:
-    """Return the state parts in the rule's precision: themselves, or fp32 copies of those stored in bf16."""
+def _wide_parts(shard: Shard) -> dict[str, Tensor]:
+    """Return the state parts by name, with fp32 copies of parts that are stored in bf16."""
     return {part: stored.to(torch.promote_types(stored.dtype, torch.float32)) for part, stored in shard.parts.items()}
 
 
 def _entries(share: Tensor, shard: Shard) -> Tensor:
-    """Return the flattened entries of a tensor-parallel shard that this data-parallel rank holds."""
+    """Return the elements of a flattened tensor-parallel shard that this data-parallel rank holds."""
     return share.reshape(-1)[shard.start : shard.stop]

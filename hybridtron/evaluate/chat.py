@@ -1,6 +1,7 @@
-"""Conversations with a checkpoint's model, formatted by the chat template that it was trained with.
+"""Conversations with a checkpoint's model, formatted by the chat template that the model was trained with.
 
-An answer ends where a text ends, or where the template ends a turn: with a special token, or with words.
+The model may end its answer with the end-of-text token, or with the text that the template writes after an answer:
+a special token such as `<|im_end|>`, or ordinary text.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridtron.data.prepare.chat import ASSISTANT, ChatTemplate
-from hybridtron.evaluate.served import opened, tokenizer_of
+from hybridtron.evaluate.loaded_model import open_checkpoint, tokenizer_of
 from hybridtron.interop.tokenizer import CHAT
 from hybridtron.problems import Unusable
 
@@ -30,12 +31,12 @@ class Chat:
 
     @staticmethod
     def of(folder: Path) -> Chat:
-        """Load a checkpoint's chat template and tokenizer. Raises Unusable if it has no template."""
-        checkpoint, _ = opened(folder)
+        """Load a checkpoint's chat template and tokenizer. Raises Unusable if the checkpoint has no template."""
+        checkpoint = open_checkpoint(folder)
         if (stored_template := checkpoint.meta.data.get(CHAT)) is None:
-            cure = "data that is prepared with --learn messages brings one, and so does an imported folder"
+            cure = "train on data prepared with `data prepare --learn messages`, or import a model with a chat template"
             raise Unusable(
-                f"{folder} has no chat template: {cure}; without --chat a prompt is continued as plain text",
+                f"{folder} has no chat template: {cure}; or leave out --chat, to continue a prompt as plain text",
                 code="missing",
             )
         tokenizer = tokenizer_of(checkpoint)
@@ -43,9 +44,9 @@ class Chat:
         return Chat(folder, replace(ChatTemplate.of_stored(stored_template), special=frozenset(special)), tokenizer)
 
     def prompt(self, messages: list[Message]) -> list[int]:
-        """Return the tokens before the next answer, encoded as in prepared data.
+        """Return the token ids of the conversation so far, up to where the next answer begins.
 
-        Only the template writes special tokens.
+        Raises Unusable if a message contains a special token: only the template may write special tokens.
         """
         try:
             text = self.template.question(messages)
@@ -54,7 +55,11 @@ class Chat:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def ends(self, messages: list[Message]) -> tuple[list[int], list[str]]:
-        """Return the tokens and the texts that end the next answer: one special token, one text, or neither."""
+        """Return (token ids, texts) that end the next answer, besides the end-of-text token.
+
+        If the template writes a special token after an answer, the first list has its id. If the template writes
+        ordinary text, the second list has the text. Otherwise both lists are empty.
+        """
         try:
             ending = self.template.behind_answer(messages).strip()
         except ValueError as error:

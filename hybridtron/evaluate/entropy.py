@@ -1,22 +1,27 @@
-"""Entropies in nats that show how widely layers look (Samba, appendix C and Figure 5).
+"""Entropies for attention weights and for Mamba's step sizes, in nats (Samba, appendix C and Figure 5).
 
-    attention   mean over rows, heads and the last queries i of   -sum_j a_ij log a_ij,   a_ij = softmax of s_ij over j
-    selection   mean over rows and channels (Mamba-2: heads) of   -sum_t d_t log d_t,     d_t = delta_t / S
+    attention   -sum_j a_ij log a_ij   the mean over rows, heads and the last 256 queries i in each row
+    selection   -sum_t d_t log d_t     the mean over rows and channels (Mamba-2: heads)
 
-with the scores s_ij = q_i . k_j / sqrt(K) of the keys that a query sees, and a scan's step sizes delta_t, whose sum
-over a row is S. Neither needs the weights themselves: as log a_ij = s_ij - lse_i and log d_t = log delta_t - log S,
+- a_ij: key j's attention weight for query i, the softmax over j of the scores s_ij = q_i . k_j / sqrt(K)
+- d_t = delta_t / D: token t's step size delta_t in a selective scan (Mamba, Mamba-2), divided by the row's sum
+  D = sum_t delta_t
 
-    -sum_j a_ij log a_ij = lse_i - sum_j a_ij s_ij,       -sum_t d_t log d_t = log S - (sum_t delta_t log delta_t) / S
-
-Scores are computed for some queries at a time, and step sizes are accumulated. An entropy is 0 if only one key or token
-counts. At most it is the log of the number of keys or tokens (a uniform choice); this bound is reported too.
-
-The ops' inputs are observed while the model reads as usual, so this works under any layout. Ranks that divide rows
-observe their sequence shards, and their sums are added. Samba's figure uses texts from GSM8K; here rows are held-out
+An entropy is 0 if a single key or token has all the weight. It is largest if all weights are equal: then it is log n
+for n keys or tokens. This upper bound is reported too. Samba's figure uses texts from GSM8K; here the rows are held-out
 text.
 
-Legend: B rows, L tokens of a chunk, H query heads, G key/value heads, A query heads of a group, K head size, S keys, Q
-queries, E channels or heads of a scan.
+With lse_i = log sum_j exp(s_ij), both entropies follow from sums, which can be accumulated over a row's chunks:
+
+    -sum_j a_ij log a_ij = lse_i - sum_j a_ij s_ij
+    -sum_t d_t log d_t   = log D - (sum_t delta_t log delta_t) / D
+
+The inputs to attention and scans are observed while the model reads a row chunk by chunk. Under context parallelism
+each rank observes its own tokens, and all ranks' sums are added.
+
+Legend: B rows, L tokens per chunk, H query heads, G key/value heads, A query heads per key/value head, K head size,
+S keys, Q queries, E channels or heads per scan, R rows per segment in span attention. In `chosen_RGTC`, T span chunks
+and C chosen blocks.
 """
 
 from __future__ import annotations
@@ -31,10 +36,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hybridtron.data.batch import RowShare, SeqInfo
+from hybridtron.data.batch import SeqInfo, SequenceShard
 from hybridtron.evaluate.length import Advance, read_rows, unheard
+from hybridtron.inference.reader import Reader
 from hybridtron.mixers.base import Mixer, State
-from hybridtron.model.generate import Reader
 from hybridtron.ops.attention import AttentionInputs
 from hybridtron.ops.attention.reference import visible_keys, with_memory
 from hybridtron.ops.dispatch import Op, observed
@@ -44,16 +49,17 @@ from hybridtron.ops.scan.reference import step_sizes
 from hybridtron.ops.span import SpanInputs
 from hybridtron.ops.span.reference import chosen_table, chunk_spans
 from hybridtron.ops.ssd import SSDInputs
-from hybridtron.parallel.context import WHOLE_ROWS, ContextGroup, tensors_of_all_shares
+from hybridtron.parallel.context import tensors_of_all_shards
+from hybridtron.parallel.mesh import ONE_RANK, RankGroup
 
-SCORES = 2**24  # largest number of scores in memory at a time
-QUERIES = 256  # number of last queries in a row whose attention is measured
+SCORES = 2**24  # largest number of attention scores in memory at a time
+QUERIES = 256  # number of queries at a row's end whose attention is measured
 
 KINDS = ("attention", "selection")
 
 
 class Entropy(NamedTuple):
-    """A layer's mean entropy over heads or channels, the smallest and largest one, and the mean upper bound."""
+    """A layer's mean, smallest and largest entropy over its heads or channels, and the mean upper bound."""
 
     layer: int
     kind: str
@@ -64,14 +70,14 @@ class Entropy(NamedTuple):
 
 
 class Looked(NamedTuple):
-    """Entropies by query, and the number of keys that each query sees."""
+    """Each query's entropy, and how many keys the query sees."""
 
     entropy_BHQ: Tensor
     keys_BHQ: Tensor
 
 
 def attention_entropy(inputs: AttentionInputs, first: int) -> Looked:
-    """Compute attention's entropies for the chunk's queries from position `first` on."""
+    """Compute the entropies for a chunk's queries from index `first` on."""
     keys = with_memory(inputs)
     batch, length, heads, _ = inputs.q_BLHK.shape
     num_keys = keys.keys_BSGK.shape[1]
@@ -90,13 +96,17 @@ def attention_entropy(inputs: AttentionInputs, first: int) -> Looked:
         looked_by_turn.append(
             _looked(inputs.q_BLHK[:, start:stop], keys.keys_BSGK[:, first_key:end_key], visible_BGAQS)
         )
-    return Looked(*(torch.cat(parts, dim=-1) for parts in zip(*looked_by_turn, strict=True)))
+    return Looked(
+        torch.cat([looked.entropy_BHQ for looked in looked_by_turn], dim=-1),
+        torch.cat([looked.keys_BHQ for looked in looked_by_turn], dim=-1),
+    )
 
 
 def span_entropy(inputs: SpanInputs, first: int) -> Looked:
-    """Compute span attention's entropies for the row's queries from position `first` on.
+    """Compute span attention's entropies for the queries from index `first` on.
 
-    A query sees the keys before it in its own span chunk, and the blocks chosen for that chunk.
+    Span attention divides a row into span chunks, and chooses for each span chunk some blocks of earlier keys. A query
+    sees the chosen blocks, and the keys in its own span chunk up to its own position.
     """
     q_BLHK, k_BSGK, _, cut, chosen = inputs
     batch, length, heads, _ = q_BLHK.shape
@@ -104,18 +114,18 @@ def span_entropy(inputs: SpanInputs, first: int) -> Looked:
     for segment, chosen_RGTC in zip(cut.segments, chosen, strict=True):
         segment_keys = segment.keys(length, k_BSGK.shape[1])
         k_RSGK = k_BSGK[segment.rows, segment_keys]
-        places_S = torch.arange(k_RSGK.shape[1], device=k_RSGK.device)
-        num_scores = len(k_RSGK) * heads * len(places_S)
+        positions_S = torch.arange(k_RSGK.shape[1], device=k_RSGK.device)
+        num_scores = len(k_RSGK) * heads * len(positions_S)
         if chosen_RGTC is None:
             table = None
         else:
-            table = chosen_table(chosen_RGTC, int(places_S[-1]) // cut.block + 1)
-        for number, span in enumerate(chunk_spans(cut, segment, segment.kept - segment.start, len(places_S))):
+            table = chosen_table(chosen_RGTC, int(positions_S[-1]) // cut.block + 1)
+        for number, span in enumerate(chunk_spans(cut, segment, segment.kept - segment.start, len(positions_S))):
             for start, stop in _turns(max(first, span.queries.start), span.queries.stop, num_scores):
-                places_Q = torch.arange(start, stop, device=places_S.device) - segment.start + segment.kept
-                visible = ((places_S >= span.keys.start) & (places_S <= places_Q[:, None]))[None, None]
+                positions_Q = torch.arange(start, stop, device=positions_S.device) - segment.start + segment.kept
+                visible = ((positions_S >= span.keys.start) & (positions_S <= positions_Q[:, None]))[None, None]
                 if table is not None:
-                    visible = visible | table[:, :, number, places_S // cut.block][:, :, None]
+                    visible = visible | table[:, :, number, positions_S // cut.block][:, :, None]
                 part = _looked(q_BLHK[segment.rows, start:stop], k_RSGK, visible[:, :, None])
                 for full, values in zip(looked, part, strict=True):
                     full[segment.rows, :, start:stop] = values
@@ -123,19 +133,22 @@ def span_entropy(inputs: SpanInputs, first: int) -> Looked:
 
 
 def _turns(first: int, length: int, scores: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of queries to process together; each query has `scores` scores over all rows and heads."""
+    """Yield query ranges (start, stop) to process together, so that at most `SCORES` scores are in memory.
+
+    `scores` counts one query's scores, over all rows, heads and keys.
+    """
     num_queries = max(1, SCORES // scores)
     for start in range(first, length, num_queries):
         yield start, min(start + num_queries, length)
 
 
 def _looked(q_BQHK: Tensor, k_BSGK: Tensor, visible_BGAQS: Tensor) -> Looked:
-    """Compute the entropies for a few queries."""
+    """Compute each query's entropy, lse_i - sum_j a_ij s_ij, and how many keys the query sees."""
     q_BQGAK = at_least_fp32(q_BQHK).unflatten(2, (k_BSGK.shape[2], -1))
     scores_BGAQS = torch.einsum("bqgak,bsgk->bgaqs", q_BQGAK, at_least_fp32(k_BSGK)) * q_BQHK.shape[-1] ** -0.5
     lse_BGAQ1 = scores_BGAQS.masked_fill(~visible_BGAQS, -torch.inf).logsumexp(-1, keepdim=True)
     weights_BGAQS = torch.where(visible_BGAQS, (scores_BGAQS - lse_BGAQ1).exp(), 0.0)
-    # clamped, because rounding may make it negative
+    # clamped, because rounding may make an entropy negative
     entropy_BGAQ = (lse_BGAQ1[..., 0] - (weights_BGAQS * scores_BGAQS).sum(-1)).clamp_min(0)
     keys_BGAQ = visible_BGAQS.sum(-1).expand_as(entropy_BGAQ)
     return Looked(*(x.flatten(1, 2).double() for x in (entropy_BGAQ, keys_BGAQ)))
@@ -143,59 +156,74 @@ def _looked(q_BQHK: Tensor, k_BSGK: Tensor, visible_BGAQS: Tensor) -> Looked:
 
 @dataclass
 class Attending:
-    """A layer's accumulated attention entropies, for queries from position `first` in the rows on."""
+    """A layer's accumulated attention entropies, over the queries from position `first` on.
+
+    read: how many tokens in each row were read so far
+    sums: by head, the summed entropies, the summed upper bounds, and the query count, as (H, 3). In span attention some
+        heads may have shifted span chunks: the key is their shift. For other attention it is 0.
+    """
 
     first: int
     read: int = 0
-    sums: dict[int, Tensor] = field(default_factory=dict)  # by shift, (heads, 3): entropy, bound, queries
+    sums: dict[int, Tensor] = field(default_factory=dict)
 
-    def add(self, inputs: AttentionInputs | SpanInputs, share: RowShare | None = None, counts: bool = True) -> None:
-        """Add a chunk, or its sequence shard. Without `counts`, only update the number of tokens read."""
+    def add(
+        self, inputs: AttentionInputs | SpanInputs, shard: SequenceShard | None = None, counts: bool = True
+    ) -> None:
+        """Add a chunk's queries, or those in this rank's shard of the chunk.
+
+        If `counts` is False, only the number of tokens read is updated.
+        """
         length = inputs.q_BLHK.shape[1]
         if isinstance(inputs, SpanInputs):
             tokens_before = inputs.cut.segments[0].seen
             if counts and tokens_before + length > self.first:
                 self._add(inputs.cut.shift, span_entropy(inputs, max(0, self.first - tokens_before)))
             return
-        if share is None:
+        if shard is None:
             begin = self.read
         else:
-            begin = self.read + share.first
+            begin = self.read + shard.first
         if counts and begin + length > self.first:
             self._add(0, attention_entropy(inputs, max(0, self.first - begin)))
-        self.read += length if share is None else length * share.size
+        self.read += length if shard is None else length * shard.size
 
     def _add(self, shift: int, looked: Looked) -> None:
-        """Add each head's sums over rows and queries."""
+        """Add the sums over rows and queries to the head's sums."""
         entropy_BHQ, keys_BHQ = looked
         ones_BHQ = torch.ones_like(entropy_BHQ)
         sums_H3 = torch.stack([x.sum((0, 2)) for x in (entropy_BHQ, keys_BHQ.log(), ones_BHQ)], dim=1)
         self.sums[shift] = self.sums.get(shift, 0) + sums_H3
 
     def tensors(self) -> dict[str, Tensor]:
-        """List by name the tensors that are summed over ranks."""
+        """Return by name the tensors to sum over the ranks."""
         return {str(shift): sums_H3 for shift, sums_H3 in self.sums.items()}
 
-    def with_tensors(self, found: Mapping[str, Tensor]) -> Attending:
-        """Return a copy that has sums over all ranks instead."""
-        return replace(self, sums={int(shift): sums_H3 for shift, sums_H3 in found.items()})
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Attending:
+        """Return a copy with other tensors: sums over all ranks, with the names from `tensors()`."""
+        return replace(self, sums={int(shift): sums_H3 for shift, sums_H3 in tensors.items()})
 
     def means(self) -> Tensor:
-        """Return each head's entropy, bound and kind, (H, 3)."""
+        """Return (H, 3): each head's mean entropy, its mean upper bound, and 0, the index of `attention` in KINDS."""
         sums_H3 = torch.cat(list(self.sums.values()))
         return torch.cat([sums_H3[:, :2] / sums_H3[:, 2:], torch.zeros_like(sums_H3[:, :1])], dim=1)
 
 
 @dataclass
 class Selecting:
-    """The accumulated step sizes of a layer's scan."""
+    """The accumulated step sizes delta of a layer's scan, for each row and channel (or head).
+
+    tokens: how many tokens were read
+    sum_BE: delta, summed over tokens
+    logs_BE: delta log delta, summed over tokens
+    """
 
     tokens: int = 0
     sum_BE: Tensor | float = 0.0
     logs_BE: Tensor | float = 0.0
 
     def add(self, inputs: ScanInputs | SSDInputs) -> None:
-        """Add a chunk's step sizes."""
+        """Add a chunk's step sizes, or those in this rank's shard of the chunk."""
         if isinstance(inputs, ScanInputs):
             bias = inputs.dt_bias_E
         else:
@@ -206,16 +234,16 @@ class Selecting:
         self.logs_BE = self.logs_BE + torch.xlogy(delta_BLE, delta_BLE).sum(1)
 
     def tensors(self) -> dict[str, Tensor]:
-        """List by name the tensors that are summed over ranks."""
+        """Return by name the tensors to sum over the ranks."""
         sums = {"sum": torch.as_tensor(self.sum_BE), "logs": torch.as_tensor(self.logs_BE)}
         return {"tokens": torch.tensor(self.tokens), **sums}
 
-    def with_tensors(self, found: Mapping[str, Tensor]) -> Selecting:
-        """Return a copy that has sums over all ranks instead."""
-        return Selecting(int(found["tokens"]), found["sum"], found["logs"])
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Selecting:
+        """Return a copy with other tensors: sums over all ranks, with the names from `tensors()`."""
+        return Selecting(int(tensors["tokens"]), tensors["sum"], tensors["logs"])
 
     def means(self) -> Tensor:
-        """Return each channel's entropy, bound and kind, (E, 3)."""
+        """Return (E, 3): each channel's mean entropy, its upper bound, and 1, the index of `selection` in KINDS."""
         sum_BE = torch.as_tensor(self.sum_BE)
         entropy_E = (sum_BE.log() - self.logs_BE / sum_BE).clamp_min(0).mean(0)
         bound_E = torch.full_like(entropy_E, math.log(self.tokens))
@@ -227,77 +255,98 @@ Observed = TypeVar("Observed", Attending, Selecting)
 
 @dataclass
 class Looking:
-    """An observer of a model's ops that accumulates entropies by layer while the model reads."""
+    """An observer of attention and scans, which accumulates each layer's sums while the model reads.
+
+    first: position of the first query whose attention is measured
+    context: the ranks of context parallelism
+    layer: the running layer's index
+    has_selective_steps: whether this layer's step sizes depend on the tokens
+    shard: this rank's tokens in the chunk; None if the ranks do not divide the tokens
+    attending, selecting: accumulated sums by layer
+    """
 
     first: int
-    context: ContextGroup = WHOLE_ROWS
+    context: RankGroup = ONE_RANK
     layer: int = 0
-    selects: bool = False
-    share: RowShare | None = None
+    has_selective_steps: bool = False
+    shard: SequenceShard | None = None
     attending: dict[int, Attending] = field(default_factory=dict)
     selecting: dict[int, Selecting] = field(default_factory=dict)
 
     def enter(self, layer: int, mixer: Mixer, arguments: tuple[Tensor, State | None, SeqInfo]) -> None:
-        """Note which layer's mixer runs next. This is a forward pre-hook on every mixer."""
+        """Store which layer runs next. This is a forward pre-hook of every layer's mixer (attention or scan)."""
         self.layer = layer
-        self.selects = mixer.selects
-        self.share = arguments[2].share
+        self.has_selective_steps = mixer.has_selective_steps
+        self.shard = arguments[2].shard
 
     def observe(self, op: Op[Any, Any], inputs: Any) -> None:
-        """Add an op's inputs to its layer's sums.
+        """Add the inputs of an op (attention or scan) to the sums of the layer that is running.
 
-        Inputs that all ranks read alike count only on the last rank. Under context parallelism a scan runs twice over
-        its shard: first from zeros, which does not count, and then from its initial state.
+        If the ranks do not divide the tokens, all ranks observe the same inputs. Then only the last rank counts them.
+        If the ranks divide the tokens, a scan runs twice: first without an initial state, then with the state after the
+        tokens of the rank before. Only the second scan counts.
         """
-        counts = self.share is not None or self.context.rank == self.context.size - 1
+        counts = self.shard is not None or self.context.rank == self.context.size - 1
         if isinstance(inputs, AttentionInputs | SpanInputs):
-            self.attending.setdefault(self.layer, Attending(self.first)).add(inputs, self.share, counts)
-        elif isinstance(inputs, ScanInputs | SSDInputs) and self.selects:
-            seen = self.selecting.setdefault(self.layer, Selecting())
+            self.attending.setdefault(self.layer, Attending(self.first)).add(inputs, self.shard, counts)
+        elif isinstance(inputs, ScanInputs | SSDInputs) and self.has_selective_steps:
+            selecting = self.selecting.setdefault(self.layer, Selecting())
             if isinstance(inputs, ScanInputs):
                 state = inputs.state_BEN
             else:
                 state = inputs.state_BHPN
-            if counts and (self.share is None or state is not None):
-                seen.add(inputs)
+            if counts and (self.shard is None or state is not None):
+                selecting.add(inputs)
 
-    def of_all_shares(self) -> dict[int, Tensor]:
-        """Return entropy, bound and kind by layer, over full rows."""
+    def all_gather_shards(self) -> dict[int, Tensor]:
+        """Sum over the ranks that divide the tokens, and return each layer's `means()`.
+
+        All these ranks call this together.
+        """
         return _means(self.attending, self.context) | _means(self.selecting, self.context)
 
 
-def _means(seen: Mapping[int, Observed], context: ContextGroup) -> dict[int, Tensor]:
-    """Sum over the ranks that share the rows, and return means by layer."""
+def _means(sums_by_layer: Mapping[int, Observed], context: RankGroup) -> dict[int, Tensor]:
+    """Sum each layer's tensors over the ranks in `context`, and return each layer's `means()`."""
     tensors_by_name = {
-        f"{layer} {name}": tensor for layer, layer_sums in seen.items() for name, tensor in layer_sums.tensors().items()
+        f"{layer} {name}": tensor
+        for layer, layer_sums in sums_by_layer.items()
+        for name, tensor in layer_sums.tensors().items()
     }
-    total: dict[int, dict[str, Tensor]] = {layer: {} for layer in seen}
-    for share in tensors_of_all_shares(tensors_by_name, context):
-        for key, tensor in share.items():
+    total: dict[int, dict[str, Tensor]] = {layer: {} for layer in sums_by_layer}
+    for shard in tensors_of_all_shards(tensors_by_name, context):
+        for key, tensor in shard.items():
             layer, name = key.split()
             layer_total = total[int(layer)]
             if name in layer_total:
                 layer_total[name] = layer_total[name] + tensor
             else:
                 layer_total[name] = tensor
-    return {layer: layer_sums.with_tensors(total[layer]).means() for layer, layer_sums in seen.items()}
+    return {layer: layer_sums.with_tensors(total[layer]).means() for layer, layer_sums in sums_by_layer.items()}
 
 
 def entropies(
     model: Reader, tokens_BL: Tensor, chunk: int, advance: Advance = unheard, queries: int = QUERIES
 ) -> list[Entropy]:
-    """Measure every layer with attention or a selecting scan. The model's ranks call this together."""
+    """Measure every layer with attention or a selective scan. All ranks of the model call this together.
+
+    chunk: how many tokens are read at a time
+    queries: how many queries to measure at the end of each row
+    """
     looking = Looking(max(0, tokens_BL.shape[1] - queries), model.context)
     with ExitStack() as stack, torch.no_grad():
         for index, mixer in _mixers(model.parts):
             stack.callback(mixer.register_forward_pre_hook(partial(looking.enter, index)).remove)
         stack.enter_context(observed(looking.observe))
         read_rows(model, tokens_BL, chunk, advance)
-    return [_of_layer(layer, means_H3) for layer, means_H3 in sorted(model.of_all(looking.of_all_shares()).items())]
+    return [
+        _of_layer(layer, means_H3)
+        for layer, means_H3 in sorted(model.gather_layers(looking.all_gather_shards()).items())
+    ]
 
 
 def _mixers(parts: Sequence[Any]) -> Iterator[tuple[int, nn.Module]]:
-    """Yield each layer's index and mixer."""
+    """Yield each layer's index and its mixer (attention, scan, MLP, ...)."""
     for part in parts:
         for index, layer in part.layers.items():
             yield int(index), layer.mixer

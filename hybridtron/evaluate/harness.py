@@ -1,12 +1,14 @@
-"""lm-evaluation-harness on a checkpoint's model, without an export, under any layout.
+"""lm-evaluation-harness (`lm_eval`, "the harness") on a checkpoint's model, without an export to Hugging Face's format.
 
-Tasks, prompts and metrics are the harness's own. Requests are encoded like its class `hf` encodes them for an exported
-folder: with the special tokens that the tokenizer adds, and an end-of-text token as an empty context. Requests longer
-than `max_length` lose their beginning; this is counted and reported. By default `max_length` is the length that an
-export would state. Chats are formatted by the template that the model was trained with. All ranks get all requests, and
-model replicas take batches in turn. Every result is recorded, so that a killed evaluation can continue.
+The model may be divided over ranks in any parallel layout. Tasks, prompts and metrics are the harness's. Texts are
+encoded as by the harness's model class `hf`: the tokenizer adds its special tokens, and an empty context becomes an
+end-of-text token. Chats are formatted by the template that the model was trained with.
 
-Legend: B rows, T tokens, L = T - 1 labels, C labels of a chunk.
+A request longer than `max_length` tokens loses its beginning; such requests are counted and reported. All ranks get all
+requests, and each model replica answers some batches. Every result is recorded, so that a killed evaluation can
+continue.
+
+Legend: B rows, T tokens, L = T - 1 labels, C labels per chunk, D width of the residual stream.
 """
 
 from __future__ import annotations
@@ -38,27 +40,34 @@ from hybridtron.device import compute_device
 from hybridtron.evaluate.answers import everyone
 from hybridtron.evaluate.harness_tasks import OWN_TASKS, HarnessTask
 from hybridtron.evaluate.length import fitting_chunk, label_losses, of_labels
-from hybridtron.evaluate.records import Records
-from hybridtron.evaluate.served import Served
-from hybridtron.model.generate import Prompts, continued
+from hybridtron.evaluate.loaded_model import LoadedModel
+from hybridtron.evaluate.sample_log import SampleLog
+from hybridtron.inference.detokenize import Detokenizer, stream_texts
+from hybridtron.inference.generate import Prompts, continue_prompts
+from hybridtron.inference.sampling import GREEDY, Sampling
 from hybridtron.model.lm import LanguageModel
-from hybridtron.model.sampling import GREEDY, Sampling
-from hybridtron.model.text import TextOfRow, write
-from hybridtron.parallel.loss import likeliest
+from hybridtron.parallel.vocabulary import likeliest
 from hybridtron.problems import Unusable, did_you_mean
 
 VERSION = lm_eval.__version__
-SEEDS = (0, 1234)  # the harness's defaults: for Python, and for numpy and the examples in prompts
-RESAMPLED = 1000  # bootstrap samples, for standard errors of metrics that are not means
+SEEDS = (0, 1234)  # the harness's default seeds: of Python, and of numpy and the choice of examples in prompts
+RESAMPLED = 1000  # bootstrap samples, for the standard errors of metrics that are not means
 Moved = Callable[[int, int], object]
 Loaded = dict[str, Any]
-Scored = tuple[Sequence[int], int]  # tokens, and the number of last tokens to score
-Score = tuple[float, bool]  # sum of log q, and True if every scored token is the likeliest
+Scored = tuple[Sequence[int], int]  # tokens of a row, and how many of its last tokens to score
+Score = tuple[float, bool]  # sum of the scored tokens' log-probabilities; True if each is the likeliest token
 
 
 @dataclass(frozen=True)
 class Request:
-    """Tokens whose last `scored` tokens are scored, or a prompt to continue by at most `most` tokens."""
+    """A text to score or a prompt to continue.
+
+    tokens: the text or the prompt
+    scored: how many of the last tokens to score; 0 for a prompt
+    most: how many tokens to generate at most
+    stops: texts at which generation stops
+    sampling: greedy, or temperature, top-k and top-p for sampled generation
+    """
 
     tokens: tuple[int, ...]
     scored: int = 0
@@ -68,13 +77,14 @@ class Request:
 
 
 class HarnessModel(TemplateLM):
-    """A checkpoint's model behind the harness's interface.
+    """A checkpoint's model with the interface that the harness calls.
 
-    `cut` counts requests that lost their beginning, `without_system` chats whose system prompt was removed.
+    cut: how many requests lost their beginning, because they were too long
+    without_system: how many chats lost their system prompt, because the chat template accepts none
     """
 
     def __init__(
-        self, model: Served, records: Records, batch: int, max_length: int, chat: ChatTemplate | None = None
+        self, model: LoadedModel, records: SampleLog, batch: int, max_length: int, chat: ChatTemplate | None = None
     ) -> None:
         super().__init__()
         self.model = model
@@ -87,17 +97,17 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text. Raises Unusable if the checkpoint does not name one."""
+        """The end-of-text token. Raises Unusable if the checkpoint does not name one."""
         if self.model.end is None:
             raise Unusable(
-                f"{self.model.folder} does not say which token ends a text, which the harness begins with",
+                f"{self.model.folder} names no end-of-text token, which the harness needs before the first token",
                 code="missing",
             )
         return self.model.end
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text: the chat template's BOS, as in an export, or else the end-of-text token."""
+        """The token before a text's first token: the chat template's BOS, or the end-of-text token if it has no BOS."""
         if self.chat is None:
             name = ""
         else:
@@ -112,8 +122,11 @@ class HarnessModel(TemplateLM):
         return str(self.model.folder)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Format a chat. System messages are removed, and the chat counted, if the template does not accept them."""
-        assert self.chat is not None  # tasks in chats are only asked if there is a template
+        """Format a chat as text.
+
+        If the template does not accept system messages, they are removed, and `without_system` counts the chat.
+        """
+        assert self.chat is not None  # `chat_template` in harness_run.py has checked this
         try:
             return self.chat.prompt(chat_history, continued=not add_generation_prompt)
         except ValueError as error:
@@ -124,7 +137,10 @@ class HarnessModel(TemplateLM):
             return self.apply_chat_template(other_messages, add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
-        """Encode a text. By default special tokens are added unless the text already begins with the prefix token."""
+        """Encode a text.
+
+        By default the tokenizer adds its special tokens, unless the text already begins with the prefix token.
+        """
         if add_special_tokens is None:
             beginning = self.model.tokenizer.decode([self.prefix_token_id], skip_special_tokens=False)
             add_special_tokens = not (beginning and string.startswith(beginning))
@@ -139,7 +155,7 @@ class HarnessModel(TemplateLM):
         return self._scored([(context + continuation, len(continuation)) for _, context, continuation in requests])
 
     def _scored(self, rows: Sequence[tuple[list[int], int]]) -> list[Score]:
-        """Return, for each row, its last tokens' log-likelihood, and True if all are the likeliest."""
+        """Score the last tokens of each row: their log-likelihood, and True if each is the likeliest token."""
         requests = [Request(self._kept(tokens, self.max_length + 1), scored) for tokens, scored in rows]
         return [(value, bool(greedy)) for value, greedy in self._results(requests)]
 
@@ -149,9 +165,10 @@ class HarnessModel(TemplateLM):
         return [sum(next(scores)[0] for _ in windows_of_text) for windows_of_text in windows]
 
     def _windows(self, text: str) -> Iterator[tuple[list[int], int]]:
-        """Yield windows that together score each token once.
+        """Split a text into windows of at most `max_length` scored tokens; each token is scored in one window.
 
-        The first begins with the prefix token; every other one begins with the last token before it as context.
+        Yields a window's tokens, and how many of its last tokens to score. The first window begins with the prefix
+        token. Each later window begins with context from the window before it.
         """
         tokens = self.tok_encode(text)
         for pair in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1):
@@ -172,21 +189,22 @@ class HarnessModel(TemplateLM):
         most = settings["max_gen_toks"]
         if most >= self.max_length:
             raise Unusable(
-                f"--max-length is {self.max_length}, must be above the {most} tokens that a task writes",
+                f"--max-length is {self.max_length}: raise it above {most}, the number of tokens that a task generates",
                 code="out-of-range",
             )
         tokens = self._kept(self.tok_encode(prompt) or [self.prefix_token_id], self.max_length - most)
         return Request(tokens, 0, most, tuple(stop for stop in settings["until"] if stop), sampling)
 
     def _kept(self, tokens: list[int], most: int) -> tuple[int, ...]:
-        """Keep the last `most` tokens, and count a request that is longer."""
+        """Return the last `most` tokens. If there are more, `cut` counts the request."""
         self.cut += len(tokens) > most
         return tuple(tokens[-most:])
 
     def _results(self, requests: Sequence[Request]) -> list[Any]:
-        """Return the requests' results in order; those without a record are read in batches and recorded.
+        """Return the requests' results in order. Requests without a recorded result are run in batches, and recorded.
 
-        Requests with equal sampling are batched together, longest first, so that too little memory shows at once.
+        A batch has requests with equal sampling settings. The longest requests come first, so that the process runs out
+        of memory at the start or not at all.
         """
         keys = list(_keys(requests))
         missing = [index for index, key in enumerate(keys) if key not in self.records]
@@ -215,19 +233,21 @@ class HarnessModel(TemplateLM):
         if requests[0].scored:
             return scored_rows(self.model, [(request.tokens, request.scored) for request in requests])
         decode = self.model.tokenizer.decode
-        texts = [TextOfRow(decode, request.most, stops=request.stops, ends=[self.model.end]) for request in requests]
+        texts = [Detokenizer(decode, request.most, stops=request.stops, ends=[self.model.end]) for request in requests]
         prompts = Prompts.of([request.tokens for request in requests], compute_device())
-        write(texts, continued(self.model.read, prompts, requests[0].sampling, rows), lambda row, new: None)
+        stream_texts(
+            texts, continue_prompts(self.model.read, prompts, requests[0].sampling, rows), lambda row, new: None
+        )
         return [text.text for text in texts]
 
 
 @torch.no_grad()
-def scored_rows(model: Served, rows: Sequence[Scored]) -> list[Score]:
-    """Score each row's last tokens. Every row must have at least one token before them."""
+def scored_rows(model: LoadedModel, rows: Sequence[Scored]) -> list[Score]:
+    """Score the last tokens of each row. At least one token in a row must not be scored."""
     longest = max(len(tokens) for tokens, _ in rows)
-    # padding on the right does not change the predictions before it
+    # rows are padded on the right, which does not change the predictions before the padding
     tokens_BT = torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens, _ in rows])
-    chunk = fitting_chunk(model.config.model, len(tokens_BT), model.read.context.size)
+    chunk = fitting_chunk(model.arch, len(tokens_BT), model.read.context.size)
     losses_LB, likeliest_LB = of_labels(model.read, tokens_BT, chunk, _loss_and_likeliest, (2,)).unbind(-1)
     ends = [(row, len(tokens) - 1, scored) for row, (tokens, scored) in enumerate(rows)]
     return [
@@ -237,14 +257,14 @@ def scored_rows(model: Served, rows: Sequence[Scored]) -> list[Score]:
 
 
 def _loss_and_likeliest(labels_CB: Tensor, stage: LanguageModel, x_CBD: Tensor) -> Tensor:
-    """Return -log q, and 1 where the label is the likeliest token: (C, B, 2)."""
+    """Return (C, B, 2): each label's negative log-probability, and 1 if the label is the likeliest token, else 0."""
     losses_CB = label_losses(labels_CB, stage, x_CBD)
     is_likeliest_CB = likeliest(x_CBD, stage.output_weight(), stage.slice.tensor) == labels_CB
     return torch.stack((losses_CB, is_likeliest_CB.to(losses_CB.dtype)), dim=-1)
 
 
 def _keys(requests: Sequence[Request]) -> Iterator[str]:
-    """Yield a key for each request. Equal requests, such as repeated draws, are numbered."""
+    """Yield a key for each request: its digest, and a number that distinguishes equal requests."""
     counts: Counter[str] = Counter()
     for request in requests:
         digest = hashlib.blake2b(repr(request).encode(), digest_size=16).hexdigest()
@@ -255,17 +275,17 @@ def _keys(requests: Sequence[Request]) -> Iterator[str]:
 def known_tasks(wanted: Sequence[HarnessTask], include: Path | None) -> TaskManager:
     """Return the harness's task manager. Raises Unusable for an unknown task.
 
-    Its built-in tasks take seconds to list, which is done only if a wanted task needs it.
+    Listing the harness's built-in tasks takes seconds, so they are listed only if a wanted task is one of them.
     """
     if include is not None and not include.is_dir():
-        raise Unusable(f"--include: there is no folder {include}", code="no-file")
+        raise Unusable(f"--include: the folder {include} does not exist", code="no-file")
     names = [task.name for task in wanted]
     manager = _manager(include, include_defaults=False)
     if any(name not in OWN_TASKS and name not in manager.all_tasks for name in names):
         manager = _manager(include, include_defaults=True)
     known = [*OWN_TASKS, *manager.all_tasks]
     if unknown := [name for name in names if name not in known]:
-        cure = "`lm_eval ls tasks` names those of the harness, and --include DIR adds a folder of yours"
+        cure = "`lm_eval ls tasks` lists the harness's tasks, and --include DIR adds task files of your own"
         raise Unusable(
             f"--harness: there is no task {unknown[0]!r}{did_you_mean(unknown[0], known)}; {cure}", code="unknown-name"
         )
@@ -273,25 +293,25 @@ def known_tasks(wanted: Sequence[HarnessTask], include: Path | None) -> TaskMana
 
 
 def _manager(include: Path | None, include_defaults: bool) -> TaskManager:
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about its own tasks' files
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # no warnings about the harness's task files
     return TaskManager(include_path=None if include is None else str(include), include_defaults=include_defaults)
 
 
-def loaded(task: HarnessTask, manager: TaskManager, run_code: bool) -> Loaded | str:
-    """Load a task with its documents and settings; return the reason as a text if it can't be asked."""
+def load_task(task: HarnessTask, manager: TaskManager, run_code: bool) -> Loaded | str:
+    """Load a task's documents and settings; return the loaded task, or the reason why it can't be loaded."""
     config = OWN_TASKS.get(task.name)
     task_config = config or manager.task_index[task.name].cfg or {}
     if task_config.get("unsafe_code") and not run_code:
-        return "runs code that the model writes: --run-code allows it, best on a machine with nothing else on it"
+        return "the task runs code that the model writes: pass --run-code to allow this, best on an isolated machine"
     if run_code:
-        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # required by the package that runs the code
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # required by the package `evaluate`, which runs the code
     try:
         loaded_tasks: Loaded = dict(manager.load([dict(config) if config else task.name]))
     except Exception as error:  # data sets, networks and a task's own code may raise anything
         path = task_config.get("dataset_path")
         reason = f"{error or type(error).__name__}".splitlines()[0]
         if path and path not in reason:
-            return f"its data set {path} is missing: {reason}"
+            return f"the task's data set {path} can't be loaded: {reason}"
         return reason
     for harness_task in loaded_tasks["tasks"].values():
         if task.shots is not None or harness_task.get_config("num_fewshot") is None:
@@ -304,9 +324,13 @@ def loaded(task: HarnessTask, manager: TaskManager, run_code: bool) -> Loaded | 
     return loaded_tasks
 
 
-def asked(model: HarnessModel, tasks: Loaded, chat: bool, samples: int | None, run_code: bool) -> dict[str, Any]:
-    """Run the harness on tasks, and return its results, samples and counts."""
-    os.environ["DISABLE_MULTIPROC"] = "1"  # standard errors without worker processes: this process runs torch
+def run_tasks(model: HarnessModel, tasks: Loaded, chat: bool, samples: int | None, run_code: bool) -> dict[str, Any]:
+    """Run the harness on loaded tasks, and return the dict that the harness returns, with scores and samples.
+
+    chat: format prompts as chats
+    samples: largest number of documents for each task; None for all
+    """
+    os.environ["DISABLE_MULTIPROC"] = "1"  # no worker processes for standard errors, since this process uses torch
     random.seed(SEEDS[0])
     np.random.seed(SEEDS[1])
     results = evaluate(
@@ -318,5 +342,5 @@ def asked(model: HarnessModel, tasks: Loaded, chat: bool, samples: int | None, r
         fewshot_as_multiturn=chat,
         confirm_run_unsafe_code=run_code,
     )
-    assert results is not None  # None is for ranks above 0, but to the harness each is rank 0
+    assert results is not None  # the harness returns None on ranks above 0, but takes each of our ranks for rank 0
     return dict(results)

@@ -1,16 +1,24 @@
-"""Tasks for lm-evaluation-harness: groups of its tasks with papers' settings, and additional tasks.
+"""Tasks for lm-evaluation-harness ("the harness"): task groups with settings from papers, and additional tasks.
 
-    samba_short     15 tasks from Samba's Tables 1 and 2: 5 examples for MMLU and GSM8K; GSM8K is answered greedily;
-                    HumanEval is sampled at temperature 0.2, MBPP and SQuAD at 0.01, all with top-p 0.95
-    samba_instruct  tasks from its Table 4, in chats: MMLU 5-shot, GSM8K 8-shot with its steps, HumanEval, GovReport,
-                    SQuALITY
-    span_short, span_long, recall   Expansion Span's short tasks, long ones, and its Table 9
-    hax_short       HAX's Table 2
-    longbench       LongBench, as the harness has it
-    tiny            a few lines for each kind of output, without a download, to test that everything works
+Groups (the option `--harness NAME`):
 
-Additional tasks: GovReport and SQuALITY, whose prompts no paper states, by ROUGE-L; SCROLLS's Qasper and NarrativeQA by
-F1, because the harness's versions need a module that transformers no longer has.
+    samba_short     the tasks in the Samba paper's Tables 1 and 2. MMLU and GSM8K are 5-shot. Answers are greedy, except
+                    those sampled with top-p 0.95: HumanEval at temperature 0.2, MBPP and SQuAD at 0.01
+    samba_instruct  the tasks in Samba's Table 4, as chats: MMLU 5-shot, GSM8K 8-shot with chain of thought, HumanEval,
+                    GovReport, SQuALITY
+    span_short      the short tasks in the Expansion Span paper
+    span_long       the long tasks in Expansion Span
+    recall          the tasks in Expansion Span's Table 9
+    hax_short       the tasks in the HAX paper's Table 2
+    longbench       the harness's version of LongBench
+    tiny            four tasks, one for each output type, without a download; a quick test of the setup
+
+Additional tasks (`OWN_TASKS`):
+
+    govreport, squality                   summaries, scored by ROUGE-L; no paper gives the prompts
+    qasper_scrolls, narrativeqa_scrolls   questions from SCROLLS, scored by F1; the harness's versions need a module
+                                          that transformers no longer has
+    tiny_...                              the tasks in the group `tiny`
 """
 
 from __future__ import annotations
@@ -30,9 +38,11 @@ SCROLLS = "zip://{name}/validation.jsonl::https://huggingface.co/datasets/tau/sc
 
 @dataclass(frozen=True)
 class HarnessTask:
-    """A task from the harness or from `OWN_TASKS`; `shots` and `generation` override the task's own settings.
+    """A task from the harness or from `OWN_TASKS`.
 
-    With `chat` the model's own chat template formats the prompt, and each example is a question with its answer.
+    shots: how many examples a prompt has; None for the task's number
+    generation: settings for generation, merged into the task's settings
+    chat: format the prompt as a chat, with each example as a user's message and the answer
     """
 
     name: str
@@ -47,7 +57,7 @@ def _drawn(name: str, temperature: float, chat: bool = False) -> HarnessTask:
 
 
 def _plain(names: str) -> tuple[HarnessTask, ...]:
-    """Build tasks with their own settings from names separated by spaces."""
+    """Build tasks from names separated by spaces, without changing their settings."""
     return tuple(map(HarnessTask, names.split()))
 
 
@@ -78,7 +88,7 @@ HARNESS_GROUPS: dict[str, tuple[HarnessTask, ...]] = {
 
 
 def rouge_l(document: Document, results: Sequence[str]) -> dict[str, float]:
-    """Score the only answer by ROUGE-L (F-measure on stemmed words) with the best reference."""
+    """Score the answer `results[0]` by ROUGE-L (F-measure on stemmed words); return the best value over references."""
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(["rougeL"], use_stemmer=True)
@@ -88,7 +98,7 @@ def rouge_l(document: Document, results: Sequence[str]) -> dict[str, float]:
 
 
 def answer_f1(document: Document, results: Sequence[str]) -> dict[str, float]:
-    """Score the only answer by F1 over words, with the best reference."""
+    """Score the answer `results[0]` by F1 over words; return the best value over references."""
     return {"f1": f1(results[0], list(document["references"]))}
 
 
@@ -98,7 +108,7 @@ def with_references(reports: Iterable[Document]) -> Dataset:
 
 
 def questions_of_stories(stories: Iterable[Document]) -> Dataset:
-    """Make a document for each question about a story, with all its answers as references."""
+    """Make a document for each question about a story. All answers to the question are references."""
     return _dataset(
         [
             {
@@ -113,9 +123,10 @@ def questions_of_stories(stories: Iterable[Document]) -> Dataset:
 
 
 def questions_of_papers(lines: Iterable[Document]) -> Dataset:
-    """Merge lines that differ only in their answer into one document with all answers as references.
+    """Merge each question's lines into a document with all answers as references.
 
-    A line's `input` is the question, an empty line, and the text.
+    A question's lines have the same `id` and differ only in `output`, the answer. Their `input` has the question, an
+    empty line, and the text.
     """
     documents: dict[str, dict[str, Any]] = {}
     for line in lines:
@@ -132,18 +143,18 @@ def _dataset(documents: list[dict[str, Any]]) -> Dataset:
 
 
 def _metrics(names: str) -> list[dict[str, Any]]:
-    """Define metrics that are averaged over samples, higher being better, from names separated by spaces."""
+    """Define metrics from names separated by spaces: averaged over samples, and higher is better."""
     return [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in names.split()]
 
 
 def _generated(name: str, about: dict[str, Any]) -> dict[str, Any]:
-    """Define a task whose answers are generated and compared with `references`."""
+    """Define a task whose answers are generated and compared with `references`; `about` has more task fields."""
     kind = {"output_type": "generate_until", "doc_to_target": "{{references[0]}}", "num_fewshot": 0}
     return {"task": name, **kind, "metadata": {"version": 1}, **about}
 
 
 def _of_scrolls(name: str) -> dict[str, Any]:
-    """Define the fields for a question-answering task from SCROLLS."""
+    """Return the fields of a question-answering task from SCROLLS."""
     return {
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"validation": SCROLLS.format(name=name)}},
@@ -157,7 +168,7 @@ def _of_scrolls(name: str) -> dict[str, Any]:
 
 
 def _summary(tokens: int) -> dict[str, Any]:
-    """Define the fields for a summarization task with answers up to this number of tokens."""
+    """Return the fields of a summarization task with answers of at most `tokens` tokens."""
     return {
         "test_split": "test",
         "generation_kwargs": {"until": [], "max_gen_toks": tokens, "do_sample": False},
@@ -179,7 +190,7 @@ TINY = [
 
 
 def _tiny(name: str, output_type: str, about: dict[str, Any]) -> dict[str, Any]:
-    """Define a task about weekdays."""
+    """Define a task of the group `tiny`, which is about weekdays."""
     kind = {"output_type": output_type, "custom_dataset": tiny_documents, "test_split": "test", "num_fewshot": 0}
     return {"task": name, **kind, "doc_to_text": "The day after {{day}} is", "metadata": {"version": 1}, **about}
 
@@ -239,4 +250,4 @@ _OWN = (
         },
     ),
 )
-OWN_TASKS: dict[str, dict[str, Any]] = {one["task"]: one for one in _OWN}
+OWN_TASKS: dict[str, dict[str, Any]] = {task["task"]: task for task in _OWN}

@@ -1,6 +1,6 @@
 """Held-out text for a checkpoint: the beginnings of long documents, or packed documents if none is long enough.
 
-The text must have been prepared with the tokenizer in the checkpoint.
+The text is read from a prepared folder, whose tokens must have been made with the checkpoint's tokenizer.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridtron.config.resolve import resolve
-from hybridtron.evaluate.served import opened, whole_model
-from hybridtron.problems import Unusable
+from hybridtron.config.resolve import RunPlan
+from hybridtron.evaluate.loaded_model import open_checkpoint, whole_model
+from hybridtron.problems import Code, Unusable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Text:
-    """Rows to read with length + 1 tokens (B, T), their description in words, and the model's training length."""
+    """Held-out rows for instruments and perplexities.
+
+    tokens_BT: B rows with T = length + 1 tokens
+    described: the rows, described in words
+    length: tokens that the model reads in each row; the last token is only predicted
+    seq_len: the model's training length
+    """
 
     tokens_BT: Tensor
     described: str
@@ -36,28 +42,31 @@ class Text:
 
 
 def trained_model(checkpoint: Path, seq_len: int | None) -> tuple[LanguageModel, Config, int]:
-    """Load a checkpoint's full model; return it with its configuration and training length.
+    """Load a checkpoint's full model. Returns the model, its configuration and its training length.
 
-    The configuration has the data from the phase in which the checkpoint was written.
+    The configuration's `data` section is from the training phase in which the checkpoint was written.
     """
-    stored_checkpoint, config = opened(checkpoint)
-    config, seq_len = as_trained(checkpoint, config, stored_checkpoint.meta.step, seq_len)
-    return whole_model(stored_checkpoint, config), config, seq_len
+    stored_checkpoint = open_checkpoint(checkpoint)
+    plan = stored_checkpoint.plan
+    data, seq_len = as_trained(checkpoint, plan, stored_checkpoint.meta.step, seq_len)
+    return whole_model(stored_checkpoint, plan.arch), replace(plan.config, data=data), seq_len
 
 
-def as_trained(checkpoint: Path, config: Config, step: int, seq_len: int | None) -> tuple[Config, int]:
-    """Return the configuration with the data from a step's phase, and that phase's row length.
+def as_trained(checkpoint: Path, plan: RunPlan, step: int, seq_len: int | None) -> tuple[DataConfig, int]:
+    """Return the data settings and the training length of the phase that a step belongs to.
 
-    `seq_len` overrides the row length. Raises Unusable for an imported checkpoint if it is None.
+    If `seq_len` is given, it is returned as the training length. Raises Unusable if `seq_len` is None and the
+    checkpoint was imported: such a checkpoint has no phases.
     """
-    if phases := resolve(config):
-        phase = next((candidate for candidate in phases if step <= candidate.end_step), phases[-1])
-        return replace(config, data=phase.data), seq_len or phase.settings.seq_len
+    if plan.phases:
+        phase = plan.phase_ending_at(step)
+        return phase.data, seq_len or phase.settings.seq_len
     if seq_len is None:
         raise Unusable(
-            f"{checkpoint} was imported and does not say how it was trained: give --seq-len, and --data", code="missing"
+            f"{checkpoint} was imported, so its training length and data are unknown: give --seq-len and --data",
+            code="missing",
         )
-    return config, seq_len
+    return plan.config.data, seq_len
 
 
 def read_text(checkpoint: Path, data: DataConfig, seq_len: int, path: str | None, length: int, rows: int) -> Text:
@@ -78,16 +87,20 @@ def read_text(checkpoint: Path, data: DataConfig, seq_len: int, path: str | None
         if other_folders := [
             source.folder for source in sources.mixture if source.folder.manifest.tokenizer != tokenizer
         ]:
-            raise FolderError(other_folders[0].name, f"was made with another tokenizer than {checkpoint} holds")
+            fault = f"was prepared with another tokenizer than that of {checkpoint}"
+            raise FolderError(other_folders[0].name, fault, code="mismatch")
         stores = sources.stores("validation")
         chosen_rows, described = choose_rows(stores, length, rows)
         tokens_BT = gather(stores, chosen_rows, sources.dtype, joined=True).tokens_BT
     except (FolderError, DataError) as error:
         if path:
-            cure = "--data PATH names other prepared tokens"
+            cure = "give another prepared folder with --data PATH"
         else:
-            cure = "--data PATH says where the run's data is now"
-        raise Unusable(f"{error}; {cure}", code="unreadable") from error
+            cure = "give the path of a prepared folder with --data PATH"
+        code: Code = "unreadable"
+        if isinstance(error, FolderError):
+            code = error.code
+        raise Unusable(f"{error}; {cure}", code=code) from error
     return Text(torch.from_numpy(tokens_BT.astype("int64")), described, length, seq_len)
 
 
@@ -104,7 +117,10 @@ def digest_of_data(data: DataConfig, path: str) -> str:
 
 
 def open_sources(data: DataConfig, path: str | None) -> Sources:
-    """Open the sources that the run read, or all sources with held-out documents in another prepared folder."""
+    """Open the run's data sources.
+
+    If `path` is given, open all sources in that prepared folder that have held-out documents instead.
+    """
     from hybridtron.data.mds.opening import open_folder
     from hybridtron.data.mixture_spec import MixtureSource, mixture_of
     from hybridtron.data.sources import Sources, cache_options
@@ -118,10 +134,11 @@ def open_sources(data: DataConfig, path: str | None) -> Sources:
 
 
 def choose_rows(stores: Sequence[DocumentStore], length: int, rows: int) -> tuple[list[RowSpans], str]:
-    """Choose up to `rows` rows with length + 1 tokens, from the sources in turn, and describe them in words.
+    """Choose up to `rows` rows of length + 1 tokens. Returns the rows, and a description of the rows in words.
 
-    Each row begins a document that is long enough. If there is none, rows are cut from packed documents. Raises
-    Unusable if no source holds out enough tokens for a row.
+    Rows are taken from all sources in turn. Each row is the beginning of a document with at least length + 1 tokens. If
+    there is no such document, rows are cut from concatenated documents. Raises Unusable if no source has enough
+    held-out tokens for a row.
     """
     import numpy as np
 
@@ -131,7 +148,7 @@ def choose_rows(stores: Sequence[DocumentStore], length: int, rows: int) -> tupl
     spans_of_sources = [[[Span(document, 0, length + 1)] for document in documents] for documents in long_documents]
     kind = f"long documents of the validation split, the first {length} tokens of each"
     if not any(spans_of_sources):
-        kind = f"rows of {length} tokens, from the validation split packed end to end: none of its documents is as long"
+        kind = f"rows of {length} tokens, from the validation split packed end to end: no document there is as long"
         streams = [DocumentStream(store) for store in stores]
         starts = range(0, rows * (length + 1), length + 1)
         spans_of_sources = [
@@ -143,7 +160,7 @@ def choose_rows(stores: Sequence[DocumentStore], length: int, rows: int) -> tupl
     if not row_spans:
         most = max((int(store.shard_tokens.sum()) for store in stores), default=0)
         raise Unusable(
-            f"a row takes {length + 1} tokens, no source holds out more than {most}: take fewer by --length",
+            f"a row needs {length + 1} tokens, but no source has more than {most} held-out tokens: lower --length",
             code="does-not-fit",
         )
     return row_spans, f"{len(row_spans)} {kind}" + (f" ({rows} were asked for)" if len(row_spans) < rows else "")

@@ -1,9 +1,12 @@
-"""Evaluation during training (`run.evaluate`): tasks and perplexity of a suite, on the run's own processes.
+"""Evaluation during training (`run.evaluate`): the tasks and perplexities of a suite, on the run's processes.
 
-The model that reads shares its weights with the one that trains, but not FP8, sequence parallelism and recomputation,
-so results equal those of `hybridtron evaluate` on a checkpoint from that step. It has its own states and draws no
-random numbers: training continues with the same bits as without evaluation. Instruments are left to `hybridtron
-evaluate`, because they write files and no metrics.
+A second model is evaluated. It shares the weights of the model that is trained, but uses no FP8, no sequence
+parallelism and no recomputation. So the results equal those from `hybridtron evaluate` on a checkpoint from that step.
+The second model has its own recurrent states and draws no random numbers. So training gives the same bits with
+evaluation as without.
+
+A suite's instruments (such as the loss by position) are not measured during training, since they write files instead of
+metrics. `hybridtron evaluate` measures them.
 """
 
 from __future__ import annotations
@@ -19,9 +22,9 @@ from hybridtron.config.units import parse_steps
 from hybridtron.data.tokenizer_file import read_tokenizer
 from hybridtron.evaluate import perplexity
 from hybridtron.evaluate.answers import ask
-from hybridtron.evaluate.records import Lines
+from hybridtron.evaluate.loaded_model import LoadedModel
 from hybridtron.evaluate.results import rows_of
-from hybridtron.evaluate.served import Served
+from hybridtron.evaluate.sample_log import Lines
 from hybridtron.evaluate.suites import SUITES, Suite, fitting, named_or_file, suite_of
 from hybridtron.problems import ConfigError, Problem, Unusable
 from hybridtron.tasks.tokens import open_tokens
@@ -37,9 +40,9 @@ BATCH = 16  # samples or rows that are read together
 
 
 class InTraining(Hook):
-    """Hook that evaluates by the suite of `run.evaluate`, every `run.evaluate_every` and at the end of a phase.
+    """Hook that evaluates with the suite of `run.evaluate`, every `run.evaluate_every` and at each phase's end.
 
-    Raises ConfigError, before anything is trained, if the suite is faulty.
+    The constructor raises ConfigError if the suite is faulty.
     """
 
     def __init__(self, plan: RunPlan) -> None:
@@ -47,15 +50,19 @@ class InTraining(Hook):
         assert run.evaluate is not None
         self.name = run.evaluate
         self.samples = run.evaluate_samples
+        self.plan = plan
         with_error(lambda: [self._suite(phase.settings.seq_len) for phase in plan.phases])
 
     def _suite(self, seq_len: int) -> Suite:
-        """Build the suite for a training length, without instruments."""
+        """Build the suite for a training length, without its instruments."""
         definition = {key: value for key, value in named_or_file(self.name).items() if not key.startswith("instrument")}
         return suite_of(definition, seq_len, samples=self.samples)
 
     def on_phase_start(self, context: StepContext) -> None:
-        """Make trial samples and read the rows of a phase; log the parts of a named suite that are left out."""
+        """Prepare the suite for a phase: check that its samples fit, and read the held-out rows.
+
+        The first process logs the tasks that are left out since the model can't be asked.
+        """
         sources = context.loader.sources
         self.phase = context.phase
         self.folder = sources.tokenizer_file.parent
@@ -66,7 +73,7 @@ class InTraining(Hook):
                 LOG.info("run.evaluate leaves out %s", reason)
 
     def on_step(self, context: StepContext, metrics: StepMetrics) -> StepMetrics:
-        """Add the suite's metrics if they are due."""
+        """Evaluate if it is time, and return the step's metrics with the results."""
         every = parse_steps(self.phase.config.run.evaluate_every, self.phase.settings.tokens_per_step)
         if not context.ends_phase and context.step % every:
             return metrics
@@ -83,18 +90,20 @@ class InTraining(Hook):
         return self.suite.left_out
 
     def measure(self, engine: Engine, step: int, beat: Callable[[str], None]) -> dict[str, float]:
-        """Measure everything and return the metrics by task, length and name. All processes call this together.
+        """Measure the suite; return values by `TASK/LENGTH/METRIC`. All processes call this together.
 
-        `beat` is called with a progress message, which keeps the watchdog from ending the run.
+        `beat` is called with progress messages, so that the watchdog does not end the run.
         """
         groups = engine.groups
         config = replace(engine.config, data=self.phase.data)
         tokenizer = read_tokenizer((self.folder / "tokenizer.json").read_bytes())
-        model = Served(
-            self.folder,
-            config,
-            step,
-            tokenizer,
+        model = LoadedModel(
+            folder=self.folder,
+            plan=self.plan,
+            config=config,
+            arch=engine.arch,
+            step=step,
+            tokenizer=tokenizer,
             end=self.eos,
             read=engine.reader(),
             replica=groups.data.rank,
@@ -116,7 +125,7 @@ def _beat(beat: Callable[[str], None], step: int, done: int, total: int) -> None
 
 
 def with_error(work: Callable[[], Result]) -> Result:
-    """Call a function, and turn Unusable into ConfigError for `run.evaluate`."""
+    """Return a function's result. If it raises Unusable, raise ConfigError for the key `run.evaluate` instead."""
     try:
         return work()
     except Unusable as error:

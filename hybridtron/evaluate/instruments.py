@@ -1,6 +1,12 @@
-"""The instruments of length generalization (`length.py`) applied to held-out text: each writes lines and has a table.
+"""Instruments: measurements of a model on held-out text, which show how far it generalizes beyond its training length.
 
-A table is computed from the lines alone, so that earlier measurements are shown without reading the text again.
+    positions     loss and perplexity by position
+    remembrance   Effective Remembrance: how much the next token's distribution depends on the first tokens
+    states        standard deviation of the recurrent states by position
+    entropy       entropies of attention weights and the scans' step sizes, by layer
+
+An instrument writes its measurements as lines to a file NAME.jsonl. Its table is computed from these lines, without the
+model. The measurements are implemented in `length.py` and `entropy.py`.
 """
 
 from __future__ import annotations
@@ -10,23 +16,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from hybridtron.architecture.table import Architecture
 from hybridtron.evaluate.pictures import Lines, draw
 from hybridtron.requirements import is_there
-from hybridtron.train.records import read_lines, write_whole
+from hybridtron.train.jsonl import read_lines, write_whole
 
 if TYPE_CHECKING:
-    from hybridtron.config.schema import Config
     from hybridtron.evaluate.held_out import Text
-    from hybridtron.model.generate import Reader
+    from hybridtron.inference.reader import Reader
 
 STATE_POSITIONS = 64  # number of positions at which states are measured
-TOLERANCE = 0.02  # fraction by which perplexity may rise beyond the training length
+TOLERANCE = 0.02  # fraction by which the context beyond the training length may raise perplexity
 Moved = Callable[[int, int], object]
-"""Progress callback: called with the tokens of a row that were read so far, and with their total."""
+"""Progress callback: called with the number of tokens of a row that were read so far, and with their total number."""
 
 
 class InstrumentTable(NamedTuple):
-    """An instrument's lines in short: a title, columns, rows, and a sentence below them."""
+    """A summary of an instrument's lines: title, column names, rows, and a sentence below the table."""
 
     title: str
     header: tuple[str, ...]
@@ -35,22 +41,29 @@ class InstrumentTable(NamedTuple):
 
 
 class Instrument(NamedTuple):
-    """Two functions: `measure` reads a text and returns lines, `table` shows lines, given the training length."""
+    """An instrument's two functions.
+
+    measure: read a text with a model, in chunks with the given number of tokens, and return lines
+    table: summarize lines as a table, given the training length
+    """
 
     measure: Callable[[Reader, Text, int, Moved], Lines]
     table: Callable[[Lines, int], InstrumentTable]
 
 
-def written(name: str, model: Reader, config: Config, text: Text, first: bool, output: Path, moved: Moved) -> bool:
-    """Measure with an instrument; the first process writes its lines and its picture.
+def run_instrument(
+    name: str, model: Reader, arch: Architecture, text: Text, first: bool, output: Path, moved: Moved
+) -> bool:
+    """Measure with an instrument, and write its lines, and a picture if matplotlib is installed.
 
-    Returns False if there is nothing to measure. The model's ranks call this together.
+    All ranks of the model call this together. Only the process with `first` writes. Returns False if the model has no
+    layer that the instrument measures.
     """
     from hybridtron.evaluate.length import attention_at_eval, fitting_chunk
 
-    piece = fitting_chunk(config.model, len(text.tokens_BT), model.context.size)
-    attention = attention_at_eval(config.model)
-    lines = INSTRUMENTS[name].measure(model, text, piece, moved)
+    chunk = fitting_chunk(arch, len(text.tokens_BT), model.context.size)
+    attention = attention_at_eval(arch)
+    lines = INSTRUMENTS[name].measure(model, text, chunk, moved)
     if first and lines:
         lines_of_json = (json.dumps({**line, "attention": attention}) + "\n" for line in lines)
         write_whole(output / f"{name}.jsonl", "".join(lines_of_json))
@@ -60,19 +73,19 @@ def written(name: str, model: Reader, config: Config, text: Text, first: bool, o
 
 
 def table_of(name: str, folder: Path, seq_len: int) -> InstrumentTable:
-    """Build the table from the lines that an instrument wrote earlier."""
+    """Build an instrument's table from the lines in its file."""
     return INSTRUMENTS[name].table(read_lines(folder / f"{name}.jsonl"), seq_len)
 
 
-def positions(model: Reader, text: Text, piece: int, moved: Moved) -> Lines:
-    """Measure loss by position, and again with the context limited to the training length."""
+def positions(model: Reader, text: Text, chunk: int, moved: Moved) -> Lines:
+    """Measure the loss by position twice: with all tokens before, and with context limited to the training length."""
     from hybridtron.evaluate.length import position_losses
-    from hybridtron.evaluate.within import losses_within, short_rows
+    from hybridtron.evaluate.short_context import losses_within, short_rows
 
     tokens_again = sum(row.end - row.start for row in short_rows(text.length, text.seq_len))
     advanced = advance(moved, text.length + tokens_again)
-    losses_L = position_losses(model, text.tokens_BT, piece, advanced)
-    within_L = losses_within(model, text.tokens_BT, text.seq_len, piece, advanced)
+    losses_L = position_losses(model, text.tokens_BT, chunk, advanced)
+    within_L = losses_within(model, text.tokens_BT, text.seq_len, chunk, advanced)
     columns = zip(losses_L.tolist(), losses_L.exp().tolist(), within_L.tolist(), strict=True)
     return [
         {"position": position, "loss": loss, "perplexity": perplexity, "loss_within": within}
@@ -81,7 +94,10 @@ def positions(model: Reader, text: Text, piece: int, moved: Moved) -> Lines:
 
 
 def positions_table(lines: Lines, seq_len: int) -> InstrumentTable:
-    """Show perplexity by doublings of the training length."""
+    """Show perplexity by position, in bins: up to the training length, and for each doubling beyond it.
+
+    The note has the verdict on length generalization.
+    """
     cells = [
         (
             f"{rise.first} to {rise.last}",
@@ -97,14 +113,18 @@ def positions_table(lines: Lines, seq_len: int) -> InstrumentTable:
             claim = "generalizes to this length"
         else:
             claim = "does not generalize to this length"
-        most = f"at most {decision.most:.4g} times the perplexity of the same tokens within the training length"
+        most = f"perplexity is at most {decision.most:.4g} times that with context limited to the training length"
         note = f"{claim}: {most} (tolerance {TOLERANCE:.0%})"
-    header = ("tokens before", "of the training length", "perplexity", "same tokens within it")
+    header = ("tokens before", "of the training length", "perplexity", "with limited context")
     return InstrumentTable("positions: perplexity by the number of tokens before", header, cells, note)
 
 
 class Rise(NamedTuple):
-    """Perplexity after `first` to `last` tokens: with all, or only the nearest, shown (`within`)."""
+    """Perplexity over the tokens with `first` to `last` tokens before them in the row.
+
+    perplexity: if the model reads all tokens before
+    within: if the model reads only the nearest tokens before, at most the training length
+    """
 
     first: int
     last: int
@@ -113,7 +133,7 @@ class Rise(NamedTuple):
 
 
 def rises(lines: Lines, seq_len: int) -> list[Rise]:
-    """Compute perplexities by doublings of the training length, from the lines that `positions` wrote."""
+    """Compute perplexities from the lines of `positions`, for the training length and for each doubling beyond it."""
     import torch
 
     from hybridtron.evaluate.length import perplexity_bins
@@ -126,7 +146,11 @@ def rises(lines: Lines, seq_len: int) -> list[Rise]:
 
 
 class Verdict(NamedTuple):
-    """The largest ratio between perplexity beyond the training length and with the context limited to it."""
+    """Verdict on length generalization.
+
+    most: the largest ratio between two perplexities, with all tokens before and with context limited to the training
+        length, over all doublings beyond the training length
+    """
 
     most: float
 
@@ -137,10 +161,11 @@ class Verdict(NamedTuple):
 
 
 def verdict(lines: Lines, seq_len: int) -> Verdict | None:
-    """Decide on length generalization: perplexity must not be worse beyond the training length, in any doubling.
+    """Compare perplexity beyond the training length with the same tokens' perplexity in limited context.
 
-    Buitrago Ruiz & Gu (definition 3.2) require this of perplexity by position alone, on enough text to level out its
-    difficulty. Returns None if no position is beyond the training length.
+    Buitrago Ruiz & Gu (definition 3.2) compare the perplexities at different positions. That needs enough text, so that
+    all positions have equally difficult tokens on average. The comparison here needs less text, since it uses the same
+    tokens twice. Returns None if no position is beyond the training length.
     """
     if len(lines) > seq_len:
         beyond = rises(lines, seq_len)[1:]
@@ -151,18 +176,18 @@ def verdict(lines: Lines, seq_len: int) -> Verdict | None:
     return None
 
 
-def remembrance(model: Reader, text: Text, piece: int, moved: Moved) -> Lines:
-    """Measure Effective Remembrance from the far past to the last token."""
+def remembrance(model: Reader, text: Text, chunk: int, moved: Moved) -> Lines:
+    """Measure Effective Remembrance: how the next token's distribution changes if the first t tokens are not read."""
     from hybridtron.evaluate.length import effective_remembrance, remembrance_points
 
     ts = remembrance_points(text.length)
     advanced = advance(moved, text.length + sum(text.length - t for t in ts if t))
-    measured = effective_remembrance(model, text.tokens_BT[:, :-1], ts, piece, advanced)
+    measured = effective_remembrance(model, text.tokens_BT[:, :-1], ts, chunk, advanced)
     return [{"length": text.length, **measurement._asdict()} for measurement in measured]
 
 
 def remembrance_table(lines: Lines, seq_len: int) -> InstrumentTable:
-    """Show the distances by how many tokens are hidden from the model."""
+    """Show the distances between both distributions by t, the number of first tokens that are not read."""
     distances = ("total_variation", "jensen_shannon", "cosine")
     cells = [
         (str(line["t"]), str(line["length"] - line["t"]), *(f"{line[key]:.3g}" for key in distances)) for line in lines
@@ -172,55 +197,53 @@ def remembrance_table(lines: Lines, seq_len: int) -> InstrumentTable:
     return InstrumentTable(title, header, cells)
 
 
-def states(model: Reader, text: Text, piece: int, moved: Moved) -> Lines:
-    """Measure the recurrent states' standard deviation along the row."""
+def states(model: Reader, text: Text, chunk: int, moved: Moved) -> Lines:
+    """Measure the standard deviation of each layer's recurrent state, at every 1/64 of the row's length."""
     from hybridtron.evaluate.length import state_deviation
 
     every = max(1, text.length // STATE_POSITIONS)
-    measured = state_deviation(model, text.tokens_BT[:, :-1], every, piece, advance(moved, text.length))
+    measured = state_deviation(model, text.tokens_BT[:, :-1], every, chunk, advance(moved, text.length))
     return [{**deviation._asdict(), "overall": deviation.overall} for deviation in measured]
 
 
 def states_table(lines: Lines, seq_len: int) -> InstrumentTable:
-    """Compare deviations at the end with those near the training length."""
+    """Compare each layer's deviation at the row's end with its deviation near the training length."""
     cells = []
     for layer in dict.fromkeys(line["layer"] for line in lines):
         layer_lines = [line for line in lines if line["layer"] == layer]
-        before = min(layer_lines, key=lambda line: abs(line["position"] - seq_len))
-        after = layer_lines[-1]
-        deviation_pairs = zip(before["deviations"], after["deviations"], strict=True)
+        near = min(layer_lines, key=lambda line: abs(line["position"] - seq_len))
+        end = layer_lines[-1]
+        deviation_pairs = zip(near["deviations"], end["deviations"], strict=True)
         growth_by_head = [late / max(early, 1e-30) for early, late in deviation_pairs]
-        both_positions = [
-            str(value) for line in (before, after) for value in (line["position"], f"{line['overall']:.4g}")
-        ]
-        growth = f"x {after['overall'] / max(before['overall'], 1e-30):.3g}"
+        both_positions = [str(value) for line in (near, end) for value in (line["position"], f"{line['overall']:.4g}")]
+        growth = f"x {end['overall'] / max(near['overall'], 1e-30):.3g}"
         cells.append(
             (str(layer), *both_positions, growth, f"x {max(growth_by_head):.3g}" if len(growth_by_head) > 1 else "-")
         )
     title = "states: standard deviation of each layer's recurrent state, near the training length and at the end"
-    header = ("layer", "position", "deviation", "position", "deviation", "grows by", "largest of a head")
+    header = ("layer", "position", "deviation", "position", "deviation", "growth", "largest growth of a head")
     return InstrumentTable(title, header, cells)
 
 
-def entropy(model: Reader, text: Text, piece: int, moved: Moved) -> Lines:
-    """Measure how widely each layer looks: attention by its last queries, scans by their step sizes."""
+def entropy(model: Reader, text: Text, chunk: int, moved: Moved) -> Lines:
+    """Measure each layer's entropy: over attention weights or, in a scan, over step sizes."""
     from hybridtron.evaluate.entropy import entropies
 
-    measured = entropies(model, text.tokens_BT[:, :-1], piece, advance(moved, text.length))
+    measured = entropies(model, text.tokens_BT[:, :-1], chunk, advance(moved, text.length))
     return [{"length": text.length, **layer_entropy._asdict()} for layer_entropy in measured]
 
 
 def entropy_table(lines: Lines, seq_len: int) -> InstrumentTable:
-    """Show entropies by layer."""
+    """Show each layer's mean, smallest and largest entropy, and the upper bound."""
     values = ("entropy", "least", "greatest", "bound")
     cells = [(str(line["layer"]), line["kind"], *(f"{line[key]:.3f}" for key in values)) for line in lines]
-    title = "entropy: how widely each layer looks, in nats; means over heads or channels"
-    header = ("layer", "of", "mean", "smallest", "largest", "of a uniform choice")
+    title = "entropy: of attention weights (attention) or step sizes (selection), in nats, over heads or channels"
+    header = ("layer", "of", "mean", "smallest", "largest", "of equal weights")
     return InstrumentTable(title, header, cells)
 
 
 def advance(moved: Moved, tokens: int) -> Callable[[int], None]:
-    """Return a callback that adds up the tokens read and reports them to `moved`."""
+    """Return a callback for chunks: it calls `moved` with the token count read so far, and with `tokens`."""
     read = 0
 
     def more(count: int) -> None:

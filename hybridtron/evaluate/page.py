@@ -1,6 +1,6 @@
-"""One HTML page for an evaluation, or for several side by side: tables, pictures, right and wrong answers.
+"""An HTML page with the results of one evaluation or several: tables, charts, and some right and wrong answers.
 
-The page is a single file: pictures are data URIs, there is no script, and nothing is loaded from elsewhere.
+The page is a single file without scripts. Charts are embedded as data URIs.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import base64
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from hybridtron.evaluate.records import Line
 from hybridtron.evaluate.results import Evaluated, main_rows, shown
+from hybridtron.evaluate.sample_log import Line
 
-SAMPLES = 2  # right answers shown for each task, and as many wrong ones
+SAMPLES = 2  # number of right answers shown for each task, and number of wrong answers
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
 table { border-collapse: collapse; margin: .8rem 0 1.6rem; } caption { text-align: left; font-weight: 600; }
@@ -24,59 +24,65 @@ pre { background: #f6f6f6; padding: .5rem .7rem; white-space: pre-wrap; overflow
 
 
 def page(title: str, evaluations: Sequence[Evaluated], pictures: Iterable[tuple[str, bytes]] = ()) -> str:
-    """Build the page. `pictures` are those that compare all evaluations, as titles with PNG files' contents."""
+    """Build the page.
+
+    `pictures` has charts that compare all evaluations, each as a title and the contents of a PNG file.
+    """
     parts = [f"<h1>{escape(title)}</h1>", *(image(*entry) for entry in pictures)]
     if len(evaluations) > 1:
         parts.append(side_by_side(evaluations))
-    for entry in evaluations:
+    for evaluated in evaluations:
         if len(evaluations) > 1:
-            heading = [f"<h2>{escape(entry.name)}</h2>"]
+            heading = [f"<h2>{escape(evaluated.name)}</h2>"]
         else:
             heading = []
-        parts += [*heading, *of_one(entry)]
+        parts += [*heading, *of_one(evaluated)]
     body = "\n".join(parts)
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
 
 
-def of_one(one: Evaluated) -> list[str]:
-    """Build one checkpoint's section."""
-    about = "; ".join(f"{key}: {_worded(value)}" for key, value in one.about.items())
+def of_one(evaluated: Evaluated) -> list[str]:
+    """Build the section for one checkpoint: the measurement's conditions, tables, charts and answers."""
+    about = "; ".join(f"{key}: {_worded(value)}" for key, value in evaluated.about.items())
     parts = [f'<p class="about">{escape(about)}</p>']
-    if one.rows:
-        cells = [(row["task"], str(row["length"]), row["metric"], shown(row), str(row["n"])) for row in one.rows]
+    if evaluated.rows:
+        cells = [(row["task"], str(row["length"]), row["metric"], shown(row), str(row["n"])) for row in evaluated.rows]
         parts.append(table("Results", ("task", "length", "metric", "value ± standard error", "n"), cells))
-    for instrument_table in one.tables.values():
+    for instrument_table in evaluated.tables.values():
         parts.append(table(instrument_table.title, instrument_table.header, instrument_table.cells))
         parts += [f"<p>{escape(instrument_table.note)}</p>"] if instrument_table.note else []
-    if one.left_out:
-        parts.append(f"<p>Left out:</p><ul>{''.join(f'<li>{escape(text)}</li>' for text in one.left_out)}</ul>")
-    parts += [image(name, file.read_bytes()) for name, file in one.pictures.items()]
-    return [*parts, *samples(one.lines)]
+    if evaluated.left_out:
+        parts.append(f"<p>Left out:</p><ul>{''.join(f'<li>{escape(text)}</li>' for text in evaluated.left_out)}</ul>")
+    parts += [image(name, file.read_bytes()) for name, file in evaluated.pictures.items()]
+    return [*parts, *samples(evaluated.lines)]
 
 
 def _worded(value: object) -> str:
-    """Write a condition's value as text."""
+    """Format the value of a measurement condition, such as the dtype or the kernels."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {part}" for name, part in value.items())
     return str(value)
 
 
 def side_by_side(evaluations: Sequence[Evaluated]) -> str:
-    """Build a table with each task's first metric, and a column for each run."""
+    """Build a table that compares runs by each task's first metric, with standard errors.
+
+    There is a row for each task and length, and a column for each run.
+    """
     tasks_of_runs = [main_rows(evaluated.rows) for evaluated in evaluations]
-    places = dict.fromkeys(
+    tasks_and_lengths = dict.fromkeys(
         (task, row["length"]) for tasks in tasks_of_runs for task, rows in tasks.items() for row in rows
     )
     cells = []
-    for task, length in places:
+    for task, length in tasks_and_lengths:
         values = [next((shown(r) for r in tasks.get(task, []) if r["length"] == length), "") for tasks in tasks_of_runs]
         cells.append((task, str(length), *values))
     return table("Side by side", ("task", "length", *(evaluated.name for evaluated in evaluations)), cells)
 
 
 def samples(lines: Sequence[Line]) -> list[str]:
-    """Show a few answers for each task that are right by its first metric, and a few others."""
+    """Show a few right and a few wrong answers for each task. An answer is right if its first metric is 1."""
     lines_by_task: dict[str, list[Line]] = {}
     for line in lines:
         if "metrics" in line:
@@ -94,7 +100,7 @@ def samples(lines: Sequence[Line]) -> list[str]:
 
 
 def table(caption: str, header: Sequence[str], cells: Iterable[Sequence[str]]) -> str:
-    """Build a table."""
+    """Build an HTML table."""
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in cells)
     body = "\n".join(f"<tr>{row}</tr>" for row in rows)
@@ -102,7 +108,7 @@ def table(caption: str, header: Sequence[str], cells: Iterable[Sequence[str]]) -
 
 
 def image(title: str, png: bytes) -> str:
-    """Build a picture with its caption."""
+    """Build an HTML figure with the picture and its title as the caption."""
     source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
     title = escape(title)
     return f'<figure><figcaption>{title}</figcaption><img alt="{title}" src="{source}"></figure>'

@@ -1,10 +1,11 @@
-"""Perplexity of held-out text, by length or in sliding windows; nats per token and bits per byte.
+"""Perplexity and bits per byte on held-out text, in rows with given lengths or in sliding windows.
 
-    perplexity = exp(sum of -log q / tokens),   bits per byte = sum of -log2 q / bytes
+    perplexity    = exp(sum over tokens of -log q / token count)
+    bits per byte = sum over tokens of -log2 q / byte count
 
-Each row or window starts from zero states and has no BOS; its first token is not predicted. The token that ends a
-document is predicted and counted as a token, with no bytes. Models with different tokenizers can be compared by bits
-per byte.
+q is the probability that the model gives a token. Each row or window starts from zero states, without BOS, so its first
+token has no prediction and does not count. The end-of-text token counts as a token with zero bytes. Bits per byte allow
+to compare models with different tokenizers.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from hybridtron.config.schema import DataConfig
 from hybridtron.evaluate.answers import everyone
 from hybridtron.evaluate.held_out import read_text
 from hybridtron.evaluate.length import fitting_chunk, token_losses
-from hybridtron.evaluate.records import Line, Lines
-from hybridtron.evaluate.served import Served
+from hybridtron.evaluate.loaded_model import LoadedModel
+from hybridtron.evaluate.sample_log import Line, Lines
 from hybridtron.evaluate.suites import PerplexityOf
 
 
 def rows_of(folder: Path, data: DataConfig, wanted: PerplexityOf, seq_len: int, path: str | None) -> tuple[Tensor, str]:
-    """Read the rows or windows, (B, length + 1), and describe them in words.
+    """Read the tokens in the rows or windows. Returns (B, length + 1), and a description in words.
 
     Windows are cut from one long row.
     """
@@ -37,28 +38,40 @@ def rows_of(folder: Path, data: DataConfig, wanted: PerplexityOf, seq_len: int, 
 
 
 def measure(
-    model: Served, wanted: PerplexityOf, rows_BT: Tensor, described: str, records: Lines, batch: int, moved: Callable
+    model: LoadedModel,
+    wanted: PerplexityOf,
+    rows_BT: Tensor,
+    described: str,
+    records: Lines,
+    batch: int,
+    moved: Callable,
 ) -> None:
-    """Score all rows that are not recorded yet, and record them. Model replicas take batches in turn.
+    """Score all rows that have no line in `records`, and add their lines. All processes call this together.
 
-    `moved` is called with the rows scored so far and in total.
+    A batch has `batch` rows; in each turn, every model replica scores one batch. After each turn `moved` is called with
+    two row counts: scored so far, and to score.
     """
     missing = [index for index in range(len(rows_BT)) if wanted.key(index) not in records]
     for first in range(0, len(missing), batch * model.replicas):
         turn_indices = missing[first : first + batch * model.replicas]
         own_indices = turn_indices[model.replica * batch :][:batch]
         if own_indices:
-            lines = scored(model, wanted, rows_BT, own_indices, described)
+            lines = score_rows(model, wanted, rows_BT, own_indices, described)
         else:
             lines = []
         records.add(everyone(model, lines))
         moved(first + len(turn_indices), len(missing))
 
 
-def scored(model: Served, wanted: PerplexityOf, rows_BT: Tensor, indices: Sequence[int], described: str) -> list[Line]:
-    """Score a batch and return its lines: nats, tokens and bytes in each row's scored part."""
+def score_rows(
+    model: LoadedModel, wanted: PerplexityOf, rows_BT: Tensor, indices: Sequence[int], described: str
+) -> list[Line]:
+    """Score a batch of rows; return for each row a line with the summed -log q (`nats`), tokens and bytes.
+
+    If `wanted.score` is `new`, only a window's last `wanted.stride` tokens count, except in the first window.
+    """
     tokens_BT = rows_BT[list(indices)]
-    chunk = fitting_chunk(model.config.model, len(indices), model.read.context.size)
+    chunk = fitting_chunk(model.arch, len(indices), model.read.context.size)
     losses_LB = token_losses(model.read, tokens_BT, chunk)
     lines = []
     for row, index in enumerate(indices):

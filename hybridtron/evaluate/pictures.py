@@ -1,4 +1,8 @@
-"""The pictures of `hybridtron evaluate`, drawn with matplotlib from recorded lines and rows."""
+"""The charts of `hybridtron evaluate`, drawn with matplotlib.
+
+An instrument is a measurement on held-out text, such as the loss by position. An instrument's chart is drawn from the
+lines (dicts) that the instrument wrote, and a task's chart from rows: a dict for each task, length and metric.
+"""
 
 from __future__ import annotations
 
@@ -16,35 +20,35 @@ Lines = list[dict[str, Any]]
 
 
 def draw(name: str, lines: Lines, seq_len: int, output: Path) -> None:
-    """Draw an instrument's picture, with a dashed line at the training length."""
+    """Draw the chart for the instrument `name`, with a dashed line at the training length except for `entropy`."""
     if name == "entropy":
         entropy_curves({"measured": lines}, output)
         return
     with picture(output) as axes:
         {"positions": draw_positions, "remembrance": draw_remembrance, "states": draw_states}[name](axes, lines)
-        if name == "remembrance":
-            trained = lines[0]["length"] - seq_len
+        if name == "remembrance":  # the axis has the number of tokens that are not shown
+            line_at = lines[0]["length"] - seq_len
         else:
-            trained = seq_len
-        if trained >= 0:
-            axes.axvline(trained, color="black", linestyle="--", linewidth=0.8, label=f"training length {seq_len}")
+            line_at = seq_len
+        if line_at >= 0:
+            axes.axvline(line_at, color="black", linestyle="--", linewidth=0.8, label=f"training length {seq_len}")
 
 
 def require_format(output: Path) -> None:
-    """Raise Unusable for a file ending that matplotlib can't write; called before anything is computed."""
+    """Raise Unusable if matplotlib can't write files with this ending. Call this before anything is computed."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     if (ending := output.suffix.removeprefix(".")) not in FigureCanvasBase.filetypes:
         known = ", ".join(sorted(FigureCanvasBase.filetypes))
         raise Unusable(
-            f"{output} ends in {ending or 'nothing'!r}, which is not a picture format: use one of {known}",
+            f"{output}: the ending {ending!r} is not a picture format: use {known}",
             code="unknown-name",
         )
 
 
 @contextmanager
 def picture(output: Path, height: float = 4.5) -> Iterator[Axes]:
-    """Yield axes to draw on, and write them to a file when the block ends."""
+    """Yield axes to draw on, and write the figure to a file when the `with` body ends."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, height), dpi=120, layout="constrained")
@@ -57,15 +61,19 @@ def picture(output: Path, height: float = 4.5) -> Iterator[Axes]:
 
 
 def draw_positions(axes: Axes, lines: Lines) -> None:
-    """Draw perplexity by position: every position faintly, and means over neighbours, eight bins per doubling."""
+    """Draw perplexity by position: a faint line for single positions, and two lines with perplexities in bins.
+
+    A bin is a range of positions; there are eight bins for each doubling of the position. The second line has the
+    perplexities with the context limited to the training length.
+    """
     import torch
 
     from hybridtron.evaluate.length import perplexity_bins
 
     axes.plot([line["position"] for line in lines], [line["perplexity"] for line in lines], linewidth=0.3, alpha=0.4)
     curves = (
-        ("loss", "-", "mean of neighbours"),
-        ("loss_within", "--", "of the same tokens within the training length"),
+        ("loss", "-", "in bins of positions"),
+        ("loss_within", "--", "the same with context limited to the training length"),
     )
     for key, style, label in curves:
         bins = perplexity_bins(torch.tensor([line[key] for line in lines]), 1, 8)
@@ -75,7 +83,10 @@ def draw_positions(axes: Axes, lines: Lines) -> None:
 
 
 def position_curves(of_runs: dict[str, Lines], seq_lens: list[int], output: Path) -> None:
-    """Draw several runs' perplexity by position as means over neighbours, with dashed lines at training lengths."""
+    """Draw several runs' perplexity by position, with dashed lines at training lengths.
+
+    The perplexities are computed in bins, eight for each doubling of the position.
+    """
     import torch
 
     from hybridtron.evaluate.length import perplexity_bins
@@ -94,14 +105,14 @@ def position_curves(of_runs: dict[str, Lines], seq_lens: list[int], output: Path
 
 
 def draw_remembrance(axes: Axes, lines: Lines) -> None:
-    """Draw the distances by how many tokens are hidden."""
+    """Draw the distances between the next token's distributions, with and without the first t tokens, by t."""
     for key, width in (("total_variation", 1.8), ("jensen_shannon", 0.8), ("cosine", 0.8)):
         axes.plot([line["t"] for line in lines], [line[key] for line in lines], ".-", linewidth=width, label=key)
     axes.set(xlabel=f"t (tokens not shown, of {lines[0]['length']})", ylabel="Effective Remembrance", ylim=(0, None))
 
 
 def draw_states(axes: Axes, lines: Lines) -> None:
-    """Draw the states' standard deviation by position, a line for each layer."""
+    """Draw the standard deviation of the recurrent states by position, a line for each layer."""
     from matplotlib import colormaps
 
     layers = list(dict.fromkeys(line["layer"] for line in lines))
@@ -112,7 +123,10 @@ def draw_states(axes: Axes, lines: Lines) -> None:
 
 
 def entropy_curves(of_runs: dict[str, Lines], output: Path) -> None:
-    """Draw entropy by layer, a line for each run: attention on the left, the selection of scans on the right."""
+    """Draw entropy by layer: for attention weights on the left, and for scans' step sizes on the right.
+
+    There is a line for each run. A dotted line has the entropy for equal weights, the largest possible.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.6), dpi=120, layout="constrained")
@@ -122,7 +136,7 @@ def entropy_curves(of_runs: dict[str, Lines], output: Path) -> None:
             if points:
                 layers, values, bounds = zip(*points, strict=True)
                 axes.plot(layers, values, ".-", linewidth=1, color=f"C{number}", label=name)
-                axes.plot(layers, bounds, ":", linewidth=0.8, color=f"C{number}", label="of a uniform choice")
+                axes.plot(layers, bounds, ":", linewidth=0.8, color=f"C{number}", label="of equal weights")
         axes.set(title=kind, xlabel="layer", ylabel="entropy in nats", ylim=(0, None))
         axes.grid(alpha=0.3)
         if axes.lines:
@@ -131,7 +145,10 @@ def entropy_curves(of_runs: dict[str, Lines], output: Path) -> None:
 
 
 def heat_map(title: str, rows: Lines, seq_len: int, output: Path) -> None:
-    """Draw a task's mean metric, from 0 to 1, by length (to the right) and depth (down). Missing cells are grey."""
+    """Draw a task's mean metric, from 0 to 1, by length (to the right) and depth (down). Missing cells are grey.
+
+    The depth is the relative position of the sentence to find in the text: 0% is the start, 100% the end.
+    """
     import numpy as np
     from matplotlib import colormaps
     from matplotlib.figure import Figure
@@ -146,15 +163,18 @@ def heat_map(title: str, rows: Lines, seq_len: int, output: Path) -> None:
     image = axes.imshow(values, vmin=0, vmax=1, aspect="auto", cmap=colormaps["viridis"].with_extremes(bad="lightgrey"))
     axes.set_xticks(range(len(rows)), [str(row["length"]) for row in rows], rotation=45)
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-    if trained := [column for column, row in enumerate(rows) if row["length"] <= seq_len]:
-        axes.axvline(trained[-1] + 0.5, color="black", linestyle="--", linewidth=0.8)
+    if trained_columns := [column for column, row in enumerate(rows) if row["length"] <= seq_len]:
+        axes.axvline(trained_columns[-1] + 0.5, color="black", linestyle="--", linewidth=0.8)
     axes.set(xlabel="length in tokens (dashed: training length)", ylabel="depth", title=title)
     figure.colorbar(image, ax=axes, label=rows[0]["metric"])
     figure.savefig(output)
 
 
 def by_length(of_runs: dict[str, dict[str, Lines]], seq_lens: list[int], output: Path) -> None:
-    """Draw a panel for each task and a line with standard errors for each run. Training lengths are dashed."""
+    """Draw each task's metric by length: a panel for each task, and in each panel a line with error bars for each run.
+
+    The error bars are standard errors. Vertical dashed lines mark the training lengths.
+    """
     from matplotlib.figure import Figure
 
     tasks = list(dict.fromkeys(task for rows_by_task in of_runs.values() for task in rows_by_task))

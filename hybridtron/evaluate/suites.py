@@ -1,4 +1,4 @@
-"""Suites: the tasks, perplexities and instruments of an evaluation, by name or from a user's file.
+"""Suites: the tasks, perplexities and instruments of an evaluation, by name or from a user's YAML file.
 
     samples: 100                  # for each task and length
     seed: 0
@@ -11,10 +11,12 @@
     instruments: [positions, remembrance, states, entropy]
     instrument_length: 16x
 
-`4x` is four training lengths. Everything is checked before a model reads anything, including whether samples fit into
-their length. A task that can't be asked is an error if a user's file names it. In a named suite it is left out with a
-reason, because a paper's lengths need not fit a small model, and its data sets may be missing. Tasks on token ids need
-a model with their vocabulary, and are in no suite.
+Lengths are in tokens; `4x` is four times the training length. An instrument is a measurement on held-out text, such as
+the loss by position.
+
+A suite is checked before the model reads anything, including whether the tasks' samples fit into their length. If a
+task can't be asked, a user's suite raises an error. A suite of this package leaves the task out and gives a reason: its
+lengths may not fit a small model, and data sets may be missing.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybridtron.config.asked import read_keys, require_known
+from hybridtron.config.yaml_file import read_keys, require_known
 from hybridtron.evaluate.instruments import INSTRUMENTS
 from hybridtron.limits import shortened
 from hybridtron.problems import Unusable, did_you_mean
-from hybridtron.tasks.base import MOST_TOKENS, Task, TaskError, TextTokens
+from hybridtron.tasks.base import MAX_TOKENS, Task, TaskError, TextTokens
 from hybridtron.tasks.options import all_named, named, options_of
 
-TRIED_TOKENS = 2**19  # tokens of trial samples, for each task and length, before a model reads anything
+TRIED_TOKENS = 2**19  # tokens of trial samples for each task and length, to check that samples fit
 DOUBLED = ["1x", "2x", "4x"]
 PASSKEY = {"task": "passkey", "lengths": ["1x", "2x", "4x", "8x", "16x", "32x", "64x"], "samples": 55}
 SUITES: dict[str, dict[str, Any]] = {
@@ -76,16 +78,20 @@ class Cell:
         return self.task.name + (f"[{','.join(changed)}]" if changed else "")
 
     def key(self, index: int) -> str:
-        """Return a sample's key in the records."""
+        """Return the key of a sample's line in samples.jsonl."""
         return f"{self.label}/{self.length}/{self.seed}/{index}"
 
 
 @dataclass(frozen=True)
 class PerplexityOf:
-    """A perplexity to measure, on rows of `length` tokens, or in such windows that begin every `stride` tokens.
+    """A perplexity to measure, on `count` separate rows or on `count` sliding windows of one text.
 
-    Each row or window starts from zero states. With score `new`, only the tokens that a window adds to the one before
-    are scored; with `all`, and in the first window, all are.
+    length: tokens in each row or window
+    stride: tokens between the beginnings of consecutive windows; 0 for rows
+    score: `all` scores all tokens; `new` scores all tokens of the first window, but in each later window only the
+        tokens that were not in the window before
+
+    Each row or window starts from zero states.
     """
 
     length: int
@@ -100,13 +106,13 @@ class PerplexityOf:
         return "perplexity"
 
     def key(self, index: int) -> str:
-        """Return a row's or window's key in the records."""
+        """Return the key of a row's or window's line in samples.jsonl."""
         return f"{self.label}/{self.length}/{index}"
 
 
 @dataclass
 class Suite:
-    """Everything to measure, and the excluded parts of a named suite, with reasons."""
+    """Everything to measure in an evaluation. `left_out` has the tasks that can't be asked, with reasons."""
 
     cells: list[Cell] = field(default_factory=list)
     perplexities: list[PerplexityOf] = field(default_factory=list)
@@ -116,12 +122,12 @@ class Suite:
 
 
 def named_or_file(name: str) -> dict[str, Any]:
-    """Return a suite's definition by its name, or read it from a file. Raises Unusable if there is neither."""
+    """Return a suite's definition, by its name or from a file. Raises Unusable for an unknown name or a faulty file."""
     if name in SUITES:
         return SUITES[name]
     if not Path(name).exists():
         raise Unusable(
-            f"{name!r} is neither a file nor a suite{did_you_mean(name, SUITES)}; there are {', '.join(SUITES)}",
+            f"{name!r} is neither a file nor a suite{did_you_mean(name, SUITES)}; suites are {', '.join(SUITES)}",
             code="unknown-name",
         )
     return read_keys(Path(name), KEYS[""])
@@ -132,7 +138,7 @@ def suite_of(
 ) -> Suite:
     """Build a suite from its definition for a training length.
 
-    `lengths` and `samples` override those in the definition. Raises Unusable for a faulty definition.
+    `lengths` and `samples` override the values in the definition. Raises Unusable for a faulty definition.
     """
     unknown("", asked)
     default_samples = samples or number(asked, "samples", 100)
@@ -140,7 +146,7 @@ def suite_of(
     for name in suite.instruments:
         if name not in INSTRUMENTS:
             raise Unusable(
-                f"instruments: there is no {name!r}{did_you_mean(name, INSTRUMENTS)}; has {tuple(INSTRUMENTS)}",
+                f"instruments: there is no {name!r}{did_you_mean(name, INSTRUMENTS)}; use {', '.join(INSTRUMENTS)}",
                 code="unknown-name",
             )
     suite.instrument_length = tokens_of(asked.get("instrument_length", "16x"), seq_len)
@@ -163,12 +169,12 @@ def suite_of(
         unknown("perplexity", entry)
         suite.perplexities += _perplexities(entry, seq_len, lengths)
     if not (suite.cells or suite.perplexities or suite.instruments):
-        raise Unusable("nothing is asked for: tasks, perplexity and instruments are empty", code="missing")
+        raise Unusable("the suite is empty: list tasks, perplexity or instruments", code="missing")
     return suite
 
 
 def _perplexities(entry: Mapping[str, Any], seq_len: int, lengths: Sequence[str] | None) -> Iterable[PerplexityOf]:
-    """Parse an entry under `perplexity`: rows by length, or sliding windows if it has a context."""
+    """Parse an entry under `perplexity`: sliding windows if the entry has a `context`, else rows with given lengths."""
     if "context" not in entry:
         rows = number(entry, "rows", 16)
         return [PerplexityOf(tokens_of(length, seq_len), rows) for length in lengths or _lengths(entry)]
@@ -179,11 +185,11 @@ def _perplexities(entry: Mapping[str, Any], seq_len: int, lengths: Sequence[str]
         raise Unusable(f"perplexity.score is {score!r}, must be new or all", code="unknown-name")
     if stride > context:
         raise Unusable(
-            f"perplexity.stride is {stride}, must be at most context={context}, or tokens are skipped",
+            f"perplexity.stride is {stride}, must be at most context={context}, so that no tokens are skipped",
             code="out-of-range",
         )
     if context > seq_len:
-        cure = f"longer texts are `lengths`, and --seq-len {context} says that it was trained so"
+        cure = f"use `lengths` for longer texts, or --seq-len {context} if the model was trained at this length"
         raise Unusable(
             f"perplexity.context is {context}, must be at most the training length, {seq_len}: {cure}",
             code="out-of-range",
@@ -194,12 +200,17 @@ def _perplexities(entry: Mapping[str, Any], seq_len: int, lengths: Sequence[str]
 def unknown(section: str, entry: Any) -> None:
     """Raise Unusable if an entry is not a mapping, or has unknown keys."""
     if not isinstance(entry, Mapping):
-        raise Unusable(f"{section}: {entry!r} has no keys; it may have {', '.join(KEYS[section])}", code="wrong-type")
+        raise Unusable(
+            f"{section}: {entry!r} must be a mapping with keys out of {', '.join(KEYS[section])}", code="wrong-type"
+        )
     require_known(section or "the file", entry, KEYS[section])
 
 
 def _entries(asked: Mapping[str, Any], key: str) -> list[Any]:
-    """Copy a list from the definition; an absent one is empty."""
+    """Return a copy of a list in the definition, or an empty list if the key is absent.
+
+    Raises Unusable if the value is not a list.
+    """
     entries = asked.get(key, [])
     if not isinstance(entries, list):
         raise Unusable(f"{key} is {entries!r}, must be a list", code="wrong-type")
@@ -207,7 +218,10 @@ def _entries(asked: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def number(entry: Mapping[str, Any], key: str, usual: int, least: int = 1) -> int:
-    """Return a whole number from an entry, or `usual` if it is absent. Raises Unusable below `least`."""
+    """Return a whole number from an entry, or `usual` if the key is absent.
+
+    Raises Unusable if the value is not a whole number or is below `least`.
+    """
     value = entry.get(key, usual)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise Unusable(f"{key} is {value!r}, must be a whole number of at least {least}", code="out-of-range")
@@ -215,7 +229,7 @@ def number(entry: Mapping[str, Any], key: str, usual: int, least: int = 1) -> in
 
 
 def _lengths(entry: Mapping[str, Any]) -> list[Any]:
-    """Return an entry's lengths. Raises Unusable if there are none."""
+    """Return the list of an entry's lengths. Raises Unusable if it is missing or empty."""
     lengths = entry.get("lengths")
     if not isinstance(lengths, list) or not lengths:
         raise Unusable(
@@ -226,7 +240,11 @@ def _lengths(entry: Mapping[str, Any]) -> list[Any]:
 
 
 def tokens_of(text: str | int, seq_len: int) -> int:
-    """Convert a length to tokens: `4096` tokens, `4x` or `1/4x` training lengths. Raises Unusable."""
+    """Convert a length to a number of tokens.
+
+    `4096` is in tokens; `4x` and `1/4x` are in training lengths. Raises Unusable if the text is malformed or the length
+    is too large.
+    """
     match = re.fullmatch(r"(?:(\d{1,9})/)?0*([1-9]\d{0,19})(x?)", str(text), re.ASCII)
     if match is None or (match[1] and not match[3]):
         raise Unusable(
@@ -236,17 +254,17 @@ def tokens_of(text: str | int, seq_len: int) -> int:
     if match[1]:
         return max(1, int(match[1]) * seq_len // int(match[2]))
     tokens = int(match[2]) * (seq_len if match[3] else 1)
-    if tokens > MOST_TOKENS:
+    if tokens > MAX_TOKENS:
         raise Unusable(
-            f"a length is {shortened(str(text))}, must be at most {MOST_TOKENS:,} tokens", code="out-of-range"
+            f"a length is {shortened(str(text))}, must be at most {MAX_TOKENS:,} tokens", code="out-of-range"
         )
     return tokens
 
 
 def fitting(suite: Suite, tokenizer: TextTokens, vocab_size: int, lenient: bool) -> Suite:
-    """Return the suite without the cells that can't be asked; their reasons are in `left_out`.
+    """Remove the cells (tasks at a length) that can't be asked. `left_out` of the returned suite has the reasons.
 
-    Raises Unusable for any such cell unless `lenient`, and also if nothing remains.
+    Raises Unusable if a cell can't be asked and `lenient` is False, and also if nothing remains.
     """
     kept_cells = []
     left_out = []
@@ -257,15 +275,16 @@ def fitting(suite: Suite, tokenizer: TextTokens, vocab_size: int, lenient: bool)
             left_out.append(f"{cell.label} at {cell.length}: {reason}")
     if left_out and (not lenient or not (kept_cells or suite.perplexities or suite.instruments)):
         raise Unusable(
-            "\n".join([*left_out, "--lengths names other lengths, a file of tasks other tasks"]), code="does-not-fit"
+            "\n".join([*left_out, "give other lengths with --lengths, or other tasks in a suite file"]),
+            code="does-not-fit",
         )
     return Suite(kept_cells, suite.perplexities, suite.instruments, suite.instrument_length, left_out)
 
 
 def misfit(cell: Cell, tokenizer: TextTokens, vocab_size: int) -> str | None:
-    """Make trial samples, and return why a model with this vocabulary can't be asked; None if it can."""
+    """Make trial samples; return the reason why the cell can't be asked, or None."""
     if (size := getattr(cell.task, "num_tokens", 0)) > vocab_size:
-        return f"has a vocabulary of {size} token ids, the model has {vocab_size}"
+        return f"the task needs {size} token ids, but the model's vocabulary has only {vocab_size}"
     try:
         for index in range(min(cell.samples, 1 + TRIED_TOKENS // cell.length)):
             cell.task.sample(cell.seed, index, tokenizer, cell.length)

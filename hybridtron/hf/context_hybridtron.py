@@ -1,7 +1,13 @@
 """Single-process replacement of hybridtron's context parallelism, for the generated `mixers_hybridtron.py`.
 
-No row is divided over ranks here, so a row's past is in the states that were passed in. The functions return these, and
-those that only a sequence shard needs raise NotImplementedError.
+Context parallelism divides the tokens of a row (sequence) over ranks. An exported model runs in a single process. So a
+mixer has every token of its rows, and the state that the caller passes covers all earlier tokens. The functions here
+therefore have nothing to exchange:
+
+    contiguous_inputs         returns its inputs
+    sharded_scan              runs the scan from the state
+    halo_tokens, halo_kv      return the carried tokens, or keys and values, unchanged
+    all others                raise NotImplementedError: only code for divided rows calls them
 """
 
 from __future__ import annotations
@@ -15,11 +21,11 @@ Carried = TypeVar("Carried")
 Inputs = TypeVar("Inputs")
 
 
-def read_twice(inputs: Inputs, seq: Any) -> Inputs:
+def contiguous_inputs(inputs: Inputs, seq: Any) -> Inputs:
     return inputs
 
 
-def scan_from(
+def sharded_scan(
     scan: Callable[[Tensor | None], tuple[Tensor, Tensor]],
     state: Tensor | None,
     seq: Any,
@@ -28,23 +34,23 @@ def scan_from(
     return scan(state)
 
 
-def tokens_before(x_BLC: Tensor, count: int, carried_BTC: Tensor | None, seq: Any) -> Tensor | None:
+def halo_tokens(x_BLC: Tensor, count: int, carried_BTC: Tensor | None, seq: Any) -> Tensor | None:
     return carried_BTC
 
 
-def memory_before(k_BLGK: Tensor, v_BLGK: Tensor, window: int | None, carried: Carried, seq: Any) -> Carried:
+def halo_kv(k_BLGK: Tensor, v_BLGK: Tensor, window: int | None, carried: Carried, seq: Any) -> Carried:
     return carried
 
 
-def of_a_share(*_: Any) -> NoReturn:
-    raise NotImplementedError("a row is whole here")
+def only_for_shards(*_: Any) -> NoReturn:
+    raise NotImplementedError("rows are not divided over ranks here")
 
 
-state_before = of_a_share
-earlier_shares = of_a_share
-sum_over_shares = of_a_share
-scan_transition = of_a_share
-ssd_transition = of_a_share
-decay_transition = of_a_share
-gla_transition = of_a_share
-delta_transition = of_a_share
+incoming_state = only_for_shards
+earlier_shards = only_for_shards
+all_reduce_shards = only_for_shards
+scan_transition = only_for_shards
+ssd_transition = only_for_shards
+decay_transition = only_for_shards
+gla_transition = only_for_shards
+delta_transition = only_for_shards

@@ -1,11 +1,17 @@
 """A residual sub-layer: its norm, and a mixer from `mixers_hybridtron.py` that computes with this model's weights.
 
-A mixer's spec lists the weights that it computes with. This model stores them as other models of the kind do, with the
-names and in the order that the spec's `exported_names` gives: one weight of a mixer may consist of rows from several
-layers here, or the other way round. The mixer's projections are calls of layers here, so that adapters can wrap them;
-all other weights are passed to the mixer for the time of a call.
+A mixer is attention, a state-space recurrence or an MLP. Its *spec*, a dataclass, lists the weights that the mixer
+computes with. This model stores the weights under other names, often those in a known Hugging Face model, and may fuse
+or split them. The spec's `exported_names` maps each stored weight's name to the mixer's weights whose rows it
+concatenates. A stored weight may hold rows from several mixer weights, and a mixer weight may consist of rows from
+several stored weights.
 
-Legend: B rows, L tokens, D width, H query heads, G key/value heads, K head size.
+The mixer's projections call this model's layers, so that adapters such as LoRA can wrap these layers. All other weights
+are passed to the mixer at each call.
+
+In the code, `theirs` is a stored weight's name, and `ours` are names of weights in the mixer.
+
+Legend: B sequences in the batch, L tokens, D width, H query heads, G key/value heads, K head size.
 """
 
 from __future__ import annotations
@@ -34,16 +40,18 @@ from .mixers_hybridtron import (
     attention,
     attention_reference,
     document_starts,
-    multiplied,
+    multiply,
     starting_value,
 )
 
 ATTENTION = "attention"  # attribute of a mixer: the function that computes its attention
-STARTS = "starts"  # attribute of a module: how its weights other than projections are initialized
+# attribute of a module: from the name of each weight, other than projections, to a list with one entry (rule of
+# initialization, shape) for each of the mixer's weights that it concatenates
+STARTS = "starts"
 
 
 class WeightRows(NamedTuple):
-    """Rows `start` to `stop` - 1 of this model's weight `theirs`, which has `total` rows."""
+    """Rows `start` to `stop` - 1 of the stored weight `theirs`, which has `total` rows."""
 
     theirs: str
     start: int
@@ -52,7 +60,7 @@ class WeightRows(NamedTuple):
 
 
 class SeqOnDevices:
-    """The tokens' positions and documents, copied once to each device of the model."""
+    """The tokens' positions and documents, copied once to each device that has layers of the model."""
 
     def __init__(self, seq: SeqInfo) -> None:
         self._on = {seq.positions_BL.device: seq}
@@ -64,7 +72,7 @@ class SeqOnDevices:
 
 
 class HybridtronLinear(nn.Linear):
-    """A projection without bias; the mixer adds a bias if there is one."""
+    """A projection without bias; if the projection has a bias, the mixer adds it."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
@@ -74,9 +82,10 @@ class HybridtronLinear(nn.Linear):
 
 
 class HybridtronMixer(nn.Module):
-    """A mixer's weights, and the mixer that computes with them.
+    """One sub-layer's stored weights, and the mixer that computes with them.
 
-    If sub-layers with the same letter share weights, the `first` of them holds these.
+    If sub-layers with the same letter in the pattern share weights, the first sub-layer with this letter holds them.
+    `first` is the HybridtronMixer of the first sub-layer with this letter; it is None if this sub-layer is the first.
     """
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int, first: HybridtronMixer | None = None) -> None:
@@ -89,19 +98,22 @@ class HybridtronMixer(nn.Module):
         kinds = [config.layers.get(each, {}).get("kind") for each in config.pattern]
         spec = make_spec(**make_spec.renamed(options))
         sizes = ModelSizes(config.hidden_size, len(kinds)).at(layer_idx, kinds)
-        # attention functions read these
+        # transformers' attention functions read these attributes
         self.config = config
         self.layer_idx = layer_idx
         self.is_causal = True
         self.place, self.in_fp32 = spec, list[str]()
+        # by stored weight: input and output of each layer that has already run in this forward pass
         self._once: dict[str, tuple[Tensor, Tensor]] = {}
         with torch.device("meta"):
             mixer = make_mixer(spec, sizes, SINGLE_RANK)
-        self._mixer = (mixer,)  # in a tuple, so that its weights are not counted as the model's
+        self._mixer = (mixer,)  # in a tuple, so that its weights are not registered as this module's
         self._first = (first or self,)  # in a tuple for the same reason
         table = spec.parameters(sizes)
         names = spec.exported_names(sizes)
+        # from the name of a weight's part to the name of the weight, both in the mixer
         of_key = {key: name for name, weight in table.items() for key in weight.stored(name)}
+        # stored weights that the first sub-layer holds for this one
         self._elsewhere = {theirs for theirs, ours in names.items() if first and table[of_key[ours[0]]].shared}
         self._add_weights(table, {theirs: ours for theirs, ours in names.items() if theirs not in self._elsewhere})
         self._rows = dict(_rows_of(table, names))
@@ -155,7 +167,7 @@ class HybridtronMixer(nn.Module):
         return [name for name, value in vars(self._mixer[0]).items() if isinstance(value, Declared)]
 
     def _layer(self, theirs: str) -> nn.Module:
-        """Return the module with the weight `theirs`, here or in the first sub-layer that shares it."""
+        """Return the module with the stored weight `theirs`: in this sub-layer, or in the first one with its letter."""
         if theirs in self._elsewhere:
             holder = self._first[0]
         else:
@@ -163,7 +175,7 @@ class HybridtronMixer(nn.Module):
         return holder.get_submodule(theirs.rpartition(".")[0])
 
     def _weight(self, rows: list[WeightRows]) -> Tensor:
-        """Return a weight as the mixer expects it, assembled from rows of this model's weights."""
+        """Return a weight as the mixer expects it, assembled from rows of stored weights."""
         parts = []
         for part in rows:
             weight = getattr(self._layer(part.theirs), part.theirs.rpartition(".")[2])
@@ -175,9 +187,10 @@ class HybridtronMixer(nn.Module):
         return torch.cat(parts)
 
     def _project(self, name: str, x: Tensor) -> Tensor:
-        """Apply one of the mixer's projections to x: outputs of this model's layers, in the mixer's order.
+        """Apply one of the mixer's projections to x by this model's layers, with outputs in the mixer's order.
 
-        During a forward pass each layer runs only once for the same x.
+        Several projections may need the same layer. The layer's output for x is kept until the end of the forward pass,
+        so the layer runs once.
         """
         parts = []
         for part in self._rows[f"{name}.weight"]:
@@ -191,7 +204,10 @@ class HybridtronMixer(nn.Module):
 
 
 def _rows_of(table: dict[str, Any], names: dict[str, tuple[str, ...]]) -> Iterator[tuple[str, list[WeightRows]]]:
-    """Yield each weight name of a mixer, with the rows here that make it up; rows adjacent in both are merged."""
+    """Yield each mixer weight's name, with the rows of stored weights that form the weight, in order.
+
+    Consecutive parts of the mixer's weight that are also consecutive in one stored weight are merged into one entry.
+    """
     sizes = {key: shape[0] for name, weight in table.items() for key, shape in weight.stored(name).items()}
     lies: dict[str, WeightRows] = {}
     for theirs, ours in names.items():
@@ -212,9 +228,9 @@ def _rows_of(table: dict[str, Any], names: dict[str, tuple[str, ...]]) -> Iterat
 
 
 def start_weights(module: nn.Module) -> None:
-    """Initialize a module's weights other than projections, as the specs say.
+    """Initialize a module's weights other than projections, by the rules that the mixers' specs give.
 
-    transformers' `init` leaves weights unchanged that were loaded from a file.
+    Weights that were loaded from a file stay unchanged, because transformers' `init` skips them.
     """
     for leaf, starts in getattr(module, STARTS, {}).items():
         weight = getattr(module, leaf)
@@ -223,16 +239,19 @@ def start_weights(module: nn.Module) -> None:
 
 
 def configured_attention(layer: HybridtronMixer, inputs: AttentionInputs) -> Tensor:
-    """Compute attention as `attn_implementation` says.
+    """Compute attention by the implementation that `attn_implementation` names.
 
-    transformers' flash kernels are used only without remembered keys, since they could not skip padding among these.
+    `flash...` names one of transformers' flash kernels. These can't skip padding among the keys from a cache, so with
+    keys from a cache this model's own attention is used instead. `eager` names the reference implementation. All other
+    names select this model's own attention.
     """
     chosen = layer.config._attn_implementation or "sdpa"
     if not chosen.startswith("flash") or inputs.memory is not None:
         return (attention_reference if chosen == "eager" else attention)(inputs)
     borders = {}
     if (starts_BL := document_starts(inputs.documents_BL)) is not None:
-        # where documents begin in the concatenated rows, and where the last one ends
+        # the kernels treat the batch as one concatenated sequence; `starts` has the index in it at which each document
+        # begins, and at the end the number of all tokens
         starts_BL = torch.cat((torch.ones_like(starts_BL[:, :1]), starts_BL[:, 1:]), dim=1)
         starts = F.pad(starts_BL.flatten().nonzero().flatten(), (0, 1), value=starts_BL.numel()).int()
         length = starts_BL.shape[1]
@@ -243,10 +262,12 @@ def configured_attention(layer: HybridtronMixer, inputs: AttentionInputs) -> Ten
 
 
 class HybridtronLayer(GradientCheckpointingLayer):
-    """A residual sub-layer with a norm on its input or its output, a parallel branch without norm, or a feeder.
+    """A residual sub-layer of one of three kinds.
 
-    A parallel branch reads the same normed input as the sub-layer before it. A feeder reads the stream and the
-    embedding, concatenated, and leaves the stream unchanged; only the next sub-layer reads its output.
+    ordinary           has a norm on the mixer's input or output
+    parallel branch    has no norm: it reads the same normed input as the previous sub-layer
+    feeder             reads the residual stream concatenated with the embedding. Its output is not added to the stream:
+                       only the next sub-layer reads it
     """
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int, first: HybridtronMixer | None = None) -> None:
@@ -269,9 +290,15 @@ class HybridtronLayer(GradientCheckpointingLayer):
         normed_BLD: Tensor | None = None,
         cache: Any = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the stream, the output of a feeder or None, and the mixer's input for a parallel branch or None.
+        """Return three values for the next sub-layer: the residual stream, a feeder's output, and the mixer's input.
 
-        `fed_BLD` and `normed_BLD` are the last two as the sub-layer before has returned them.
+        x_BLD, fed_BLD, normed_BLD  the three values that the previous sub-layer returned
+        places                      the tokens' positions and documents, on each device
+        embedded_BLD                the token embedding, which a feeder reads
+        cache                       the HybridtronCache with this sub-layer's state, which is replaced; None: no cache
+
+        The second value is None unless this sub-layer is a feeder. The third value, which a parallel branch reads, is
+        None after a feeder.
         """
         if cache is None:
             state = None
@@ -292,4 +319,4 @@ class HybridtronLayer(GradientCheckpointingLayer):
             return x_BLD, y_BLD, None
         if self.norm is not None and self.place.norm_after:
             y_BLD = self.norm(y_BLD)
-        return x_BLD + multiplied(y_BLD, self.multiplier), None, normed_BLD
+        return x_BLD + multiply(y_BLD, self.multiplier), None, normed_BLD

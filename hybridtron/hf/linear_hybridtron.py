@@ -1,6 +1,8 @@
 """Single-process replacement of hybridtron's parallel linear layers, for the generated `mixers_hybridtron.py`.
 
-Projections are only declared here. `layers_hybridtron.py` replaces each by calls of the model's own layers.
+hybridtron's mixers build projections that tensor-parallel ranks divide. An exported model runs in a single process, and
+its projections are declared here without weights. `layers_hybridtron.py` replaces each projection by calls of the
+model's own layers.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ SINGLE_RANK = OneProcess()
 
 @dataclass(frozen=True)
 class Declared:
-    """A projection without weights: its sizes alone."""
+    """Sizes of a projection, which has no weights here."""
 
     in_features: int
     out_features: int
@@ -52,34 +54,36 @@ row_parallel_inside = column_parallel
 row_parallel_by_channel = column_parallel
 
 
-def beside(projection: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the input, for its other use, and its projection."""
+def project_with_input(projection: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the input and its projection. Callers use the returned input, as hybridtron's own function requires."""
     return x, projection(x)
 
 
-def enter(x: Tensor, tensor: OneProcess) -> Tensor:
+def gather_input(x: Tensor, tensor: OneProcess) -> Tensor:
     """Return the input, since there is no other process."""
     return x
 
 
 @dataclass(frozen=True)
-class ProductInParts:
-    """A projection whose output is split along its channels into parts of these sizes."""
+class SplitProduct:
+    """A projection whose output is split along its channels into parts with these sizes; without sizes, not split."""
 
     projection: Callable[[Tensor], Tensor]
     sizes: Sequence[int]
 
 
-InParts = ProductInParts
+SplitProjection = SplitProduct
 
 
-def projected(x: Tensor, tensor: OneProcess, *projections: Callable[[Tensor], Tensor] | InParts) -> tuple[Tensor, ...]:
-    """Apply several projections to one input; return their outputs, or the parts of these."""
-    cuts = [item if isinstance(item, InParts) else InParts(item, ()) for item in projections]
+def project_all(
+    x: Tensor, tensor: OneProcess, *projections: Callable[[Tensor], Tensor] | SplitProjection
+) -> tuple[Tensor, ...]:
+    """Apply several projections to one input; return their outputs, with a SplitProjection's output in its parts."""
+    cuts = [item if isinstance(item, SplitProjection) else SplitProjection(item, ()) for item in projections]
     outputs = ((cut.projection(x), cut.sizes) for cut in cuts)
     return tuple(part for y, sizes in outputs for part in (y.split(sizes, -1) if sizes else (y,)))
 
 
-leave = enter
-sum_gradients = enter
-sum_shares = enter
+gather_output = gather_input
+all_reduce_gradients = gather_input
+all_reduce_sum = gather_input

@@ -7,7 +7,7 @@ from hybridtron.mixers.base import Mixer as Mixer
 from hybridtron.mixers.base import State as State
 from hybridtron.mixers.norm import RMSNorm as RMSNorm
 from hybridtron.model.init import starting_value as starting_value
-from hybridtron.model.stack import multiplied as multiplied
+from hybridtron.model.stack import multiply as multiply
 from hybridtron.ops.attention import AttentionInputs as AttentionInputs
 from hybridtron.ops.attention import attention as attention
 from hybridtron.ops.documents import document_starts as document_starts

@@ -1,13 +1,19 @@
 """A language model of residual sub-layers in any order: state spaces, attention, gated MLPs.
 
-Every sub-layer is x + mixer(norm(x)), or x + norm(mixer(x)). A parallel branch has no norm and reads the same normed
-input as the sub-layer before it. A feeder reads x and the embedding, concatenated; only the next sub-layer reads its
-output, as norm(x + fed). Weights are named by sub-layer: `model.layers.3.mixer.in_proj.weight`. With `residual_in_fp32`
-x stays in fp32 between sub-layers, whatever the type of the weights.
+With x the residual stream, there are three kinds of sub-layers:
 
-Documents. Where `position_ids` start again from 0 inside a row, a document begins: attention, convolutions and states
-see nothing before it. Padding (zeros in `attention_mask`) may come before or after a row's tokens, and counts as a
-document of its own. A cache continues at a row's last token, which must not be padding.
+    ordinary           computes x + mixer(norm(x)), or x + norm(mixer(x))
+    parallel branch    adds mixer(u), where u is the previous sub-layer's normed input
+    feeder             reads x concatenated with the token embedding, and leaves x unchanged; the next sub-layer reads
+                       norm(x + the feeder's output)
+
+Weights are named by sub-layer: `model.layers.3.mixer.in_proj.weight`. With `residual_in_fp32`, x is in fp32 between
+sub-layers, even if the weights have a lower precision.
+
+A row (sequence in the batch) may hold several documents. A document begins where `position_ids` start again from 0.
+Attention, convolutions and states see nothing before the document's first token. Padding (zeros in `attention_mask`)
+may come before or after a row's tokens, and counts as a separate document. If a row is to be continued from a cache,
+its last token must not be padding.
 
 Legend: B rows, L tokens, S tokens including those that the cache has seen, D width, V vocabulary.
 """
@@ -28,11 +34,11 @@ from transformers.utils.generic import can_return_tuple
 
 from .configuration_hybridtron import HybridtronConfig
 from .layers_hybridtron import HybridtronLayer, SeqOnDevices, start_weights
-from .mixers_hybridtron import RMSNorm, SeqInfo, State, at_least_fp32, multiplied
+from .mixers_hybridtron import RMSNorm, SeqInfo, State, at_least_fp32, multiply
 
 Names = list[str] | set[str] | None
-# transformers 5.24 renamed `past_key_values` to `cache`, in the arguments that it passes and the outputs that it
-# expects; a model that knew only one of the names would silently generate without its cache
+# transformers 5.24 renamed the argument and output field `past_key_values` to `cache`. A model that knew only one of
+# the two names would silently generate without a cache under versions that use the other name.
 CACHE_NAMES = ["cache", "past_key_values"]
 if "cache" in {field.name for field in fields(BaseModelOutputWithPast)}:
     CACHE_NAME = CACHE_NAMES[0]
@@ -41,10 +47,11 @@ else:
 
 
 class HybridtronCache(Cache):
-    """The state of every layer, and the number of tokens that the model has seen.
+    """Every layer's state, and how many tokens the model has seen.
 
-    transformers' own cache layers hold keys and values, or one convolution and one state. These hold any state that a
-    mixer carries. It includes the number of each row's real keys, so that padding is exact in attention windows too.
+    transformers' own cache layers hold only keys and values, or the state of one convolution and one recurrence. This
+    cache holds any tensors that a mixer carries. Attention's state includes how many of each row's keys are not
+    padding, so that padded rows give exact results even with a window.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -56,7 +63,7 @@ class HybridtronCache(Cache):
         return self.seen
 
     def map(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply a function to every tensor; rows are the first axis of each."""
+        """Replace every tensor t in the states by change(t). The first axis of t is the row's index."""
         self.states = [{name: change(part) for name, part in state.items()} for state in self.states]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -69,7 +76,7 @@ class HybridtronCache(Cache):
         self.map(lambda part: part.repeat_interleave(repeats, dim=0))
 
     def forget(self, rows_B: Tensor) -> None:
-        """Reset these rows to the initial state, which is zero."""
+        """Reset the states to zero, their initial value, in the rows that the mask `rows_B` selects."""
         self.map(lambda part: part.masked_fill(rows_B.to(part.device).view(-1, *[1] * (part.ndim - 1)), 0))
 
     def reset(self) -> None:
@@ -103,7 +110,10 @@ class HybridtronPreTrainedModel(PreTrainedModel):
 def places_of(
     batch: int, length: int, seen: int, device: torch.device, attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> tuple[SeqInfo, Tensor | None]:
-    """Return the tokens' positions and documents, and with padding a mask of the rows that saw no real token before."""
+    """Return the positions and documents of the new tokens, and a mask (B,): True if a row's cached tokens are padding.
+
+    The mask is None if no token is padding. `length` counts the new tokens per row, and `seen` the cached tokens.
+    """
     if position_ids is not None:
         position_ids = position_ids.expand(batch, length)
     real_BS = _real_tokens(attention_mask, seen, length)
@@ -121,7 +131,7 @@ def places_of(
 
 
 def _real_tokens(attention_mask: Tensor | None, seen: int, length: int) -> Tensor | None:
-    """Return a mask of the tokens that are not padding, cached ones included, or None if no token is padding.
+    """Return a mask (B, S) of the tokens that are not padding, or None if no token is padding.
 
     Raises ValueError if the attention mask has the wrong shape, or padding between a row's tokens.
     """
@@ -142,7 +152,7 @@ def _real_tokens(attention_mask: Tensor | None, seen: int, length: int) -> Tenso
 
 
 def _documents(starts_BL: Tensor) -> Tensor | None:
-    """Return the index of each token's document, or None if none begins inside a row."""
+    """Return each token's document index, or None if no document begins inside a row."""
     if starts_BL.shape[1] == 1 or not starts_BL[:, 1:].any():
         return None
     return starts_BL.cumsum(1)
@@ -186,7 +196,7 @@ class HybridtronModel(HybridtronPreTrainedModel):
             x_BLD = inputs_embeds
         if self.config.residual_in_fp32:
             x_BLD = at_least_fp32(x_BLD)
-        x_BLD = multiplied(x_BLD, self.config.embedding_multiplier)
+        x_BLD = multiply(x_BLD, self.config.embedding_multiplier)
         cache = self._cache(cache if past_key_values is None else past_key_values, use_cache)
         batch, length = x_BLD.shape[:2]
         seen = 0 if cache is None else cache.seen
@@ -210,9 +220,11 @@ class HybridtronModel(HybridtronPreTrainedModel):
         )
 
     def _cache(self, given: HybridtronCache | None, use_cache: bool | None) -> HybridtronCache | None:
-        """Return the given cache or a new one, or None if none is wanted: in training, unless it is asked for.
+        """Return the caller's cache, a new cache, or None for no cache.
 
-        With gradient checkpointing, training never has one. Raises TypeError for a cache of another class.
+        If the caller passes neither a cache nor `use_cache`, a new cache is made outside training, unless the
+        configuration has `use_cache=False`. Training with gradient checkpointing never has a cache. Raises TypeError
+        for a cache of another class.
         """
         if self.gradient_checkpointing and self.training:
             return None
@@ -270,7 +282,7 @@ class HybridtronForCausalLM(HybridtronPreTrainedModel, GenerationMixin):
             kept = slice(-logits_to_keep, None)
         else:
             kept = logits_to_keep
-        logits_BLV = self.lm_head(multiplied(out.last_hidden_state[:, kept], 1 / self.config.logits_scaling))
+        logits_BLV = self.lm_head(multiply(out.last_hidden_state[:, kept], 1 / self.config.logits_scaling))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits_BLV, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -278,7 +290,7 @@ class HybridtronForCausalLM(HybridtronPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits_BLV, hidden_states=out.hidden_states, **cached)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any) -> None:
-        """Make generate() start from this model's own cache. Raises ValueError if another kind is asked for."""
+        """Make generate() start with a HybridtronCache. Raises ValueError if another cache class is requested."""
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise ValueError(
                 f"cache_implementation={generation_config.cache_implementation!r}: have no other than dynamic"

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from hybridtron.architecture.table import parameter_table
 from hybridtron.config.choices import Source
-from hybridtron.config.exportable import TRANSFORMERS
-from hybridtron.config.resolve import ResolvedPhase, resolve
-from hybridtron.config.schema import Config
+from hybridtron.config.export_class import TRANSFORMERS
+from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.config.units import readable
 from hybridtron.interop.native import Native
 from hybridtron.interop.tokenizer import SpecialTokens
 from hybridtron.requirements import installed
 
-SHARED_PAD = "padding has no token of its own but is eos; mask padding by attention_mask, not by its id"
+SHARED_PAD = "padding uses the eos token: mask padding by attention_mask, not by the token's id"
 
 
-def card(config: Config, target: Native, special: SpecialTokens) -> str:
+def card(plan: RunPlan, target: Native, special: SpecialTokens) -> str:
     """Return the model card's text.
 
-    It has no facts that the checkpoint does not record: no license, and no training for an imported model.
+    The card states only facts that the checkpoint records. These do not include a license, and for an imported model
+    neither its data nor its training.
     """
+    config = plan.config
     tags = "\n".join(f"- {tag}" for tag in dict.fromkeys(("hybridtron", target.model_type)))
-    parameters = sum(weight.size for weight in parameter_table(config.model).values())
+    parameters = sum(weight.size for weight in plan.arch.table.values())
     layers = "\n".join(f"- `{letter}`: {entry}" for letter, entry in config.model.layers.items())
     trust = ", trust_remote_code=True" if target.files() else ""
     return f"""---
@@ -37,10 +37,10 @@ A language model of {readable(parameters)} parameters.
 
 - pattern: `{config.model.pattern}`, width {config.model.width}, vocabulary {config.model.vocab_size}
 {layers}
-{_training(config)}
+{_training(plan)}
 - license: none is stated
 - {SHARED_PAD if special.shared else "padding has a token of its own" if special.pad is not None else "no pad token"}
-- rows are padded on the left to generate, as tokenizer_config.json says
+- rows are padded on the left, as generation needs (`padding_side` in tokenizer_config.json)
 {_begin(special)}- {_versions()}
 
 ```python
@@ -52,10 +52,10 @@ tokenizer = AutoTokenizer.from_pretrained("."{trust})
 """
 
 
-def _training(config: Config) -> str:
-    if not config.phases:
-        return "- imported from elsewhere: data and training are not known here"
-    return "\n".join(f"- trained with hybridtron: {_phase(phase)}" for phase in resolve(config))
+def _training(plan: RunPlan) -> str:
+    if not plan.phases:
+        return "- imported into hybridtron: data and training are unknown"
+    return "\n".join(f"- trained with hybridtron: {_phase(phase)}" for phase in plan.phases)
 
 
 def _phase(phase: ResolvedPhase) -> str:
@@ -64,16 +64,16 @@ def _phase(phase: ResolvedPhase) -> str:
     mixture = ", ".join(f"{name} x {entry.weight:g}" for name, entry in data.mixture.items())
     folder = data.path.rstrip("/").rpartition("/")[2]
     if data.source is Source.embedded:
-        source = "the texts that Python itself brings"
+        source = "the texts that come with Python"
     else:
         source = folder
-    return f"`{settings.name}`, {settings.tokens} tokens in rows of {settings.seq_len}, of {mixture or source}"
+    return f"`{settings.name}`, {settings.tokens} tokens of {mixture or source}, in rows of {settings.seq_len} tokens"
 
 
 def _begin(special: SpecialTokens) -> str:
     if special.eos is None:
         return ""
-    return f"- texts begin without a token of their own: bos_token_id is that of eos, {special.eos}\n"
+    return f"- bos and eos are the same token: bos_token_id is {special.eos}\n"
 
 
 def _versions() -> str:

@@ -1,7 +1,7 @@
-"""Reads and validates an untrusted folder's config.json.
+"""Reads and validates the config.json of an untrusted folder, for imports.
 
-The file's size is limited, and each value that an import uses is checked for type and range. Code that reads the
-settings afterwards need not check types, and no allocation can grow without bound with a number in the file.
+The file's size is limited. Each value that an import uses is checked for its type and range, so that later code need
+not check types. All numbers have upper limits, so that a hostile file can't cause an unlimited allocation.
 """
 
 from __future__ import annotations
@@ -12,26 +12,31 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridtron.nested import NotParsed, json_of
-from hybridtron.regular_files import Unreadable, read_regular, require_regular
+from hybridtron.problems import Unusable
+from hybridtron.safe_open import Unreadable, read_regular, require_regular
 
-LARGEST = 2**24  # bytes of a JSON file that we read
-LARGEST_OTHER = 2**28  # bytes of a JSON file that transformers may read
-MOST_LAYERS = 10_000
-MOST = 2**28
+MAX_JSON_BYTES = 2**24  # largest JSON file that this package parses itself
+MAX_OTHER_JSON_BYTES = 2**28  # largest JSON file that transformers may parse
+MAX_LAYERS = 10_000
+MAX_COUNT = 2**28  # largest size, such as a width or a number of heads
 
 
-class CannotImport(ValueError):
-    """Raised for a folder that is not an importable model; the message says why."""
+class CannotImport(Unusable):
+    """Raised for a folder that can't be imported as a model; the message gives the reason."""
 
 
 class Kind(NamedTuple):
-    """A requirement on a value: a description for error messages, and a predicate."""
+    """A requirement on a value.
+
+    words: a description of allowed values, for error messages
+    fits: a predicate that returns True for allowed values
+    """
 
     words: str
     fits: Callable[[Any], bool]
 
     def or_null(self) -> Kind:
-        """Return the same requirement with null allowed."""
+        """Return the requirement that also allows null."""
         return Kind(f"{self.words} or null", lambda value: value is None or self.fits(value))
 
 
@@ -41,21 +46,20 @@ def _whole(low: int, high: int) -> Kind:
 
 
 def _numbers_to(high: float) -> Callable[[Any], bool]:
-    return lambda value: (
-        type(value) in (int, float) and 0 < value <= high
-    )  # compared without conversion, as an integer may be too large for a float
+    # the value is not converted to float: an integer may be too large for a float
+    return lambda value: type(value) in (int, float) and 0 < value <= high
 
 
-COUNT = _whole(1, MOST)
-COUNT_OR_NONE = _whole(0, MOST)
-LAYERS = _whole(1, MOST_LAYERS)
+COUNT = _whole(1, MAX_COUNT)
+COUNT_OR_NONE = _whole(0, MAX_COUNT)
+LAYERS = _whole(1, MAX_LAYERS)
 NUMBER = Kind("a number above 0", _numbers_to(1e12))
 TEXT = Kind("a text", lambda value: isinstance(value, str))
 TRUTH = Kind("true or false", lambda value: isinstance(value, bool))
 OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 TEXTS = Kind("a list of texts", lambda value: isinstance(value, list) and all(map(TEXT.fits, value)))
-PLACES = Kind(
-    "a list of layers", lambda value: isinstance(value, list) and all(map(_whole(0, MOST_LAYERS).fits, value))
+LAYER_INDICES = Kind(
+    "a list of layers", lambda value: isinstance(value, list) and all(map(_whole(0, MAX_LAYERS).fits, value))
 )
 NUMBERS = Kind("a list of numbers above 0", lambda value: isinstance(value, list) and all(map(NUMBER.fits, value)))
 COUNT_OR_AUTO = Kind('a number from 1 on or "auto"', lambda value: value == "auto" or COUNT.fits(value))
@@ -69,6 +73,7 @@ def _of_rope(kind: Kind, names: str) -> dict[str, Kind]:
     return {f"{section}.{name}": kind for section in ("rope_parameters", "rope_scaling") for name in names.split()}
 
 
+# requirements by key of config.json; `SECTION.KEY` is a key inside the object SECTION
 KINDS: dict[str, Kind] = {
     **_all(COUNT, "hidden_size vocab_size state_size expand conv_kernel time_step_rank num_heads n_groups"),
     **_all(COUNT, "num_attention_heads intermediate_size shared_intermediate_size d_model pad_vocab_size_multiple"),
@@ -107,55 +112,66 @@ KINDS: dict[str, Kind] = {
     **_all(TEXTS.or_null(), "layers_block_type"),
     **_all(OBJECT, "layers"),
     **_all(OBJECT.or_null(), "ssm_cfg attn_cfg rope_parameters rope_scaling"),
-    **_all(PLACES.or_null(), "attn_layer_idx attn_layer_indices"),
+    **_all(LAYER_INDICES.or_null(), "attn_layer_idx attn_layer_indices"),
 }
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
     """Read config.json and check the values that imports use.
 
-    Raises CannotImport, naming every value that can't be used; also for quantized weights and adapter folders.
+    Raises CannotImport, which lists all values of the wrong type or range. Also raises CannotImport if the weights are
+    quantized, or if the folder has an adapter instead of a model.
     """
     path = folder / "config.json"
     if not path.exists() and (adapter := folder / "adapter_config.json").exists():
-        raise CannotImport(f"{adapter} is of an adapter, not of a model: name the model that it is for")
+        raise CannotImport(
+            f"{adapter} belongs to an adapter: give the folder of the adapter's base model instead", code="unreadable"
+        )
     settings = read_object(path)
     if settings.get("quantization_config"):
-        raise CannotImport(f"{path} has a quantization_config; only weights that are not quantized can be imported")
+        raise CannotImport(
+            f"{path} has a quantization_config; only weights that are not quantized can be imported", code="unsupported"
+        )
     if faults := list(_faults(settings)):
-        raise CannotImport("\n".join(f"{path} {fault}" for fault in faults))
+        raise CannotImport("\n".join(f"{path} {fault}" for fault in faults), code="malformed")
     return settings
 
 
 def require_files(folder: Path) -> None:
-    """Raise CannotImport if a folder has a pipe, a device or a huge JSON file: transformers may read its files."""
+    """Raise CannotImport if a folder has a pipe, a device or a huge JSON file.
+
+    transformers may open any file in the folder. Reading a pipe or a device can block, and parsing a huge JSON file can
+    exhaust the memory.
+    """
     for path in sorted(folder.iterdir()):
         if path.is_dir() or not path.exists():
             continue
         try:
             require_regular(path)
         except Unreadable as error:
-            raise CannotImport(f"{path} can't be read: {error}") from error
+            raise CannotImport(f"{path} can't be read: {error}", code="unreadable") from error
         size = path.stat().st_size
-        if path.suffix == ".json" and size > LARGEST_OTHER:
-            raise CannotImport(f"{path} has {size:,} bytes, more than {LARGEST_OTHER:,}")
+        if path.suffix == ".json" and size > MAX_OTHER_JSON_BYTES:
+            raise CannotImport(
+                f"{path} has {size:,} bytes, must have at most {MAX_OTHER_JSON_BYTES:,}", code="out-of-range"
+            )
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object. Raises CannotImport if it is unreadable or holds anything else."""
+    """Return the object in a JSON file. Raises CannotImport if the file is unreadable or contains no object."""
     try:
-        content = json_of(read_regular(path, LARGEST).decode())
+        content = json_of(read_regular(path, MAX_JSON_BYTES).decode())
     except NotParsed as error:
-        raise CannotImport(f"{path} can't be read: it {error}") from error
+        raise CannotImport(f"{path} can't be read: the file {error}", code="unreadable") from error
     except (OSError, ValueError) as error:
-        raise CannotImport(f"{path} can't be read: {error}") from error
+        raise CannotImport(f"{path} can't be read: {error}", code="unreadable") from error
     if not isinstance(content, dict):
-        raise CannotImport(f"{path} holds {reprlib.repr(content)}, must hold an object")
+        raise CannotImport(f"{path} contains {reprlib.repr(content)}, must contain a JSON object", code="malformed")
     return content
 
 
 def _faults(settings: dict[str, Any]) -> Iterator[str]:
-    """Yield a message for each value of the wrong kind; missing keys are accepted."""
+    """Yield a message for each value that its requirement does not allow; missing keys are allowed."""
     for key, kind in KINDS.items():
         section, _, name = key.rpartition(".")
         if section:
@@ -171,5 +187,5 @@ def _faults(settings: dict[str, Any]) -> Iterator[str]:
     for letter, options in layers.items():
         if len(letter) != 1 or not isinstance(options, dict):
             yield f"layers.{reprlib.repr(letter)} is {reprlib.repr(options)}, must be one letter and an object"
-    if not 0 < len(pattern) <= MOST_LAYERS or set(pattern) - set(layers):
-        yield f"pattern is {reprlib.repr(pattern)}, must be 1 to {MOST_LAYERS} letters of layers"
+    if not 0 < len(pattern) <= MAX_LAYERS or set(pattern) - set(layers):
+        yield f"pattern is {reprlib.repr(pattern)}, must be 1 to {MAX_LAYERS} letters of layers"

@@ -1,7 +1,11 @@
-"""The custom class HybridtronForCausalLM, for all other models; its code is shipped with the weights.
+"""The custom class HybridtronForCausalLM, for models that no class of transformers fits.
 
-The class (`hybridtron/hf`) takes sub-layers of every registered kind, in any order. config.json has all options of each
-letter, also those left at their defaults, so that the folder keeps its meaning when a default changes.
+transformers does not have this class, so an exported folder contains the class's code (`hybridtron/hf`) with the
+weights. The class supports every registered kind of sub-layer, in any order.
+
+config.json has the layer pattern, in which each letter is a sub-layer, and each letter's options. Options that have
+their default values are written too. So the folder still describes the same model if this package later changes a
+default.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from dataclasses import replace
 
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import Architecture
-from hybridtron.config.exportable import SHIPPED
+from hybridtron.config.export_class import SHIPPED
 from hybridtron.interop.native import Native, Settings, multipliers_of, with_multipliers
 from hybridtron.interop.shipped_code import shipped_code
 
@@ -22,7 +26,7 @@ AUTO_MAP = {
 
 
 class Custom(Native):
-    """The custom class: any pattern of registered mixers, written to config.json as `pattern` and `layers`."""
+    """The custom class. Its config.json has any layer pattern as `pattern`, and the letters' options as `layers`."""
 
     name = SHIPPED
     model_type = "hybridtron"
@@ -30,7 +34,7 @@ class Custom(Native):
     def files(self) -> dict[str, bytes]:
         return shipped_code()
 
-    def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
+    def settings(self, arch: Architecture, length: int) -> Settings:
         by_letter = arch.by_letter
         return {
             "auto_map": AUTO_MAP,
@@ -39,8 +43,8 @@ class Custom(Native):
                 letter: {"kind": spec.kind, **spec.exported_options(arch.sizes)} for letter, spec in by_letter.items()
             },
             "num_hidden_layers": len(arch.specs),
-            "residual_in_fp32": model.residual_fp32,
-            **multipliers_of(model),
+            "residual_in_fp32": arch.model.residual_fp32,
+            **multipliers_of(arch.model),
             "max_position_embeddings": length,
         }
 

@@ -1,7 +1,8 @@
-"""Parses the package's own source files into top-level definitions and the global names that each definition uses.
+"""Parses this package's source files into top-level definitions, and finds the global names that each of them uses.
 
-`shipped_code` assembles the custom class's generated file from these definitions. Global names are taken from compiled
-bytecode, so that Python's own scoping rules apply.
+`shipped_code` copies such definitions into a generated file with all mixers (attention, Mamba, MLP, ...), which is
+exported with models of the custom class. Global names are taken from compiled bytecode: there, Python has already
+decided which names are local and which are global.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ HOME = "hybridtron."
 
 
 class DefinedName(NamedTuple):
-    """A module's path within the package, such as `ops.scan.reference`, and a name that it defines."""
+    """A name that a module defines; `module` is the module's path in the package, such as `ops.scan.reference`."""
 
     module: str
     name: str
 
 
 class Use(NamedTuple):
-    """A use of a global name: line (from 1), and start and end columns in bytes."""
+    """A use of a global name: the line, counted from 1, and the start and end columns in bytes."""
 
     name: str
     line: int
@@ -38,14 +39,22 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A parsed file of the package: lines, top-level definitions, imports and global names in use."""
+    """A parsed source file from the package.
+
+    module: path in the package, such as `ops.scan`
+    lines: the file's lines
+    definitions: top-level functions, classes and assignments, by name
+    own_imports: definitions imported from this package, by their name in this file
+    foreign_imports: import statements for other packages, by the imported name
+    globals: all uses of global names in the file, including those in annotations, except annotations on local variables
+    """
 
     module: str
     lines: list[str]
     definitions: dict[str, ast.stmt]
-    own_imports: dict[str, DefinedName]  # imports from this package, by their name in this file
-    foreign_imports: dict[str, str]  # all other imports, as statements, by their name in this file
-    globals: list[Use]  # in the whole file, annotations included
+    own_imports: dict[str, DefinedName]
+    foreign_imports: dict[str, str]
+    globals: list[Use]
 
     @staticmethod
     @cache
@@ -54,7 +63,8 @@ class SourceFile:
         path = PACKAGE / module.replace(".", "/")
         text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
         tree = ast.parse(text)
-        # without "from __future__ import annotations" the bytecode also looks up the names in annotations
+        # "from __future__ import annotations" is removed, because it turns annotations into strings. Without it, the
+        # bytecode also has the names in annotations, except annotations on local variables, which are never evaluated.
         statements = [
             statement
             for statement in tree.body
@@ -69,8 +79,8 @@ class SourceFile:
                 case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
                     source.definitions[name] = node
                 case ast.ImportFrom(module=str(origin)) if origin.startswith(HOME):
-                    places = {a.asname or a.name: DefinedName(origin.removeprefix(HOME), a.name) for a in node.names}
-                    source.own_imports.update(places)
+                    imported = {a.asname or a.name: DefinedName(origin.removeprefix(HOME), a.name) for a in node.names}
+                    source.own_imports.update(imported)
                 case ast.Import() | ast.ImportFrom():
                     source.foreign_imports.update({a.asname or a.name: _statement(node, a) for a in node.names})
         return source
@@ -87,7 +97,7 @@ class SourceFile:
         return [use for use in self.globals if use.line in lines]
 
     def call(self, name: str, function: str) -> ast.Call | None:
-        """Return the call on the right-hand side of `NAME = function(...)`; None if the name is defined otherwise."""
+        """Return the call in the definition `NAME = function(...)`, or None if the definition has another form."""
         match self.definitions.get(name):
             case ast.Assign(value=ast.Call(func=ast.Name(id=called)) as call) if called == function:
                 return call
@@ -95,7 +105,7 @@ class SourceFile:
 
 
 def is_module(module: str) -> bool:
-    """Check that the package has a file or folder with this dotted path."""
+    """Return True if the package has a file or folder with this dotted path."""
     path = PACKAGE / module.replace(".", "/")
     return path.is_dir() or path.with_suffix(".py").exists()
 
@@ -111,7 +121,10 @@ def _statement(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> str:
 
 
 def _globals(code: CodeType) -> Iterator[Use]:
-    """Yield each use of a global name in bytecode and nested code; builtins and a class's own fields are skipped."""
+    """Yield each use of a global name in a code object, and in the functions and classes nested in it.
+
+    Builtins are skipped. If the code object is a class body, names that the class body assigns are skipped too.
+    """
     instructions = list(dis.get_instructions(code))
     fields = {
         instruction.argval

@@ -1,13 +1,14 @@
-"""Exports a checkpoint as a folder that `transformers.from_pretrained` loads.
+"""Exports a checkpoint as a folder that `from_pretrained` of Hugging Face transformers loads.
 
     config.json, generation_config.json, tokenizer.json, tokenizer_config.json, README.md
-    chat_template.jinja              if the model was trained on conversations
-    model.safetensors                or shards with an index
-    *_hybridtron.py                  code of the custom class, if the model is exported as that class
-    hybridtron_export.json           the source checkpoint, and the versions that wrote the folder
+    chat_template.jinja              only if the checkpoint has a chat template
+    model.safetensors                or several shards with an index
+    *_hybridtron.py                  the custom class's code, if no class of transformers fits the model
+    hybridtron_export.json           the source checkpoint, and the package versions that wrote the folder
 
-A single process reads the checkpoint, which any layout may have written, and converts one tensor at a time. The folder
-appears atomically, after a proof that it computes the same logits.
+A single process reads the checkpoint and converts one tensor at a time. The folder is written under a temporary name.
+Then a proof compares the logits: transformers loads the folder, and its model must compute the same logits as ours.
+After the proof the folder is renamed to its final name.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from typing import Any
 
 import torch
 
-from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import Architecture
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.files import appearing
-from hybridtron.checkpoint.manifest import FILE, GREATEST
+from hybridtron.checkpoint.manifest import FILE, MAX_MANIFEST_BYTES
 from hybridtron.config.choices import Export as Wanted
-from hybridtron.config.exportable import RECORD, CannotExport, export_class
+from hybridtron.config.export_class import RECORD, CannotExport, export_class
 from hybridtron.interop.card import SHARED_PAD, card
 from hybridtron.interop.config_json import CannotImport
 from hybridtron.interop.custom import Custom
@@ -41,8 +42,8 @@ from hybridtron.interop.native_pairs import Llama, Mistral
 from hybridtron.interop.native_zamba2 import Zamba2
 from hybridtron.interop.tokenizer import CHAT, SpecialTokens, write_tokenizer
 from hybridtron.interop.writer import Planned, write_json, write_weights
-from hybridtron.regular_files import read_regular
 from hybridtron.requirements import is_there
+from hybridtron.safe_open import read_regular
 from hybridtron.storage.digest import digest_of
 
 NATIVES: tuple[Native, ...] = (
@@ -62,14 +63,14 @@ NATIVES: tuple[Native, ...] = (
 CUSTOM = Custom()
 TARGETS = (*NATIVES, CUSTOM)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-LONGEST = "max_position_embeddings"
-UNKNOWN_LENGTH = 2048  # transformers' default if config.json has no max_position_embeddings
+MAX_POSITIONS_KEY = "max_position_embeddings"
+UNKNOWN_LENGTH = 2048  # the default of transformers if config.json has no max_position_embeddings
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """An export's source, target class, dtype and shard size; names and shapes are known before a tensor is read."""
+    """An export's source checkpoint, target class, dtype and largest shard size in bytes."""
 
     source: Checkpoint
     target: Native
@@ -77,19 +78,25 @@ class ExportPlan:
     shard_bytes: int
 
     def tensors(self) -> list[Planned]:
-        """List the tensors to write. The fp32 islands (A_log, D, the bias of dt) stay in fp32 for every `dtype`."""
+        """Return the tensors to write.
+
+        Weights that need fp32 precision (A_log, D, the bias of dt) are written in fp32, whatever `dtype` is.
+        """
         planned = []
-        for rule in self.target.rules(self.source.config.model):
+        for rule in self.target.rules(self.source.plan.arch):
             dtype = self.dtype or self.source.dtype(rule.ours[0])
             planned.append(Planned(rule, torch.float32 if rule.fp32 else dtype))
         return planned
 
     def write(self, folder: Path, progress: Progress) -> SpecialTokens:
-        """Write all files into a folder, without proving them. Raises CannotExport if the checkpoint lacks a weight."""
+        """Write all files into a folder, without a proof. Raises CannotExport if the checkpoint lacks a weight."""
         config = self.source.config
         tensors = self.tensors()
         if missing := sorted({key for t in tensors for key in t.rule.ours} - self.source.shapes.keys()):
-            raise CannotExport(f"{self.source.folder} holds no {missing[0]}: it is not of the model in its config.yaml")
+            raise CannotExport(
+                f"{self.source.folder} has no tensor {missing[0]}, which the model in its config.yaml needs",
+                code="mismatch",
+            )
         write_weights(folder, tensors, self.shard_bytes, lambda rule: rule.to_theirs(self.source.whole), progress)
         dtype_name = str(max({t.dtype for t in tensors if not t.rule.fp32}, key=str)).removeprefix("torch.")
         length = longest_row(self.source)
@@ -98,11 +105,11 @@ class ExportPlan:
         special = write_tokenizer(folder, tokenizer, self._eos(), config.model.vocab_size, length, chat)
         tokens = special.settings()
         types = {"dtype": dtype_name, "torch_dtype": dtype_name}
-        write_json(folder / "config.json", {**self.target.config(config.model, length), **types, **tokens})
+        write_json(folder / "config.json", {**self.target.config(self.source.plan.arch, length), **types, **tokens})
         write_json(folder / "generation_config.json", {"_from_model_config": True, **tokens})
         for name, code in self.target.files().items():
             (folder / name).write_bytes(code)
-        (folder / "README.md").write_text(card(config, self.target, special), encoding="utf-8")
+        (folder / "README.md").write_text(card(self.source.plan, self.target, special), encoding="utf-8")
         write_json(folder / RECORD, self._record(dtype_name))
         return special
 
@@ -116,7 +123,7 @@ class ExportPlan:
         names = [name for name in ("torch", "transformers", "safetensors") if is_there(name)]
         return {
             "checkpoint": str(self.source.folder.resolve()),
-            "manifest": digest_of(read_regular(self.source.folder / FILE, GREATEST)),
+            "manifest": digest_of(read_regular(self.source.folder / FILE, MAX_MANIFEST_BYTES)),
             "step": self.source.meta.step,
             "target": self.target.name,
             "dtype": dtype,
@@ -125,24 +132,28 @@ class ExportPlan:
 
 
 def longest_row(source: Checkpoint) -> int:
-    """Return the training phases' longest `seq_len`; for an imported model, the length its config.json gave."""
-    lengths = [phase.seq_len for phase in source.config.phases]
-    return max(lengths, default=int(source.meta.data.get(LONGEST, UNKNOWN_LENGTH)))
+    """Return the longest `seq_len` in the training phases.
 
-
-def target_of(model: ModelConfig, wanted: Wanted) -> Native:
-    """Return the class that computes exactly this model: a native one, or the custom class.
-
-    Raises CannotExport if the `wanted` kind of class does not fit the model.
+    An imported model has no phases. For such a model, return the max_position_embeddings in the imported config.json,
+    or UNKNOWN_LENGTH if that key was missing.
     """
-    name = export_class(model, wanted)
+    lengths = [phase.seq_len for phase in source.config.phases]
+    return max(lengths, default=int(source.meta.data.get(MAX_POSITIONS_KEY, UNKNOWN_LENGTH)))
+
+
+def target_of(arch: Architecture, wanted: Wanted) -> Native:
+    """Return the class to export a model as: a class of transformers (native), or the custom class.
+
+    Raises CannotExport if the class that `wanted` asks for does not compute exactly this model.
+    """
+    name = export_class(arch, wanted)
     return next(target for target in TARGETS if target.name == name)
 
 
 def class_of(folder: Path, settings: Mapping[str, Any]) -> Native:
-    """Return the class that a folder's config.json names first in `architectures`.
+    """Return the class that is first in `architectures` of a folder's config.json.
 
-    Raises CannotImport if the class is not known, or if config.json has another class's model_type.
+    Raises CannotImport if the class is unknown, or if `model_type` in config.json belongs to another class.
     """
     path = folder / "config.json"
     names = settings.get("architectures")
@@ -150,24 +161,34 @@ def class_of(folder: Path, settings: Mapping[str, Any]) -> Native:
     target = next((target for target in TARGETS if target.name == name), None)
     if target is None:
         known = ", ".join(target.name for target in TARGETS)
-        raise CannotImport(f"{path} has architectures={reprlib.repr(names)}, must begin with one of {known}")
+        raise CannotImport(
+            f"{path} has architectures={reprlib.repr(names)}; the first must be one of {known}", code="unsupported"
+        )
     if (model_type := settings.get("model_type")) != target.model_type:
-        raise CannotImport(f"{path} has model_type={reprlib.repr(model_type)}, must be {target.model_type} for {name}")
+        raise CannotImport(
+            f"{path} has model_type={reprlib.repr(model_type)}, must be {target.model_type} for {name}", code="conflict"
+        )
     return target
 
 
 def dtype_of(folder: Path, settings: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype that config.json names, fp32 if none. Raises CannotImport if it is not known."""
-    key = "dtype" if "dtype" in settings else "torch_dtype"  # the latter was written before transformers 5
+    """Return the dtype in config.json, or fp32 if there is none. Raises CannotImport for an unknown dtype."""
+    key = "dtype" if "dtype" in settings else "torch_dtype"  # transformers before version 5 wrote torch_dtype
     name = settings.get(key) or "float32"
     if not isinstance(name, str) or name not in DTYPES:
         path = folder / "config.json"
-        raise CannotImport(f"{path} has {key}={reprlib.repr(name)}, must be one of {', '.join(DTYPES)}")
+        raise CannotImport(
+            f"{path} has {key}={reprlib.repr(name)}, must be one of {', '.join(DTYPES)}", code="unsupported"
+        )
     return DTYPES[name]
 
 
 def export(output: Path, plan: ExportPlan, prove: Callable[[Path], None], progress: Progress) -> list[str]:
-    """Write a temporary folder, prove it, and then rename it to `output`. Returns warnings for the export's users."""
+    """Write a temporary folder, call `prove` with its path, and rename the folder to `output`.
+
+    `prove` raises an error if the folder's model does not compute the same as the checkpoint's. Then the folder is
+    removed. Returns warnings for users of the export.
+    """
     with appearing(output) as temporary:
         special = plan.write(temporary, progress)
         prove(temporary)

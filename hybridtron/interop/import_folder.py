@@ -1,10 +1,12 @@
-"""Imports a folder of transformers or state-spaces/mamba as a checkpoint from which a run can start.
+"""Imports a model folder, written by transformers or by state-spaces/mamba, as a checkpoint.
+
+A run can start from the weights in the checkpoint OUTPUT:
 
     hybridtron train model=from_checkpoint run.weights=OUTPUT ...
 
-The tensors' names and shapes are compared with the configuration before any is read, and all faults are reported
-together: missing tensors, wrong shapes, tensors that no rule uses. The result is an ordinary checkpoint of step 0
-without optimizer state, which any layout can load.
+Before tensors are converted, their names and shapes are compared with the model that config.json describes. All faults
+are reported together: missing tensors, wrong shapes, and tensors that the model does not have. The checkpoint has step
+0 and no optimizer state.
 """
 
 from __future__ import annotations
@@ -19,92 +21,116 @@ import torch
 from torch import Tensor
 
 from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import Architecture, architecture
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.files import appearing, in_parts
 from hybridtron.checkpoint.manifest import Meta
 from hybridtron.checkpoint.rewrite import write_whole
-from hybridtron.config.check import model_problems
 from hybridtron.config.choices import Precision
 from hybridtron.config.choices import Source as DataSource
 from hybridtron.config.load import to_yaml
 from hybridtron.config.schema import Config, DataConfig, PrecisionConfig, RunConfig
-from hybridtron.data.folder import LARGEST_TOKENIZER
+from hybridtron.data.folder import MAX_TOKENIZER_BYTES
 from hybridtron.data.prepare.chat import ChatTemplate
 from hybridtron.data.prepare.documents import ArgumentError
 from hybridtron.data.prepare.vocabulary import chat_template_of
 from hybridtron.data.tokenizer_file import BadTokenizer, read_tokenizer
 from hybridtron.interop.config_json import CannotImport, require_files, settings_of
-from hybridtron.interop.export import LONGEST, TARGETS
+from hybridtron.interop.export import MAX_POSITIONS_KEY, TARGETS
 from hybridtron.interop.native import ModelFormat
 from hybridtron.interop.original import Original
 from hybridtron.interop.reader import Weights
 from hybridtron.interop.rules import TensorRule
 from hybridtron.interop.tokenizer import CHAT
-from hybridtron.problems import ConfigError
-from hybridtron.regular_files import Unreadable, read_regular
+from hybridtron.problems import Code, Unusable
+from hybridtron.safe_open import Unreadable, read_regular
 
-SHOWN = 40  # number of faults that a message lists
-PART_BYTES = 2**26  # per file; two of these are in memory, as one is written while the next is read
+MAX_LISTED = 40  # number of faults that a message lists
+PART_BYTES = 2**26  # bytes per tensor file: two files are in memory, since the next file is read while one is written
 
 
 @dataclass(frozen=True)
 class ImportFolder:
-    """A validated folder: its format, its settings, the model in our configuration, the rules and the tensors."""
+    """A validated model folder, opened for import.
+
+    kind      the folder's format: a class of transformers, or state-spaces/mamba
+    settings  the content of the folder's config.json
+    arch      the architecture that these settings describe
+    rules     the conversion rule for each tensor
+    weights   a reader for the folder's tensors
+    """
 
     kind: ModelFormat
     settings: dict[str, Any]
-    model: ModelConfig
+    arch: Architecture
     rules: list[TensorRule]
     weights: Weights
 
+    @property
+    def model(self) -> ModelConfig:
+        return self.arch.model
+
     @classmethod
     def open(cls, folder: Path) -> ImportFolder:
-        """Read the configuration and check names and shapes. Raises CannotImport, listing all faults."""
+        """Open a folder, and check config.json and the tensors' names and shapes.
+
+        Raises CannotImport, with all faults, if the folder can't be imported.
+        """
         settings = settings_of(folder)
         require_files(folder)
         kind = _kind(folder, settings)
         try:
-            model = kind.model(settings)
-            if problems := list(model_problems(model)):
-                raise ConfigError(problems)
-            weights = Weights(folder)
-            rules = [rule.as_named(weights.shapes) for rule in kind.rules(model)]
+            arch = architecture(kind.model(settings))
+            rules = kind.rules(arch)
         except (KeyError, ValueError) as error:
+            code: Code
             if isinstance(error, KeyError):
                 reason = f"has no {error}"
+                code = "missing"
             else:
                 reason = str(error)
-            raise CannotImport(f"{folder / 'config.json'} {reason}") from error
-        imported = cls(kind, settings, model, rules, weights)
+                code = "unsupported"
+                if isinstance(error, Unusable):
+                    code = error.code
+            raise CannotImport(f"{folder / 'config.json'} {reason}", code=code) from error
+        weights = Weights(folder)
+        imported = cls(kind, settings, arch, [rule.as_named(weights.shapes) for rule in rules], weights)
         if faults := list(imported._faults()):
-            if len(faults) > SHOWN:
-                more = [f"and {len(faults) - SHOWN} more"]
+            if len(faults) > MAX_LISTED:
+                more = [f"and {len(faults) - MAX_LISTED} more"]
             else:
                 more = []
-            listed = "\n  ".join([*faults[:SHOWN], *more])
-            raise CannotImport(f"{folder} is not the model in its config.json:\n  {listed}")
+            listed = "\n  ".join([*faults[:MAX_LISTED], *more])
+            raise CannotImport(f"the tensors in {folder} do not fit its config.json:\n  {listed}", code="mismatch")
         if not (folder / "tokenizer.json").exists():
-            raise CannotImport(f"{folder} has no tokenizer.json, which a checkpoint holds: put it there")
+            raise CannotImport(
+                f"{folder} has no tokenizer.json, which a checkpoint needs: copy the model's tokenizer.json there",
+                code="no-file",
+            )
         return imported
 
     def _faults(self) -> Iterator[str]:
+        """Yield a message for each tensor that is missing, unknown, or has a wrong shape."""
         wanted_shapes = {rule.theirs: rule.shape for rule in self.rules}
-        held_shapes = dict(self.weights.shapes)
-        if self.model.tie_embeddings and "lm_head.weight" in held_shapes:  # some files store the tied head, too
-            del held_shapes["lm_head.weight"]
+        stored_shapes = dict(self.weights.shapes)
+        if self.model.tie_embeddings and "lm_head.weight" in stored_shapes:  # some files also store the tied head
+            del stored_shapes["lm_head.weight"]
             embedding = next(rule.theirs for rule in self.rules if rule.ours == ("embedding.weight",))
             if not torch.equal(self.weights.read("lm_head.weight"), self.weights.read(embedding)):
-                yield f"lm_head.weight is not {embedding}, though they are tied"
-        yield from (f"{name} is missing" for name in sorted(wanted_shapes.keys() - held_shapes.keys()))
-        yield from (f"{name} is used by no rule" for name in sorted(held_shapes.keys() - wanted_shapes.keys()))
-        for name in sorted(wanted_shapes.keys() & held_shapes.keys()):
-            if wanted_shapes[name] != held_shapes[name]:
-                yield f"{name} has shape {held_shapes[name]}, not {wanted_shapes[name]}"
+                yield f"lm_head.weight differs from {embedding}, though config.json ties them"
+        yield from (f"{name} is missing" for name in sorted(wanted_shapes.keys() - stored_shapes.keys()))
+        yield from (
+            f"{name} is not a tensor of the model" for name in sorted(stored_shapes.keys() - wanted_shapes.keys())
+        )
+        for name in sorted(wanted_shapes.keys() & stored_shapes.keys()):
+            if wanted_shapes[name] != stored_shapes[name]:
+                yield f"{name} has shape {stored_shapes[name]}, must have {wanted_shapes[name]}"
 
     def config(self, name: str) -> Config:
-        """Build the configuration that the checkpoint stores.
+        """Build the configuration to store in the checkpoint.
 
-        The data path is "unknown" and there are no phases, as an imported folder does not say how it was trained.
+        The data path is "unknown" and there are no phases, because an imported folder does not say how its model was
+        trained. The precision is bf16 if the first tensor is bf16, else fp32.
         """
         is_bf16 = self.weights.read(self.rules[0].theirs).dtype == torch.bfloat16
         return Config(
@@ -116,7 +142,10 @@ class ImportFolder:
         )
 
     def tensors(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yield (checkpoint file name, our tensors by key), reading one file's tensors at a time."""
+        """Yield the name of each tensor file to write, and the file's tensors by key.
+
+        A file's tensors are read and converted only when the iterator reaches the file.
+        """
         for number, rules in enumerate(in_parts(self.rules, lambda rule: 4 * math.prod(rule.shape), PART_BYTES)):
             converted = (rule.to_ours(self.weights.read(rule.theirs)) for rule in rules)
             yield (
@@ -126,27 +155,32 @@ class ImportFolder:
 
 
 def _kind(folder: Path, settings: dict[str, Any]) -> ModelFormat:
-    """Return the format by `architectures`, or by the keys of state-spaces/mamba, which names no class."""
+    """Return the format of a folder: that of the class in config.json, or of state-spaces/mamba.
+
+    state-spaces/mamba writes no class. Its config.json is recognized by the keys d_model and n_layer.
+    """
     if "d_model" in settings and "n_layer" in settings:
         return Original()
     formats = {target.name: target for target in TARGETS}
     names = settings.get("architectures") or [settings.get("model_type")]
     if names[0] not in formats:
         known = ", ".join([*formats, Original.name])
-        raise CannotImport(f"{folder / 'config.json'} says {names[0]}; known are {known}")
+        raise CannotImport(
+            f"{folder / 'config.json'} names the class {names[0]}; importable are {known}", code="unsupported"
+        )
     return formats[names[0]]
 
 
 def take_over(source: ImportFolder, folder: Path, output: Path, prove: Callable[[Checkpoint], None]) -> None:
-    """Write a temporary checkpoint, prove it, and then rename it to `output`. `folder` has the tokenizer.
+    """Write a temporary checkpoint, call `prove` with the checkpoint, and rename its folder to `output`.
 
-    Raises CannotImport if the tokenizer or its chat template can't be read.
+    The tokenizer and the chat template are read from `folder`. Raises CannotImport if one of them can't be read.
     """
     small_files = {
         "config.yaml": to_yaml(source.config(output.name)).encode(),
         "tokenizer.json": _tokenizer(folder),
     }
-    setting_names = {"eos": "eos_token_id", LONGEST: LONGEST}
+    setting_names = {"eos": "eos_token_id", MAX_POSITIONS_KEY: MAX_POSITIONS_KEY}
     data = {
         ours: str(value) for ours, key in setting_names.items() if isinstance(value := source.settings.get(key), int)
     }
@@ -161,10 +195,10 @@ def take_over(source: ImportFolder, folder: Path, output: Path, prove: Callable[
 def _tokenizer(folder: Path) -> bytes:
     path = folder / "tokenizer.json"
     try:
-        stored = read_regular(path, LARGEST_TOKENIZER)
+        stored = read_regular(path, MAX_TOKENIZER_BYTES)
         read_tokenizer(stored)
     except (Unreadable, BadTokenizer) as error:
-        raise CannotImport(f"{path} can't be read: {error}") from error
+        raise CannotImport(f"{path} can't be read: {error}", code="unreadable") from error
     return stored
 
 
@@ -172,19 +206,22 @@ def _chat_template(folder: Path) -> ChatTemplate | None:
     try:
         template = chat_template_of(folder)
     except ArgumentError as error:
-        raise CannotImport(str(error).removeprefix("--tokenizer: ")) from error
+        raise CannotImport(str(error).removeprefix("--tokenizer: "), code=error.code) from error
     if template is not None and (fault := template.fault()) is not None:
-        cure = "correct it, or remove chat_template.jinja and chat_template from tokenizer_config.json"
-        raise CannotImport(f"the chat template of {folder} {fault}; {cure}")
+        cure = "correct it, or remove the file chat_template.jinja and the key chat_template in tokenizer_config.json"
+        raise CannotImport(f"the chat template of {folder} {fault}; {cure}", code="malformed")
     return template
 
 
 def same_tensors(source: ImportFolder, checkpoint: Checkpoint) -> None:
-    """Rebuild each imported tensor from the checkpoint. Raises CannotImport if one is not as it was in the folder.
+    """Convert the checkpoint's tensors back, and compare them with the tensors in the folder.
 
-    Tensors must be equal bit for bit; norm weights that are stored minus 1 may differ by fp32 rounding.
+    Raises CannotImport if a tensor is not equal bit for bit. Norm weights that the folder stores minus 1 (`less_one`)
+    may differ by fp32 rounding.
     """
     for rule in source.rules:
         theirs = source.weights.read(rule.theirs)
         if not rule.same(rule.to_theirs(checkpoint.whole), theirs):
-            raise CannotImport(f"{rule.theirs} does not come back from the checkpoint as it was")
+            raise CannotImport(
+                f"{rule.theirs}, converted back from the checkpoint, differs from the imported tensor", code="changed"
+            )

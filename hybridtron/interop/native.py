@@ -1,9 +1,11 @@
-"""Native classes: model classes of transformers itself, translated to and from our configuration.
+"""Native classes, that is model classes of transformers: translation between their config.json and our configuration.
 
-This file has the base classes, and the pure Mamba-1 and Mamba-2 models (MambaForCausalLM, Mamba2ForCausalLM). Classes
-with MLPs are in `native_pairs` and the other `native_*` files. `config/exportable` decides whether a model is computed
-exactly by one of the classes. Exports state every setting in which a class's default differs from ours, such as the
-norm's epsilon or the window (which counts the token itself, as ours does).
+In names here and in the files `native_*`, `ours` means hybridtron, and `theirs` transformers. This file has the base
+classes, and the classes for models with only Mamba-1 or only Mamba-2 layers (MambaForCausalLM, Mamba2ForCausalLM).
+Classes with attention or MLPs are in the other `native_*` files. `config/export_class` decides whether a class computes
+a given model exactly.
+
+Settings such as the norm's epsilon have other defaults in transformers than here, so exports always write them.
 """
 
 from __future__ import annotations
@@ -17,17 +19,20 @@ from hybridtron.architecture.base import Names
 from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.architecture.model import MULTIPLIERS, ModelConfig
-from hybridtron.architecture.table import Architecture, architecture
+from hybridtron.architecture.table import Architecture
 from hybridtron.interop.rules import Rules, TensorRule
 
 Settings = dict[str, Any]
-NO_FLOOR = 1e-30  # minimum step size too small to have an effect; transformers takes its logarithm, so it can't be 0
+# a minimum for Mamba-2's step size that has no effect; not 0, because transformers takes the logarithm of the minimum
+NO_FLOOR = 1e-30
 
 
 class SubLayerNames(NamedTuple):
-    """The names of a sub-layer's norm, mixer and weights within its layer in transformers.
+    """Names of a sub-layer's modules and weights in another format, relative to the layer's prefix.
 
-    `weights` None: the names that the mixer's spec exports.
+    norm: the norm before the sub-layer
+    mixer: the module after the norm: attention, Mamba, MLP, ...
+    weights: this module's weights; None for the names from `exported_names` in the sub-layer's spec
     """
 
     norm: str = "norm"
@@ -36,21 +41,24 @@ class SubLayerNames(NamedTuple):
 
 
 class ModelFormat(ABC):
-    """A model format other than ours: its tensor names, and how its config.json translates to our configuration."""
+    """A model format other than ours: its tensor names, and how its config.json is translated.
+
+    Our sub-layers, each an attention, a Mamba, an MLP and so on, form the format's layers.
+    """
 
     name: ClassVar[str]
     embedding: ClassVar[str] = "model.embed_tokens.weight"
     final_norm: ClassVar[str] = "model.norm.weight"
     layers: ClassVar[str] = "model.layers"
-    in_pairs: ClassVar[bool] = False  # True: a mixer and the MLP after it, if any, form one layer
-    sub_layers: ClassVar[Mapping[str, SubLayerNames]] = {}  # by kind; kinds without an entry have the default names
+    in_pairs: ClassVar[bool] = False  # if True, two sub-layers form a layer in models with MLPs: the second is the MLP
+    sub_layers: ClassVar[Mapping[str, SubLayerNames]] = {}  # by a sub-layer's kind; other kinds have the default names
 
     @abstractmethod
     def model(self, theirs: Settings) -> ModelConfig:
-        """Translate config.json to our configuration. Raises ValueError for a feature that we don't have."""
+        """Translate config.json (`theirs`) to our configuration. Raises ValueError for a feature that we don't have."""
 
     def groups(self, arch: Architecture) -> list[range]:
-        """Return for each of its layers the indices of our sub-layers."""
+        """Return, for each layer in the format, the indices of our sub-layers that form the layer."""
         if self.in_pairs and arch.specs[-1].kind == "swiglu":
             group_size = 2
         else:
@@ -61,13 +69,12 @@ class ModelFormat(ABC):
         """Return the format's names for one of our sub-layers."""
         return self.sub_layers.get(arch.specs[index].kind, SubLayerNames())
 
-    def rules(self, model: ModelConfig) -> list[TensorRule]:
-        """Return the rules that convert all of a model's tensors, layer by layer."""
-        rules = Rules(model)
-        arch = architecture(model)
+    def rules(self, arch: Architecture) -> list[TensorRule]:
+        """Return the rules that convert all tensors of a model."""
+        rules = Rules(arch)
         rules.add(self.embedding, "embedding.weight")
         rules.add(self.final_norm, "norm.weight")
-        if not model.tie_embeddings:
+        if not arch.model.tie_embeddings:
             rules.add("lm_head.weight", "head.weight")
         for number, group in enumerate(self.groups(arch)):
             for index in group:
@@ -75,7 +82,7 @@ class ModelFormat(ABC):
         return rules.complete()
 
     def add_sub_layer(self, rules: Rules, arch: Architecture, layer: str, index: int) -> None:
-        """Add the rules for sub-layer `index`; `layer` is the prefix of the format's layer that has it."""
+        """Add the rules for our sub-layer `index`. `layer` is the prefix of names in the format's layer with it."""
         norm, mixer, weights = self.names_of(arch, index)
         if arch.specs[index].has_norm:
             rules.add(f"{layer}.{norm}.weight", f"layers.{index}.norm.weight")
@@ -87,24 +94,28 @@ class Native(ModelFormat):
 
     model_type: ClassVar[str]
     norm_eps: ClassVar[str] = "rms_norm_eps"
-    tied: ClassVar[bool] = False  # tie_word_embeddings if config.json does not say
-    proven_with: ClassVar[Settings] = {}  # overrides of config.json during the proof
-    fixed: ClassVar[Settings] = {}  # settings of which we support a single value: exports write it, imports require it
+    tied: ClassVar[bool] = False  # default of tie_word_embeddings
+    proven_with: ClassVar[Settings] = {}  # entries to override in config.json when a proof loads the folder
+    fixed: ClassVar[Settings] = {}  # settings with one supported value, which exports write and imports require
 
     @abstractmethod
-    def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
-        """Return config.json's entries for this class alone. `length` is the longest row in tokens."""
+    def settings(self, arch: Architecture, length: int) -> Settings:
+        """Return the entries in config.json that differ from class to class. `length` is the longest row in tokens."""
 
     @abstractmethod
     def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
-        """Translate config.json to our pattern and its letters' options. Raises ValueError for unsupported features."""
+        """Translate config.json to our layer pattern and the options for each letter in the pattern.
+
+        Raises ValueError for a feature that we don't have.
+        """
 
     def files(self) -> dict[str, bytes]:
-        """Return the code files to ship, by name; empty for classes that transformers has itself."""
+        """Return the code files to ship with an export, by name. Only the custom class has such files."""
         return {}
 
-    def config(self, model: ModelConfig, length: int) -> Settings:
-        """Return config.json without the entries for token ids and dtype. `length` is the longest row in tokens."""
+    def config(self, arch: Architecture, length: int) -> Settings:
+        """Return the content of config.json, except token ids and dtype. `length` is the longest row in tokens."""
+        model = arch.model
         common = {
             "architectures": [self.name],
             "model_type": self.model_type,
@@ -115,7 +126,7 @@ class Native(ModelFormat):
             "use_cache": True,
             self.norm_eps: model.norm_eps,
         }
-        return common | self.fixed | self.settings(model, architecture(model), length)
+        return common | self.fixed | self.settings(arch, length)
 
     def model(self, theirs: Settings) -> ModelConfig:
         for key, value in self.fixed.items():
@@ -139,27 +150,30 @@ def require_known(theirs: Settings, key: str, known: Collection[str]) -> None:
 
 
 def to_theirs(names: Mapping[str, str], options: Settings) -> Settings:
-    """Rename a spec's options to keys of config.json; `names` maps these keys to option names."""
+    """Rename a sub-layer's options to keys in config.json. `names` maps these keys to option names."""
     return {theirs: options[ours] for theirs, ours in names.items()}
 
 
 def to_ours(names: Mapping[str, str], theirs: Settings) -> Settings:
-    """Read a spec's options from config.json; `names` maps its keys to option names."""
+    """Read a sub-layer's options from config.json. `names` maps keys in config.json to option names."""
     return {ours: theirs[key] for key, ours in names.items()}
 
 
 def multipliers_of(model: ModelConfig) -> Settings:
-    """Return a model's multipliers; Granite's classes and the custom class use our names for them."""
+    """Return a model's multipliers by name.
+
+    Granite's classes and the custom class have the same names in config.json.
+    """
     return {name: getattr(model, name) for name in MULTIPLIERS}
 
 
 def with_multipliers(model: ModelConfig, theirs: Settings) -> ModelConfig:
-    """Set a model's multipliers from config.json; missing ones are 1."""
+    """Return the model with the multipliers from config.json; missing multipliers are 1."""
     return replace(model, **{name: theirs.get(name, 1.0) for name in MULTIPLIERS})
 
 
 class NativeMamba(Native):
-    """A pure Mamba-1 model."""
+    """A model whose layers are all Mamba-1."""
 
     name = "MambaForCausalLM"
     model_type = "mamba"
@@ -172,30 +186,30 @@ class NativeMamba(Native):
     kind: ClassVar[str] = "mamba"
     options: ClassVar = {"state_size": "state", "expand": "expand", "conv_kernel": "conv", "time_step_rank": "dt_rank"}
 
-    def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
+    def settings(self, arch: Architecture, length: int) -> Settings:
         spec = arch.specs[0]
         assert isinstance(spec, MambaSpec | Mamba2Spec)
         return {
             **to_theirs(self.options, spec.exported_options(arch.sizes)),
             **self.derived(spec, arch),
             "num_hidden_layers": len(arch.specs),
-            "residual_in_fp32": model.residual_fp32,
+            "residual_in_fp32": arch.model.residual_fp32,
         }
 
     def derived(self, spec: MambaSpec | Mamba2Spec, arch: Architecture) -> Settings:
-        """Return config.json's entries that are computed from the options."""
+        """Return the entries in config.json that are computed from several options."""
         return {"intermediate_size": spec.inner(arch.sizes)}
 
     def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
         return f"M*{theirs['num_hidden_layers']}", {"M": {"kind": self.kind, **to_ours(self.options, theirs)}}
 
     def model(self, theirs: Settings) -> ModelConfig:
-        residual_fp32 = theirs.get("residual_in_fp32", True)  # transformers' default
+        residual_fp32 = theirs.get("residual_in_fp32", True)  # the default in transformers
         return replace(super().model(theirs), residual_fp32=residual_fp32)
 
 
 class NativeMamba2(NativeMamba):
-    """A pure Mamba-2 model."""
+    """A model whose layers are all Mamba-2."""
 
     name = "Mamba2ForCausalLM"
     model_type = "mamba2"
@@ -217,5 +231,5 @@ class NativeMamba2(NativeMamba):
 
     def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
         if theirs["expand"] * theirs["hidden_size"] != theirs["num_heads"] * theirs["head_dim"]:
-            raise ValueError("has num_heads x head_dim other than expand x hidden_size")
+            raise ValueError("has num_heads x head_dim different from expand x hidden_size, which can't be imported")
         return super().pattern(theirs)

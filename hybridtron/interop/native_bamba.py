@@ -1,23 +1,22 @@
-"""Bamba: layers of Mamba-2 or full attention, each with a gated MLP. RoPE rotates half of the channels."""
+"""Bamba: layers of Mamba-2 or full attention, each with a gated MLP. RoPE rotates half the channels in each head."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
 from hybridtron.architecture.attention import AttentionSpec
-from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import Architecture
-from hybridtron.config.native_fits import halves
+from hybridtron.config.hf_compat import halves
 from hybridtron.interop import rope_parameters
 from hybridtron.interop.native import Settings, SubLayerNames
 from hybridtron.interop.native_pairs import BEFORE, Mamba2Hybrid
 
 PART = "partial_rotary_factor"
-TURNED = 0.5
+TURNED = 0.5  # the only supported value of PART
 
 
 class Bamba(Mamba2Hybrid):
-    """Bamba, whose layers are those of GraniteHybrid without multipliers, under other tensor names."""
+    """Bamba. Its layers equal GraniteHybrid's without multipliers, but have other tensor names."""
 
     name = "BambaForCausalLM"
     model_type = "bamba"
@@ -28,9 +27,9 @@ class Bamba(Mamba2Hybrid):
         "swiglu": SubLayerNames("pre_ff_layernorm", "feed_forward"),
     }
 
-    def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
+    def settings(self, arch: Architecture, length: int) -> Settings:
         mixers = halves(arch)[0]
-        common = super().settings(model, arch, length)
+        common = super().settings(arch, length)
         return {
             **common,
             rope_parameters.PARAMETERS: {**common[rope_parameters.PARAMETERS], PART: TURNED},

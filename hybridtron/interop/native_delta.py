@@ -1,8 +1,11 @@
-"""Native classes of Gated DeltaNet hybrids: layers of Gated DeltaNet or full attention, each with a gated MLP.
+"""Gated DeltaNet hybrids in transformers: layers of Gated DeltaNet or full attention, each with a gated MLP.
 
-OLMo-Hybrid normalizes the outputs of attention layers and their MLPs (post-norm), and the queries of all heads together
-(QK-norm over the full projection). Qwen3-Next has QK-norm per head, gated attention output and partial RoPE; only its
-dense form is supported, as we have no experts. Kimi Linear is not supported: its KDA is ours, but its attention is MLA.
+- OLMo-Hybrid: in attention layers, the norms follow attention and MLP instead of preceding them (post-norm). The norm
+  of queries and keys (QK-norm) covers all heads together.
+- Qwen3-Next: QK-norm for each head, a gate on attention's output, and RoPE on only some channels. Qwen3-Next with
+  experts is not supported, because this package has no experts.
+
+Kimi Linear is not supported, because this package has no multi-head latent attention.
 """
 
 from __future__ import annotations
@@ -13,9 +16,8 @@ from typing import ClassVar
 from hybridtron.architecture.attention import AttentionSpec
 from hybridtron.architecture.base import Names
 from hybridtron.architecture.gated_deltanet import GatedDeltaNetSpec
-from hybridtron.architecture.model import ModelConfig
-from hybridtron.architecture.table import Architecture, architecture
-from hybridtron.config.native_fits import OLMO_HEAD_EPS, halves
+from hybridtron.architecture.table import Architecture
+from hybridtron.config.hf_compat import OLMO_HEAD_EPS, halves
 from hybridtron.interop.native import Settings, SubLayerNames, require_known, to_ours
 from hybridtron.interop.native_pairs import BEFORE, BETWEEN, Llama, attention_of
 from hybridtron.interop.rules import TensorRule
@@ -25,16 +27,19 @@ FULL = "full_attention"
 
 
 class DeltaHybrid(Llama):
-    """Base class for Gated DeltaNet hybrids; `layer_types` in config.json lists each layer's mixer."""
+    """Base class for Gated DeltaNet hybrids.
+
+    In config.json, `layer_types` has `linear_attention` or `full_attention` for each layer.
+    """
 
     fixed: ClassVar = {"attention_bias": False, "hidden_act": "silu"}
     letters: ClassVar[dict[str, str]]
-    """Letters of a layer's two sub-layers, by layer type. D: Gated DeltaNet, A: attention, -: MLP, +: post-norm MLP."""
+    """Our pattern letters for a layer of each type. D: Gated DeltaNet, A: attention, -: MLP, +: MLP with post-norm."""
 
-    def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
+    def settings(self, arch: Architecture, length: int) -> Settings:
         spec = delta_of(arch)
         key, value = spec.head_sizes(arch.sizes)
-        return super().settings(model, arch, length) | {
+        return super().settings(arch, length) | {
             "layer_types": [
                 LINEAR if isinstance(mixer_spec, GatedDeltaNetSpec) else FULL for mixer_spec in halves(arch)[0]
             ],
@@ -53,15 +58,15 @@ class DeltaHybrid(Llama):
         return pattern, {letter: options for letter, options in all_options.items() if letter in pattern}
 
     def delta(self, theirs: Settings) -> Settings:
-        """Translate config.json to our Gated DeltaNet's options."""
-        keys = theirs["linear_num_key_heads"] * theirs["linear_key_head_dim"]
-        values = theirs["linear_num_value_heads"] * theirs["linear_value_head_dim"]
+        """Translate config.json to options for our Gated DeltaNet."""
+        key_channels = theirs["linear_num_key_heads"] * theirs["linear_key_head_dim"]
+        value_channels = theirs["linear_num_value_heads"] * theirs["linear_value_head_dim"]
         names = {"linear_num_value_heads": "heads", "linear_num_key_heads": "key_heads"}
         return {
             "kind": "gated_deltanet",
             **to_ours({**names, "linear_conv_kernel_dim": "conv"}, theirs),
-            "expand_k": keys / theirs["hidden_size"],
-            "expand_v": values / theirs["hidden_size"],
+            "expand_k": key_channels / theirs["hidden_size"],
+            "expand_v": value_channels / theirs["hidden_size"],
         }
 
     def attention(self, theirs: Settings) -> Settings:
@@ -69,9 +74,10 @@ class DeltaHybrid(Llama):
 
 
 class OlmoHybrid(DeltaHybrid):
-    """OLMo-Hybrid, with its published files' tensor names.
+    """OLMo-Hybrid. Exports have the tensor names of the published files.
 
-    transformers renames some norms when it loads and saves a folder; `also` maps the published names to those.
+    If transformers loads and saves a model, some norms get other names. `also` maps the published names to these names.
+    Imports accept both.
     """
 
     name = "OlmoHybridForCausalLM"
@@ -88,8 +94,8 @@ class OlmoHybrid(DeltaHybrid):
             return SubLayerNames(BETWEEN, "self_attn")
         return SubLayerNames(self.before, "linear_attn")
 
-    def rules(self, model: ModelConfig) -> list[TensorRule]:
-        return [self._with_both_names(rule) for rule in super().rules(model)]
+    def rules(self, arch: Architecture) -> list[TensorRule]:
+        return [self._with_both_names(rule) for rule in super().rules(arch)]
 
     def _with_both_names(self, rule: TensorRule) -> TensorRule:
         layer, _, name = rule.theirs.removesuffix(".weight").rpartition(".")
@@ -97,9 +103,9 @@ class OlmoHybrid(DeltaHybrid):
             return replace(rule, also=f"{layer}.{self.also[name]}.weight")
         return rule
 
-    def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
+    def settings(self, arch: Architecture, length: int) -> Settings:
         negative_eigenvalues = delta_of(arch).negative_eigenvalues
-        return super().settings(model, arch, length) | {"linear_allow_neg_eigval": negative_eigenvalues}
+        return super().settings(arch, length) | {"linear_allow_neg_eigval": negative_eigenvalues}
 
     def positions(self, spec: AttentionSpec) -> Settings:
         return super().positions(spec) | ({"rope_theta": None} if spec.positions is None else {})
@@ -113,9 +119,11 @@ class OlmoHybrid(DeltaHybrid):
 
 
 class Qwen3Next(DeltaHybrid):
-    """Qwen3-Next without experts. Fused projections are interleaved head by head.
+    """Qwen3-Next without experts.
 
-    Norms store their weight minus 1, except for the gated norm inside Gated DeltaNet.
+    In a fused projection, such as the one for q, k, v and z, the rows are ordered by head: all rows for head 0 in the
+    order q, k, v, z, then all rows for head 1, and so on. Files store the weight of each norm minus 1, except the gated
+    norm in Gated DeltaNet.
     """
 
     name = "Qwen3NextForCausalLM"
@@ -146,12 +154,11 @@ class Qwen3Next(DeltaHybrid):
     }
     added_to_one: ClassVar = (f"{BEFORE}.weight", f"{BETWEEN}.weight", "q_norm.weight", "k_norm.weight")
 
-    def rules(self, model: ModelConfig) -> list[TensorRule]:
-        arch = architecture(model)
+    def rules(self, arch: Architecture) -> list[TensorRule]:
         key_heads = delta_of(arch).num_key_heads
         heads = attention_of(arch).heads
         blocks = {"in_proj_qkvz.weight": key_heads, "in_proj_ba.weight": key_heads, "self_attn.q_proj.weight": heads}
-        return [self._as_stored(rule, blocks) for rule in super().rules(model)]
+        return [self._as_stored(rule, blocks) for rule in super().rules(arch)]
 
     def _as_stored(self, rule: TensorRule, blocks: dict[str, int]) -> TensorRule:
         if rule.theirs.endswith(self.added_to_one) or rule.theirs == self.final_norm:
@@ -159,9 +166,9 @@ class Qwen3Next(DeltaHybrid):
         heads = next((heads for name, heads in blocks.items() if rule.theirs.endswith(name)), 1)
         return replace(rule, blocks=heads)
 
-    def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
+    def settings(self, arch: Architecture, length: int) -> Settings:
         spec = attention_of(arch)
-        common = super().settings(model, arch, length)
+        common = super().settings(arch, length)
         rotary_part = spec.rotary(arch.sizes) / spec.head(arch.sizes)
         rope = {**common["rope_parameters"], "partial_rotary_factor": rotary_part}
         return common | {"rope_parameters": rope, "partial_rotary_factor": rotary_part, "mlp_only_layers": []}
@@ -177,5 +184,8 @@ class Qwen3Next(DeltaHybrid):
 
 
 def delta_of(arch: Architecture) -> GatedDeltaNetSpec:
-    """Return the spec that all Gated DeltaNet sub-layers share; a spec with one head if there are none."""
+    """Return the spec that all Gated DeltaNet sub-layers share.
+
+    If the model has no such sub-layer, return a spec with one head: config.json needs values even then.
+    """
     return next((spec for spec in arch.specs if isinstance(spec, GatedDeltaNetSpec)), GatedDeltaNetSpec(heads=1))

@@ -1,9 +1,15 @@
-"""Falcon-H1: Mamba-2 and full attention as parallel branches, then a gated MLP, with multipliers nearly everywhere.
+"""Falcon-H1: layers of Mamba-2 and full attention in parallel, followed by a gated MLP, with many multipliers.
 
-One layer of transformers is three sub-layers here. Its config.json has multipliers for the inputs to Mamba-2 and
-attention, for which we have no option. As the projections that follow are linear, imports fold them into the
-multipliers after these projections: Mamba-2's five, and attention's scale (q and k: squared) and output (v). Exports
-write 1 for them.
+A layer in transformers is three sub-layers here: Mamba-2, attention and MLP.
+
+config.json has multipliers for the inputs to Mamba-2 and to attention, which our configuration does not have. Both
+inputs are first projected by linear layers. So an import folds the input multiplier m into later multipliers:
+
+- Mamba-2: the multipliers of the projections z, x, B, C and dt are multiplied by m.
+- Attention: q and k are both proportional to the input, so the scale of the scores q . k is multiplied by m squared. v
+  is proportional to the input too, so the output multiplier is multiplied by m.
+
+Exports write 1 for the input multipliers.
 """
 
 from __future__ import annotations
@@ -19,11 +25,11 @@ from hybridtron.interop.native import Settings, SubLayerNames
 from hybridtron.interop.native_pairs import BEFORE, Mamba2Hybrid, attention_of
 
 PARTS = ("z", "x", "B", "C", "dt")  # the order of `ssm_multipliers`
-NUMBER_OF = {"ssm_multipliers": len(PARTS), "mlp_multipliers": 2}
+NUMBER_OF = {"ssm_multipliers": len(PARTS), "mlp_multipliers": 2}  # lengths of these lists in config.json
 
 
 class FalconH1(Mamba2Hybrid):
-    """Falcon-H1, with Mamba-2's gated norm or without it."""
+    """Falcon-H1, with or without the gated norm in Mamba-2."""
 
     name = "FalconH1ForCausalLM"
     model_type = "falcon_h1"
@@ -38,19 +44,19 @@ class FalconH1(Mamba2Hybrid):
     def groups(self, arch: Architecture) -> list[range]:
         return [range(first, first + 3) for first in range(0, len(arch.specs), 3)]
 
-    def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
+    def settings(self, arch: Architecture, length: int) -> Settings:
         mamba = arch.specs[0]
         attention = attention_of(arch)
         mlp = arch.specs[2]
         assert isinstance(mamba, Mamba2Spec)
         assert isinstance(mlp, SwiGLUSpec)
         return {
-            **super().settings(model, arch, length),
+            **super().settings(arch, length),
             "mamba_d_ssm": mamba.inner(arch.sizes),
             "mamba_rms_norm": mamba.norm,
             "mamba_norm_before_gate": False,
-            "embedding_multiplier": model.embedding_multiplier,
-            "lm_head_multiplier": 1 / model.logits_scaling,
+            "embedding_multiplier": arch.model.embedding_multiplier,
+            "lm_head_multiplier": 1 / arch.model.logits_scaling,
             "ssm_in_multiplier": 1.0,
             "ssm_multipliers": [getattr(mamba.multipliers, part) for part in PARTS],
             "ssm_out_multiplier": mamba.output_multiplier,
@@ -100,10 +106,13 @@ class FalconH1(Mamba2Hybrid):
 
 
 def numbers(theirs: Settings, key: str) -> list[float]:
-    """Read a list of multipliers; all are 1 if the key is missing. Raises ValueError if its length is wrong."""
+    """Read a list of multipliers from config.json. They are all 1 if the key is missing.
+
+    Raises ValueError if the list has a wrong length.
+    """
     multipliers = theirs.get(key)
     if multipliers is None:
         multipliers = [1.0] * NUMBER_OF[key]
     if len(multipliers) != NUMBER_OF[key]:
-        raise ValueError(f"has {len(multipliers)} entries in {key}, not {NUMBER_OF[key]}")
+        raise ValueError(f"has {len(multipliers)} entries in {key}, must have {NUMBER_OF[key]}")
     return multipliers

@@ -1,6 +1,6 @@
-"""Granite's dense model, and its Mamba-2 hybrid without experts.
+"""Granite and Granite's Mamba-2 hybrid, both without experts.
 
-Both scale embedding, sub-layer outputs, attention scores and logits by multipliers in config.json.
+Both multiply embeddings, sub-layer outputs, attention scores and logits by factors in config.json.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.rope import NO_POSITIONS
 from hybridtron.architecture.table import Architecture
-from hybridtron.config.native_fits import halves
+from hybridtron.config.hf_compat import halves
 from hybridtron.interop.native import Settings, SubLayerNames, multipliers_of, require_known, with_multipliers
 from hybridtron.interop.native_pairs import BEFORE, BETWEEN, FUSED_MLP, Llama, Mamba2Hybrid, attention_of
 
@@ -24,13 +24,13 @@ class Granite(Llama):
     name = "GraniteForCausalLM"
     model_type = "granite"
 
-    def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
+    def settings(self, arch: Architecture, length: int) -> Settings:
         attention = attention_of(arch)
         if attention.scale is None:
             scale = attention.head(arch.sizes) ** -0.5
         else:
             scale = attention.scale
-        return super().settings(model, arch, length) | multipliers_of(model) | {SCALE: scale}
+        return super().settings(arch, length) | multipliers_of(arch.model) | {SCALE: scale}
 
     def model(self, theirs: Settings) -> ModelConfig:
         return with_multipliers(super().model(theirs), theirs)
@@ -44,7 +44,10 @@ class Granite(Llama):
 
 
 class GraniteHybrid(Granite, Mamba2Hybrid):
-    """Granite's hybrid: layers of Mamba-2 or full attention, with RoPE or without, each followed by a gated MLP."""
+    """Granite's hybrid: layers of Mamba-2 or full attention, each followed by a gated MLP.
+
+    Attention has RoPE if `position_embedding_type` is `rope` in config.json, else no positions.
+    """
 
     name = "GraniteMoeHybridForCausalLM"
     model_type = "granitemoehybrid"
@@ -56,8 +59,8 @@ class GraniteHybrid(Granite, Mamba2Hybrid):
     fixed: ClassVar = {**Mamba2Hybrid.fixed, "num_local_experts": 0}
     hidden = "shared_intermediate_size"
 
-    def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
-        common = super().settings(model, arch, length)
+    def settings(self, arch: Architecture, length: int) -> Settings:
+        common = super().settings(arch, length)
         mixers = halves(arch)[0]
         return {
             **common,

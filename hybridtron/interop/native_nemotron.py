@@ -1,15 +1,19 @@
-"""Nemotron-H: Mamba-2, full attention without positions, and squared-ReLU MLPs, each as a layer of its own.
+"""Nemotron-H: each layer is either Mamba-2, full attention without positions, or an MLP with squared ReLU.
 
-Only the dense form is supported, as we have no experts.
+Nemotron-H with experts is not supported, because this package has no experts.
 
-transformers clamps Mamba-2's step size to at least `time_step_min` in full forward passes, but not when it generates.
-`time_step_min` is meant for initialization alone, and no model was trained with the clamp. Exports therefore write a
-value too small to have an effect, and imports are proven with it.
+transformers clamps Mamba-2's step sizes to at least `time_step_min` in full forward passes, but not in generation. The
+models were trained without this clamp: `time_step_min` was only used for initialization. So exports write a
+`time_step_min` that is too small to have an effect. The proof of an import loads the folder with that value too.
 
-config.json lists the layer types twice: transformers reads a list, `layers_block_type`; published folders have a string
-of one letter per layer, `hybrid_override_pattern`. Servers and converters read that string: given only the list,
-llama.cpp does not recognize dense MLPs. Converters also treat a folder as a mixture of experts if it has the key
-`num_experts_per_tok`, so exports leave it out.
+config.json has the layer types in two forms. Exports write both:
+
+    layers_block_type         a list, which transformers reads
+    hybrid_override_pattern   a string with a letter per layer, as in published folders. Servers and converters read the
+                              string: from the list alone, llama.cpp does not recognize dense MLPs
+
+Exports do not write the key `num_experts_per_tok`, because converters take a model with this key for a mixture of
+experts.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ from hybridtron.interop.rules import TensorRule
 
 TYPES = "layers_block_type"
 PATTERN = "hybrid_override_pattern"
-# a layer's type as transformers writes it, as earlier versions wrote it, and as the letter in published folders
+# by our pattern letter: the layer type in transformers, the layer type in earlier versions of transformers, and the
+# letter in hybrid_override_pattern
 LAYERS = {
     "M": ("linear_attention", "mamba", "M"),
     "A": ("full_attention", "attention", "*"),
@@ -37,7 +42,10 @@ LAYERS = {
 
 
 class NemotronH(Native):
-    """Nemotron-H, with its files' tensor names; transformers' module has the prefix `model.`, not `backbone.`."""
+    """Nemotron-H.
+
+    Tensor names begin with `backbone.` in published files, but with `model.` in the class of transformers.
+    """
 
     name = "NemotronHForCausalLM"
     model_type = "nemotron_h"
@@ -62,14 +70,14 @@ class NemotronH(Native):
         "conv_kernel": "conv",
     }
 
-    def rules(self, model: ModelConfig) -> list[TensorRule]:
-        return [self._with_both_names(rule) for rule in super().rules(model)]
+    def rules(self, arch: Architecture) -> list[TensorRule]:
+        return [self._with_both_names(rule) for rule in super().rules(arch)]
 
     def _with_both_names(self, rule: TensorRule) -> TensorRule:
         module_name = rule.theirs.replace("backbone.", "model.", 1)
         return replace(rule, also=module_name, memory=module_name)
 
-    def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
+    def settings(self, arch: Architecture, length: int) -> Settings:
         mamba = next(spec for spec in arch.specs if isinstance(spec, Mamba2Spec))
         mlp = next(spec for spec in arch.specs if isinstance(spec, SquaredReLUSpec))
         attention = attention_of(arch)
@@ -87,7 +95,7 @@ class NemotronH(Native):
             "attention_dropout": 0.0,
             "intermediate_size": mlp.hidden,
             "max_position_embeddings": length,
-            "residual_in_fp32": model.residual_fp32,
+            "residual_in_fp32": arch.model.residual_fp32,
             **self.proven_with,
         }
 
@@ -100,7 +108,7 @@ class NemotronH(Native):
         require_known(theirs, key, letter_of_type)
         pattern = "".join(letter_of_type[name] for name in theirs[key])
         if "A" not in pattern:
-            raise ValueError(f"has {key} without attention, and so transformers can't generate from a cache")
+            raise ValueError(f"has {key} without attention; transformers can't generate with such a model")
         layers = {
             "M": {"kind": "mamba2", **to_ours(self.mamba, theirs), "norm_eps": theirs[self.norm_eps]},
             "A": self.attention(theirs),
@@ -109,7 +117,10 @@ class NemotronH(Native):
         return pattern, {letter: options for letter, options in layers.items() if letter in pattern}
 
     def attention(self, theirs: Settings) -> Settings:
-        """Translate config.json to our attention's options; published folders call head_dim `attention_head_dim`."""
+        """Translate config.json to options for our attention.
+
+        The key for the size of a head is `attention_head_dim` in published folders, else `head_dim`.
+        """
         heads = theirs["num_attention_heads"]
         return {
             "kind": "attention",

@@ -1,4 +1,4 @@
-"""Native classes whose layers are a mixer and a gated MLP: Llama, Mistral, and the base class for Mamba-2 hybrids."""
+"""Classes in transformers whose layers are attention or Mamba-2 with a gated MLP: Llama, Mistral, base for hybrids."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import Any, ClassVar
 from hybridtron.architecture.attention import AttentionSpec
 from hybridtron.architecture.base import Names
 from hybridtron.architecture.mamba2 import Mamba2Spec
-from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.rope import RopeOptions
 from hybridtron.architecture.swiglu import SwiGLUSpec
 from hybridtron.architecture.table import Architecture
 from hybridtron.interop import rope_parameters
 from hybridtron.interop.native import Native, Settings, SubLayerNames, to_ours, to_theirs
 
-BEFORE = "input_layernorm"
-BETWEEN = "post_attention_layernorm"
-# values of time_step_limit without an effect; transformers writes infinity as an object, since JSON has none
+BEFORE = "input_layernorm"  # the norm before attention or Mamba-2
+BETWEEN = "post_attention_layernorm"  # the norm before the MLP
+# values of time_step_limit that do not limit step sizes; transformers writes infinity to JSON as an object
 NO_LIMIT: tuple[Any, ...] = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}], None)
 FUSED_MLP: Names = {
     "input_linear.weight": ("gate_up.weight.gate", "gate_up.weight.up"),
@@ -38,7 +37,7 @@ class Llama(Native):
     fixed: ClassVar = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
     hidden: ClassVar[str] = "intermediate_size"
 
-    def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
+    def settings(self, arch: Architecture, length: int) -> Settings:
         spec = attention_of(arch)
         mlp = next(spec for spec in arch.specs if isinstance(spec, SwiGLUSpec))
         rope = self.positions(spec)
@@ -55,9 +54,9 @@ class Llama(Native):
         }
 
     def positions(self, spec: AttentionSpec) -> Settings:
-        """Return the RoPE parameters for config.json.
+        """Return the RoPE parameters for config.json, or the defaults for a model without positions.
 
-        They are the defaults for a model without positions, which GraniteHybrid and OlmoHybrid mark by another entry.
+        Classes that support models without positions (GraniteHybrid, OlmoHybrid) mark such a model by another entry.
         """
         return rope_parameters.to_theirs(spec.positions or RopeOptions())
 
@@ -66,7 +65,7 @@ class Llama(Native):
         return f"(A-)*{theirs['num_hidden_layers']}", {"A": self.attention(theirs), "-": mlp}
 
     def attention(self, theirs: Settings) -> Settings:
-        """Translate config.json to our attention's options."""
+        """Translate config.json to options for our attention."""
         heads = theirs["num_attention_heads"]
         return {
             "kind": "attention",
@@ -83,15 +82,15 @@ class Mistral(Llama):
     name = "MistralForCausalLM"
     model_type = "mistral"
 
-    def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
-        return super().settings(model, arch, length) | {"sliding_window": attention_of(arch).window}
+    def settings(self, arch: Architecture, length: int) -> Settings:
+        return super().settings(arch, length) | {"sliding_window": attention_of(arch).window}
 
     def attention(self, theirs: Settings) -> Settings:
         return super().attention(theirs) | {"window": theirs["sliding_window"]}
 
 
 class Mamba2Hybrid(Llama):
-    """Base class for hybrids whose layers are Mamba-2 or full attention, followed by a gated MLP."""
+    """Base class for hybrids: each layer has Mamba-2 or full attention, followed by a gated MLP."""
 
     fixed: ClassVar = {**Llama.fixed, "mamba_conv_bias": True, "mamba_proj_bias": False}
     mamba: ClassVar = {
@@ -102,27 +101,31 @@ class Mamba2Hybrid(Llama):
         "mamba_d_conv": "conv",
     }
 
-    def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
+    def settings(self, arch: Architecture, length: int) -> Settings:
         mamba = next(spec for spec in arch.specs if isinstance(spec, Mamba2Spec))
         return {
-            **super().settings(model, arch, length),
+            **super().settings(arch, length),
             **to_theirs(self.mamba, mamba.exported_options(arch.sizes)),
             "mamba_n_heads": mamba.num_heads(arch.sizes),
             "mamba_chunk_size": 256,
         }
 
     def with_letters(self, pattern: str, theirs: Settings) -> tuple[str, dict[str, Settings]]:
-        """Return the pattern with options for each letter that it uses.
+        """Return the layer pattern, and the options for each letter in the pattern.
 
-        Raises ValueError if no layer has attention: transformers then can't generate from a cache.
+        Raises ValueError if no layer has attention, because transformers can't generate with such a model.
         """
         if "A" not in pattern:
-            raise ValueError("has no layer of attention, without which transformers can't generate from a cache")
+            raise ValueError("has no layer with attention; transformers can't generate with such a model")
         layers = {"M": self.mamba_options(theirs), **super().pattern(theirs)[1]}
         return pattern, {letter: options for letter, options in layers.items() if letter in pattern}
 
     def mamba_options(self, theirs: Settings) -> Settings:
-        """Translate config.json to our Mamba-2's options. Raises ValueError if step sizes are limited."""
+        """Translate config.json to options for our Mamba-2.
+
+        Raises ValueError if time_step_limit restricts step sizes, or if head count and head size do not give the number
+        of inner channels.
+        """
         if (limit := theirs.get("time_step_limit", NO_LIMIT[0])) not in NO_LIMIT:
             raise ValueError(f"has time_step_limit={limit}; only {NO_LIMIT[0]} can be imported")
         inner = self.inner(theirs)
@@ -131,14 +134,17 @@ class Mamba2Hybrid(Llama):
         if options["head_dim"] == "auto":
             options["head_dim"] = inner // heads
         if heads * options["head_dim"] != inner:
-            raise ValueError(f"has mamba_n_heads x mamba_d_head other than {inner} channels together")
+            raise ValueError(f"has mamba_n_heads x mamba_d_head different from the {inner} inner channels of Mamba-2")
         return options
 
     def inner(self, theirs: Settings) -> int:
-        """Return the number of Mamba-2's inner channels, over all heads."""
+        """Return how many inner channels Mamba-2 has, over all heads."""
         return theirs["mamba_expand"] * theirs["hidden_size"]
 
 
 def attention_of(arch: Architecture) -> AttentionSpec:
-    """Return the spec that all attention sub-layers share; a spec with one head if there are none."""
+    """Return the spec that all attention sub-layers share.
+
+    If the model has no attention, return a spec with one head: config.json needs values even then.
+    """
     return next((spec for spec in arch.specs if isinstance(spec, AttentionSpec)), AttentionSpec(heads=1))

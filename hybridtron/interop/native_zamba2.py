@@ -1,9 +1,11 @@
-"""Zamba2: Mamba-2 layers, some of which are preceded by a shared attention and MLP block.
+"""Zamba2: layers of Mamba-2. In hybrid layers, a block of attention and MLP with shared weights comes before Mamba-2.
 
-One or several blocks take turns. All layers that use a block share its weights, but each has low-rank adapters of its
-own. A layer of type `hybrid` is two sub-layers here: the shared block, and the Mamba-2 that reads its output. Files
-store a block's weights in the first layer that uses it, along with the adapters for every use, which are numbered
-through all hybrid layers.
+A model has one or several shared blocks, which its hybrid layers use in turn. Each hybrid layer has its own low-rank
+adapters for the shared weights. A hybrid layer is two sub-layers here: the shared block, and the Mamba-2 that reads the
+block's output.
+
+Files store a shared block in the first layer that uses the block, together with the adapters for all layers that use
+the block. The adapters' numbers count the model's hybrid layers.
 """
 
 from __future__ import annotations
@@ -12,19 +14,19 @@ from typing import ClassVar
 
 from hybridtron.architecture.base import Names
 from hybridtron.architecture.mamba2 import Mamba2Spec
-from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.rope import NO_POSITIONS, RopeOptions
 from hybridtron.architecture.shared_attention import SharedAttentionSpec
 from hybridtron.architecture.table import Architecture
-from hybridtron.config.native_fits import ZAMBA2_MAMBA_EPS
+from hybridtron.config.hf_compat import ZAMBA2_MAMBA_EPS
 from hybridtron.interop import rope_parameters
 from hybridtron.interop.native import NO_FLOOR, Native, Settings, require_known, to_ours, to_theirs
 from hybridtron.interop.rules import Rules
 
 HYBRID = "hybrid"
 MAMBA = "linear_attention"
-OF_TYPE = {MAMBA: False, "mamba": False, HYBRID: True}
-LETTERS = "ABCDEFGHIJKL"  # one for each shared block
+OF_TYPE = {MAMBA: False, "mamba": False, HYBRID: True}  # by layer type: True if the layer has a shared block
+LETTERS = "ABCDEFGHIJKL"  # pattern letters, one for each shared block
+# the tensors of a shared block: our weights, by the name in files
 BLOCK: Names = {
     "self_attn.q_proj.weight": ("q.weight",),
     "self_attn.k_proj.weight": ("kv.weight.k",),
@@ -35,6 +37,7 @@ BLOCK: Names = {
     "feed_forward.gate_up_proj.weight": ("gate_up.weight.gate", "gate_up.weight.up"),
     "feed_forward.down_proj.weight": ("down.weight",),
 }
+# the adapters of a shared block: our A and B, by the name of the adapted tensor in files; gate and up have a B each
 PAIRS = {
     **{f"self_attn.linear_{part}": (f"{part}_A.weight", f"{part}_B.weight") for part in "qkv"},
     "feed_forward.gate_up_proj": ("gate_up_A.weight", "gate_up_B.weight.gate", "gate_up_B.weight.up"),
@@ -52,7 +55,7 @@ class Zamba2(Native):
         "add_bias_linear": False,
         "attention_dropout": 0.0,
         "hidden_act": "gelu",
-        "tie_word_embeddings": True,  # otherwise transformers does not share a block's weights between its uses
+        "tie_word_embeddings": True,  # if False, transformers does not share the blocks' weights among layers
         "use_conv_bias": True,
         "use_long_context": False,
     }
@@ -91,7 +94,7 @@ class Zamba2(Native):
             adapter = f"{theirs}_adapter_list.{use_number}"
             rules.add_mixer(block_prefix, index, {f"{adapter}.0.weight": (A,), f"{adapter}.1.weight": tuple(B)})
 
-    def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
+    def settings(self, arch: Architecture, length: int) -> Settings:
         mamba = next(spec for spec in arch.specs if isinstance(spec, Mamba2Spec))
         block = next(spec for spec in arch.specs if isinstance(spec, SharedAttentionSpec))
         blocks = {letter for letter, spec in zip(arch.letters, arch.specs, strict=True) if spec.feeds_next}
@@ -116,18 +119,18 @@ class Zamba2(Native):
         blocks = theirs.get("num_mem_blocks", 1)
         require_known(theirs, "layers_block_type", OF_TYPE)
         if len(types) != theirs["num_hidden_layers"]:
-            raise ValueError(f"has {len(types)} entries in layers_block_type, not num_hidden_layers of them")
+            raise ValueError(f"has {len(types)} entries in layers_block_type, must have as many as num_hidden_layers")
         if blocks > len(LETTERS):
             raise ValueError(f"has num_mem_blocks={blocks}; at most {len(LETTERS)} can be imported")
         inner = theirs["mamba_expand"] * theirs["hidden_size"]
         heads = theirs["n_mamba_heads"]
         if inner % heads:
-            raise ValueError(f"has n_mamba_heads={heads}, which do not divide mamba_expand x hidden_size")
+            raise ValueError(f"has n_mamba_heads={heads}, which does not divide mamba_expand x hidden_size = {inner}")
         pattern = ""
-        places = 0
+        num_hybrid = 0
         for kind in types:
-            pattern += LETTERS[places % blocks] + "M" if OF_TYPE[kind] else "M"
-            places += OF_TYPE[kind]
+            pattern += LETTERS[num_hybrid % blocks] + "M" if OF_TYPE[kind] else "M"
+            num_hybrid += OF_TYPE[kind]
         floor = theirs.get("time_step_min", 0.001)
         mamba = {
             **to_ours(self.mamba, theirs),
@@ -139,9 +142,9 @@ class Zamba2(Native):
         return pattern, {"M": {"kind": "mamba2", **mamba}, **letters}
 
     def shared(self, theirs: Settings) -> Settings:
-        """Translate config.json to our shared attention's options."""
+        """Translate config.json to options for our shared block."""
         if (kv_heads := theirs.get("num_key_value_heads")) not in (None, theirs["num_attention_heads"]):
-            raise ValueError(f"has num_key_value_heads={kv_heads} other than num_attention_heads")
+            raise ValueError(f"has num_key_value_heads={kv_heads}, must equal num_attention_heads")
         has_positions = theirs.get("use_mem_rope", False)
         return {
             "kind": "shared_attention",

@@ -1,11 +1,15 @@
-"""The format of state-spaces/mamba, the reference implementation: import only.
+"""The checkpoint format of state-spaces/mamba, Mamba's reference implementation, for imports only.
 
-    mamba-*           Mamba-1                     ssm_cfg.layer Mamba1, or none
-    mamba2-*          Mamba-2                     ssm_cfg.layer Mamba2
-    mamba2attn-2.7b   Mamba-2, and attention in the layers of attn_layer_idx, with a convolution on q, k and v
+These models are published; config.json describes their layers:
 
-Its config.json has no model_type, and its keys differ from transformers'. An MLP (d_intermediate) is fused in the order
-up, gate, where other formats have gate, up. Vocabularies are padded to a multiple of pad_vocab_size_multiple.
+    mamba-*           Mamba-1                  ssm_cfg.layer is Mamba1, or is missing
+    mamba2-*          Mamba-2                  ssm_cfg.layer is Mamba2
+    mamba2attn-2.7b   Mamba-2 and attention    attn_layer_idx lists the attention layers; attn_cfg.d_conv is the size of
+                                               a convolution over q, k and v
+
+config.json has no model_type, and its keys differ from those in transformers. In an MLP's first matrix, the rows for up
+come before the rows for gate; other formats have gate before up. The vocabulary size is rounded up to a multiple of
+pad_vocab_size_multiple.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ MLP: Names = {
 
 
 class Original(ModelFormat):
-    """The format of checkpoints that state-spaces/mamba writes."""
+    """The checkpoint format that state-spaces/mamba writes."""
 
     name = "state-spaces/mamba"
     embedding = "backbone.embedding.weight"
@@ -45,7 +49,7 @@ class Original(ModelFormat):
 
     def model(self, theirs: Settings) -> ModelConfig:
         if not theirs.get("rms_norm", True):
-            raise ValueError("has rms_norm=false: its LayerNorms have biases, which our norms have not")
+            raise ValueError("has rms_norm=false; only RMSNorm can be imported")
         attention_layers = set(theirs.get("attn_layer_idx") or [])
         hidden = theirs.get("d_intermediate") or 0
         layers: dict[str, dict[str, Any]] = {"M": self._mixer(dict(theirs.get("ssm_cfg") or {}))}
@@ -74,13 +78,15 @@ class Original(ModelFormat):
         else:
             names |= {"headdim": "head_dim", "ngroups": "groups"}
         if kind not in kinds or (unknown := sorted(set(theirs) - set(names))):
-            raise ValueError(f"has ssm_cfg.{'layer=' + kind if kind not in kinds else unknown[0]}")
+            raise ValueError(
+                f"has ssm_cfg.{'layer=' + kind if kind not in kinds else unknown[0]}, which is not supported"
+            )
         options = {names[key]: value for key, value in theirs.items() if value != "auto"}
         return {"kind": kinds[kind], **options}
 
     def _attention(self, theirs: Settings) -> dict[str, Any]:
         if not theirs.pop("causal", True) or theirs.pop("qkv_proj_bias", False) or theirs.pop("out_proj_bias", False):
-            raise ValueError("has attn_cfg with biases, or without causality; we have neither")
+            raise ValueError("has attn_cfg with biases or non-causal attention, which are not supported")
         spec: dict[str, Any] = {"kind": "attention", "heads": theirs.pop("num_heads")}
         for key, name in (("num_heads_kv", "kv_heads"), ("head_dim", "head_dim")):
             if (value := theirs.pop(key, None)) is not None:
@@ -93,5 +99,5 @@ class Original(ModelFormat):
         if taps:
             spec |= {"conv": taps, "conv_bias": True, "conv_silu": False}
         if theirs:
-            raise ValueError(f"has attn_cfg.{next(iter(theirs))}, which we do not know")
+            raise ValueError(f"has attn_cfg.{next(iter(theirs))}, which is not supported")
         return spec

@@ -1,11 +1,17 @@
-"""Exports a checkpoint's low-rank adapters in peft's format, for a base model in a folder of transformers.
+"""Exports a checkpoint's low-rank adapters in the format of peft, Hugging Face's library for adapters.
 
-    adapter_config.json          rank, alpha, target_modules (layers with adapters), modules_to_save (saved in full)
-    adapter_model.safetensors    base_model.model.LAYER.lora_A.weight (rank, in), .lora_B.weight (out, rank), with DoRA
-                                 .lora_magnitude_vector (out,); full weights of modules_to_save
+The base model, to which the adapters belong, is a Hugging Face folder. The exported folder has two files:
 
-Modules without adapters whose weights differ from the base (embedding, norms, convolutions) are saved in full. So base
-and adapter together are the checkpoint's model, bit for bit; if they can't be, the export fails.
+    adapter_config.json          rank, alpha, target_modules (modules with adapters), modules_to_save (modules without
+                                 adapters that training has changed)
+    adapter_model.safetensors    base_model.model.MODULE.lora_A.weight              (rank, in)
+                                 base_model.model.MODULE.lora_B.weight              (out, rank)
+                                 base_model.model.MODULE.lora_magnitude_vector      (out,), with DoRA: the norm of each
+                                                                                    row in the adapted weight
+                                 base_model.model.MODULE.weight                     for modules_to_save
+
+Training may have changed weights without adapters: embedding, norms, convolutions. Their modules are saved in full, so
+that base and adapter together give the checkpoint's model exactly.
 """
 
 from __future__ import annotations
@@ -21,8 +27,8 @@ from torch import Tensor
 from hybridtron.architecture.adapters import AdaptersConfig, adapter_key, is_adapter
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.files import appearing
-from hybridtron.checkpoint.merged import adapter_pair, merged
-from hybridtron.config.exportable import SHIPPED, CannotExport
+from hybridtron.checkpoint.merged import adapter_pair, merge_adapters
+from hybridtron.config.export_class import SHIPPED, CannotExport
 from hybridtron.interop.import_folder import ImportFolder
 from hybridtron.interop.peft_settings import CONFIG
 from hybridtron.interop.rules import TensorRule
@@ -36,23 +42,29 @@ LENGTHS = "lora_magnitude_vector"
 
 
 def export_adapter(source: Checkpoint, base: Path, output: Path) -> int:
-    """Write an adapter folder for `base`, and return the number of layers with adapters.
+    """Write the folder `output` with a checkpoint's adapters for the model in the folder `base`.
 
-    Raises CannotExport if the base is another model, or peft's format can't express the adapters.
+    Returns how many modules have adapters. Raises CannotExport if the checkpoint has no adapters, if `base` is not the
+    model that was adapted, or if peft's format can't express the adapters.
     """
     adapters = source.config.model.adapters
-    model = merged(source).config.model
+    arch = merge_adapters(source).plan.arch
     if adapters is None:
-        raise CannotExport(f"{source.folder} has no adapters: leave out --base")
+        raise CannotExport(f"{source.folder} has no adapters: leave out --base", code="conflict")
     base_folder = ImportFolder.open(base)
-    rules = base_folder.kind.rules(model)
-    if strange_names := {rule.theirs for rule in rules} ^ {rule.theirs for rule in base_folder.rules}:
-        raise CannotExport(f"{base} is another model: {min(strange_names)} is in one of the two")
+    rules = base_folder.kind.rules(arch)
+    if different_names := {rule.theirs for rule in rules} ^ {rule.theirs for rule in base_folder.rules}:
+        raise CannotExport(
+            f"{base} is not the model that was adapted: only one of both models has {min(different_names)}",
+            code="mismatch",
+        )
     shared_keys = sorted(key for key in source.shapes if key.startswith("shared.") and is_adapter(key))
-    # native classes share weights among layers; peft would adapt one
+    # in native classes several layers share these weights, but peft would adapt only one of the layers
     if shared_keys and base_folder.kind.name != SHIPPED:
         raise CannotExport(
-            f"{shared_keys[0]} is of all places of a letter, and peft's of one of them: export it merged"
+            f"several layers share the adapter {shared_keys[0]}, which peft can't express: export without --base, to "
+            "merge the adapters",
+            code="unsupported",
         )
     layers = {module_of(rule): layer_tensors for rule in rules if (layer_tensors := adapter_tensors(source, rule))}
     changed = {
@@ -60,14 +72,15 @@ def export_adapter(source: Checkpoint, base: Path, output: Path) -> int:
     }
     if changed_layers := sorted(changed & layers.keys()):
         raise CannotExport(
-            f"{base} has another {changed_layers[0]}.weight than that beside which adapters were trained"
+            f"{base} is not the model that was adapted: its {changed_layers[0]}.weight differs",
+            code="mismatch",
         )
     tensors = {rule.in_memory: rule.to_theirs(source.whole) for rule in rules if module_of(rule) in changed}
     for layer_tensors in layers.values():
         tensors |= layer_tensors
     learned_keys = {key for rule in rules if module_of(rule) in changed for key in rule.ours}
-    tied = model.tie_embeddings and "embedding.weight" in learned_keys
-    if tied:  # peft also reads a weight for the tied head
+    tied = arch.model.tie_embeddings and "embedding.weight" in learned_keys
+    if tied:  # peft also reads the weight of the head, which is tied to the embedding
         tensors["lm_head.weight"] = source.whole("embedding.weight").clone()
     settings = _settings(adapters, base) | {
         "target_modules": sorted(layers),
@@ -96,22 +109,26 @@ def _settings(adapters: AdaptersConfig, base: Path) -> dict[str, Any]:
 
 
 def module_of(rule: TensorRule) -> str:
-    """Return the name of the transformers module that has this tensor; peft adapts and saves modules."""
+    """Return the name of the module in transformers that has this tensor: peft adapts and saves complete modules."""
     return rule.in_memory.rpartition(".")[0]
 
 
-def _theirs(beside: ImportFolder, rule: TensorRule) -> Tensor:
-    """Read a tensor from the base folder, after checking its shape."""
-    if beside.weights.shapes[rule.theirs] != rule.shape:
-        raise CannotExport(f"{rule.theirs} has shape {beside.weights.shapes[rule.theirs]} in {beside.weights.folder}")
-    return beside.weights.read(rule.theirs)
+def _theirs(base: ImportFolder, rule: TensorRule) -> Tensor:
+    """Read a tensor from the base folder. Raises CannotExport if the checkpoint's tensor has another shape."""
+    if base.weights.shapes[rule.theirs] != rule.shape:
+        raise CannotExport(
+            f"{rule.theirs} has shape {base.weights.shapes[rule.theirs]} in {base.weights.folder}, but {rule.shape} in "
+            "the checkpoint",
+            code="mismatch",
+        )
+    return base.weights.read(rule.theirs)
 
 
 def adapter_tensors(source: Checkpoint, rule: TensorRule) -> dict[str, Tensor]:
-    """Return peft's tensors for one layer, by name without prefix; empty if the layer has no adapter.
+    """Return the adapter tensors of one module, by name without PREFIX; empty if the module has no adapter.
 
-    peft has one A per layer. If the layer fuses several of our parts, all of them must have the same A, or CannotExport
-    is raised.
+    `rule` is the conversion rule for the module's weight. In peft a module has a single A. If the module's weight fuses
+    several of our weights, these must all have the same A, else CannotExport is raised.
     """
     shapes = source.shapes
     layer = module_of(rule)
@@ -120,7 +137,9 @@ def adapter_tensors(source: Checkpoint, rule: TensorRule) -> dict[str, Tensor]:
         return {}
     if len(A) < len(rule.ours) or any(not torch.equal(A[0], other_A) for other_A in A[1:]):
         raise CannotExport(
-            f"{rule.theirs} has an adapter for each of its parts, and peft one for all: export it merged"
+            f"the parts of {rule.theirs} have different adapters, which peft can't express: export without --base, to "
+            "merge the adapters",
+            code="unsupported",
         )
     layer_tensors = {f"{layer}.{DOWN}": A[0], f"{layer}.{UP}": beside(rule, "B", len(A[0])).to_theirs(source.whole)}
     lengths = {M: _lengths(source, part, M) for part in rule.ours if (M := adapter_key(part, "M")) in shapes}
@@ -130,20 +149,27 @@ def adapter_tensors(source: Checkpoint, rule: TensorRule) -> dict[str, Tensor]:
 
 
 def beside(rule: TensorRule, piece: str, *columns: int) -> TensorRule:
-    """Return the rule for a layer's B (piece "B", with `columns` = rank) or DoRA's M (piece "M", without columns).
+    """Return the conversion rule for an adapter's B or M, made from the adapted weight's rule.
 
-    Both have a row for each row of the adapted tensor, so the same parts are concatenated in the same order.
+    - B, the matrix (out, rank): `piece` is "B" and `columns` is the rank.
+    - M, DoRA's learned change to each row's norm: `piece` is "M", without `columns`.
+
+    B and M have as many rows as the adapted weight. If that weight fuses several of our weights, their B or M are
+    concatenated in the same order.
     """
     ours = tuple(adapter_key(part, piece) for part in rule.ours)
     return replace(rule, shape=(rule.shape[0], *columns), ours=ours, fp32=False, less_one=False)
 
 
 def row_lengths_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the Euclidean length of each row, computed in fp64 and rounded to `dtype`."""
+    """Return each row's L2 norm, computed in fp64 and rounded to `dtype`."""
     return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64).to(dtype)
 
 
 def _lengths(source: Checkpoint, W: str, M: str) -> Tensor:
-    """Return DoRA's learned row lengths, |W| + M: our checkpoints store the change M, peft the sum."""
+    """Return what peft stores for DoRA: the norm of each row of W plus its learned change M, which we store.
+
+    `W` and `M` are keys in the checkpoint.
+    """
     change = source.whole(M)
     return row_lengths_of(source.whole(W), change.dtype) + change

@@ -1,10 +1,13 @@
-"""Imports a peft adapter together with its base model as a checkpoint with adapters.
+"""Imports an adapter of peft (Hugging Face's library for adapters) with its base model, as a checkpoint with adapters.
 
     hybridtron import ADAPTER --base BASE --output OUTPUT
 
-The base is a folder that could be imported by itself. Modules that peft saved in full replace the base's. If a
-tensor is several parts of ours, each part gets a copy of A and its own rows of B. DoRA's row lengths become their
-change from the base; the subtraction is exact in fp32 unless a length has more than halved or doubled.
+The base is a folder that could also be imported without an adapter. A low-rank adapter has the matrices A (rank, in)
+and B (out, rank) for a weight (out, in). If the weight fuses several of our weights, each gets a copy of A and its own
+rows of B. Modules that peft saved in full replace the base's modules.
+
+For DoRA, peft stores the learned norm of each row in the weight. Our checkpoints store the difference M from the row's
+norm in the base. The subtraction is exact in fp32 if the norm has at most doubled or halved.
 """
 
 from __future__ import annotations
@@ -18,12 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridtron.architecture.adapters import AdaptersConfig, Adapting, adapter_key, is_adaptable
-from hybridtron.architecture.table import parameter_table
+from hybridtron.architecture.adapters import AdaptersConfig, Adapting, adapter_key
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.config.schema import Config
 from hybridtron.interop.config_json import CannotImport
-from hybridtron.interop.import_folder import SHOWN, ImportFolder, same_tensors
+from hybridtron.interop.import_folder import MAX_LISTED, ImportFolder, same_tensors
 from hybridtron.interop.native import Native
 from hybridtron.interop.peft_adapter import (
     DOWN,
@@ -46,27 +48,35 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True)
 class AdaptedFolder(ImportFolder):
-    """A base model and a peft adapter for it. Tensors that peft saved in full replace the base's in `weights`."""
+    """A base model with a peft adapter.
+
+    lora: the adapter's settings
+    adapter: a reader for the adapter's tensors
+    adapted: conversion rules for the adapted weights, by the name of the module with the weight
+    saved: names of the tensors that peft saved in full, without an adapter
+
+    `weights` reads the tensors in `saved` from the adapter's file, and all other tensors from the base.
+    """
 
     lora: LoraSettings
     adapter: Weights
-    adapted: Mapping[str, TensorRule]  # rules of the adapted tensors, by layer name
-    saved: frozenset[str]  # names (`theirs`) of the tensors that peft saved in full
+    adapted: Mapping[str, TensorRule]
+    saved: frozenset[str]
 
     @classmethod
     def beside(cls, folder: Path, base: ImportFolder) -> AdaptedFolder:
-        """Combine an adapter folder with its base. Raises CannotImport, listing all faults."""
+        """Combine an adapter folder with its base. Raises CannotImport, with all faults, if they do not fit."""
         lora = lora_settings(folder)
         adapter = Weights(folder, OF_ADAPTER)
         rules = {name: rule for rule in base.rules for name in (rule.theirs, rule.in_memory)}
-        rules |= {old.theirs: new for old, new in zip(base.kind.rules(base.model), base.rules, strict=True)}
+        rules |= {old.theirs: new for old, new in zip(base.kind.rules(base.arch), base.rules, strict=True)}
         names = {name: name.removeprefix(PREFIX) for name in adapter.shapes}
         layers = {name.rpartition(".lora_")[0] for name in names.values() if ".lora_" in name}
         saved = {rules[name].theirs: stored_name for stored_name, name in names.items() if name in rules}
         combined = cls(
             base.kind,
             base.settings,
-            base.model,
+            base.arch,
             base.rules,
             base.weights.replaced(adapter, saved),
             lora,
@@ -74,19 +84,24 @@ class AdaptedFolder(ImportFolder):
             {layer: rules[f"{layer}.weight"] for layer in sorted(layers) if f"{layer}.weight" in rules},
             frozenset(saved),
         )
-        faults = [*combined._strange(names), *combined._wrong_layers(layers), *combined._wrong_saved(saved)]
+        faults = [*combined._unused_tensors(names), *combined._wrong_layers(layers), *combined._wrong_saved(saved)]
         if faults:
-            if len(faults) > SHOWN:
-                more = [f"and {len(faults) - SHOWN} more"]
+            if len(faults) > MAX_LISTED:
+                more = [f"and {len(faults) - MAX_LISTED} more"]
             else:
                 more = []
-            listed = "\n  ".join([*faults[:SHOWN], *more])
-            raise CannotImport(f"{folder} is not an adapter that fits beside {base.weights.folder}:\n  {listed}")
+            listed = "\n  ".join([*faults[:MAX_LISTED], *more])
+            raise CannotImport(
+                f"the adapter {folder} does not fit the base model {base.weights.folder}:\n  {listed}", code="mismatch"
+            )
         return combined
 
     @property
     def adapters(self) -> AdaptersConfig:
-        """The adapters' configuration, with the smallest preset that trains the modules saved in full."""
+        """The adapters' configuration.
+
+        Its preset is the smallest preset that trains all modules which peft saved in full.
+        """
         learned = [key for rule in self.rules if rule.theirs in self.saved for key in rule.ours]
         convolutions = any("conv" in key for key in learned)
         if convolutions:
@@ -104,18 +119,18 @@ class AdaptedFolder(ImportFolder):
 
     def tensors(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         yield from super().tensors()
-        converted = (self._beside(layer, rule).items() for layer, rule in self.adapted.items())
+        converted = (self._converted(layer, rule).items() for layer, rule in self.adapted.items())
         yield (
             "model-adapters.safetensors",
             {key: tensor.contiguous() for adapter_items in converted for key, tensor in adapter_items},
         )
 
     def read(self, layer: str, piece: str) -> Tensor:
-        """Read one of a layer's adapter tensors; `piece` is DOWN, UP or LENGTHS."""
+        """Read an adapter tensor for the module `layer`: DOWN (A), UP (B) or LENGTHS (DoRA's row norms)."""
         return self.adapter.read(f"{PREFIX}{layer}.{piece}")
 
-    def _beside(self, layer: str, rule: TensorRule) -> dict[str, Tensor]:
-        """Convert a layer's adapter to our A, B and M, by key."""
+    def _converted(self, layer: str, rule: TensorRule) -> dict[str, Tensor]:
+        """Convert the adapter of the module `layer` to our A, B and, with DoRA, M; return them by key."""
         A = self.read(layer, DOWN)
         ours = {adapter_key(part, "A"): A.clone() for part in rule.ours}
         ours |= beside(rule, "B", self.lora.rank).to_ours(self.read(layer, UP))
@@ -126,9 +141,10 @@ class AdaptedFolder(ImportFolder):
         return ours
 
     def _patterns(self) -> list[str]:
-        """Return patterns that match the adapted weights.
+        """Return patterns that match the adapted weights, for the adapters' configuration.
 
-        A weight that is adapted in every layer that has it becomes `layers.*.NAME`; others are listed one by one.
+        If a weight is adapted in every layer with such a weight, its pattern is `layers.*.NAME`. For other weights, the
+        patterns are the keys of the adapted weights.
         """
         adapted_keys = {key for rule in self.adapted.values() for key in rule.ours}
         all_keys = [key for rule in self.rules for key in rule.ours]
@@ -136,80 +152,98 @@ class AdaptedFolder(ImportFolder):
         unadapted_patterns = {patterns[key] for key in all_keys if key not in adapted_keys}
         return sorted({key if patterns[key] in unadapted_patterns else patterns[key] for key in adapted_keys})
 
-    def _strange(self, names: Mapping[str, str]) -> Iterator[str]:
-        """Yield a fault for each adapter tensor that no rule uses; a tied head is allowed."""
-        known = {f"{layer}.{piece}" for layer in self.adapted for piece in self._pieces()}
-        rules = (*self.rules, *self.kind.rules(self.model))
-        places = {name for rule in rules for name in (rule.theirs, rule.in_memory)}
+    def _unused_tensors(self, names: Mapping[str, str]) -> Iterator[str]:
+        """Yield a fault for each tensor in the adapter's file that the import does not use.
+
+        The head of a model with tied embeddings is allowed. `names` maps names in the file to names without PREFIX.
+        """
+        adapter_names = {f"{layer}.{piece}" for layer in self.adapted for piece in self._pieces()}
+        rules = (*self.rules, *self.kind.rules(self.arch))
+        model_names = {name for rule in rules for name in (rule.theirs, rule.in_memory)}
         for stored_name, name in names.items():
             if not stored_name.startswith(PREFIX):
                 yield f"{stored_name} does not begin with {PREFIX}"
-            elif name not in known and name not in places and not (name == HEAD and self.model.tie_embeddings):
-                yield f"{stored_name} is used by no rule"
+            elif (
+                name not in adapter_names
+                and name not in model_names
+                and not (name == HEAD and self.model.tie_embeddings)
+            ):
+                yield f"{stored_name} is not a tensor of the model or of an adapter"
 
     def _pieces(self) -> tuple[str, ...]:
-        """Return the tensor names that each layer's adapter must have."""
+        """Return the names of the tensors that a module's adapter must have."""
         if self.lora.dora:
             return (DOWN, UP, LENGTHS)
         return (DOWN, UP)
 
     def _wrong_layers(self, layers: set[str]) -> Iterator[str]:
-        """Yield faults in adapted layers: not a projection, also saved in full, missing tensors, wrong shapes."""
+        """Yield faults in the adapters of the modules `layers`.
+
+        The faults are:
+        - there is no adapter
+        - an adapted module is not a sub-layer's projection
+        - an adapted module is also saved in full
+        - a tensor is missing or has a wrong shape
+        """
         if not layers:
-            yield f"no tensor is called LAYER.{DOWN}"
-        table = parameter_table(self.model)
-        projections = {key for name, weight in table.items() if is_adaptable(weight) for key in weight.stored(name)}
+            yield f"there is no adapter: no tensor has a name such as MODULE.{DOWN}"
+        table = self.arch.table
+        projections = {
+            key for name, weight in table.items() if weight.is_mixer_projection for key in weight.stored(name)
+        }
         for layer, rule in self.adapted.items():
             if not projections.issuperset(rule.ours):
-                yield f"{layer} has an adapter, and is not a projection of a mixer"
+                yield f"{layer} has an adapter, but only projections of attention, Mamba, MLP and so on can have one"
                 continue
             if rule.theirs in self.saved:
-                yield f"{layer} has an adapter, and is saved whole besides"
+                yield f"{layer} has an adapter, but is also saved in full"
             rows, columns = rule.shape
             shapes = {DOWN: (self.lora.rank, columns), UP: (rows, self.lora.rank), LENGTHS: (rows,)}
             for piece in self._pieces():
                 shape = self.adapter.shapes.get(f"{PREFIX}{layer}.{piece}")
                 if shape != shapes[piece]:
-                    yield f"{layer}.{piece} {f'has shape {shape}' if shape else 'is missing'}, not {shapes[piece]}"
+                    yield f"{layer}.{piece} {f'has shape {shape}' if shape else 'is missing'}; must be {shapes[piece]}"
 
     def _wrong_saved(self, saved: Mapping[str, str]) -> Iterator[str]:
-        """Yield faults in modules saved in full; `saved` maps tensor names to names in the adapter's file."""
+        """Yield faults in modules saved in full. `saved` maps tensor names to the names in the adapter's file."""
         shapes = {rule.theirs: rule.shape for rule in self.rules}
         for name, stored_name in saved.items():
             if self.adapter.shapes[stored_name] != shapes[name]:
-                yield f"{name} has shape {self.adapter.shapes[stored_name]}, not {shapes[name]}"
-                return
+                yield f"{name} has shape {self.adapter.shapes[stored_name]}, must have shape {shapes[name]}"
         names = (*saved, *(stored_name.removeprefix(PREFIX) for stored_name in saved.values()))
         modules = {name.rpartition(".")[0] for name in (*names, *([HEAD] if self.model.tie_embeddings else []))}
         for module in self.lora.saved:
             if not any(f".{name}".endswith(f".{module}") for name in modules):
-                yield f"{module} is among modules_to_save, and no tensor of it is there"
+                yield f"{module} is in modules_to_save, but the adapter's file has no tensor of this module"
         if not self.model.tie_embeddings:
             return
         embedding = next(rule.theirs for rule in self.rules if rule.ours == ("embedding.weight",))
         if (stored_name := f"{PREFIX}{HEAD}") in self.adapter.shapes:
             if not torch.equal(self.adapter.read(stored_name), self.weights.read(embedding)):
-                yield f"{HEAD} is not {embedding}, though they are tied"
+                yield f"{HEAD} differs from {embedding}, though the base model ties them"
         elif embedding in self.saved and not self.lora.tied:
-            yield f"{embedding} was saved, and the head that is tied to it was not: peft keeps the base's for the head"
+            yield f"{embedding} is saved, but not {HEAD}: peft uses the head of the base, so the two are no longer tied"
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Check that a folder has adapter_config.json and no config.json."""
+    """Return True if a folder has an adapter and no model: adapter_config.json, but no config.json."""
     return (folder / CONFIG).exists() and not (folder / "config.json").exists()
 
 
 def adapted_folder(folder: Path, base: Path | None) -> tuple[AdaptedFolder, Path]:
-    """Open an adapter and its base; returns both combined, and the folder with the tokenizer.
+    """Open an adapter with its base model. Returns both combined, and the folder to read the tokenizer from.
 
-    With `base` None, the folder that adapter_config.json names is used. The adapter's own tokenizer takes precedence.
+    If `base` is None, the base is the folder that adapter_config.json names. The tokenizer is read from the adapter's
+    folder, or from the base if the adapter's folder has none. Raises CannotImport if there is no such base folder.
     """
     if not (folder / CONFIG).exists():
-        raise CannotImport(f"{folder} has no {CONFIG}: leave out --base")
+        raise CannotImport(f"{folder} has no {CONFIG}: leave out --base", code="no-file")
     named_base = lora_settings(folder).base
     if base is None and not (named_base and Path(named_base).is_dir()):
         raise CannotImport(
-            f"{folder / CONFIG} names {named_base!r} as its base, which is not a folder here: add --base FOLDER"
+            f"{folder / CONFIG} names the base model {named_base!r}, which is not a folder on this machine: give the "
+            "base model's folder with --base FOLDER",
+            code="no-file",
         )
     base_folder = base or Path(str(named_base))
     if (folder / "tokenizer.json").exists():
@@ -220,10 +254,11 @@ def adapted_folder(folder: Path, base: Path | None) -> tuple[AdaptedFolder, Path
 
 
 def prove_adapter(source: AdaptedFolder, checkpoint: Checkpoint) -> None:
-    """Check an imported checkpoint against the adapter and its base.
+    """Compare an imported checkpoint with the adapter and its base.
 
-    All tensors must be restored from the checkpoint as they were. For classes of transformers, its model with the
-    adapters merged must also give the same logits as ours. Raises CannotImport or NotTheSame.
+    The checkpoint's tensors are converted back. Raises CannotImport if a converted tensor differs from the imported
+    tensor. If transformers has a class for the base, the adapter is also merged into the base in transformers. Raises
+    NotTheSame if that model gives other logits or another greedy continuation than the checkpoint's model.
     """
     same_tensors(source, checkpoint)
     for layer, rule in source.adapted.items():
@@ -234,26 +269,34 @@ def prove_adapter(source: AdaptedFolder, checkpoint: Checkpoint) -> None:
         with quiet():
             folder = source.weights.folder
             theirs = _merged(source, loaded(folder, source.kind.proven_with))
-            same_answers(folder, theirs, whole_model(checkpoint), checkpoint.config.model)
+            same_answers(folder, theirs, whole_model(checkpoint))
 
 
-def _same(source: AdaptedFolder, piece: str, layer: str, made: Tensor, rule: TensorRule) -> None:
-    """Compare one rebuilt adapter tensor bit for bit; DoRA's lengths may differ by fp32 rounding."""
+def _same(source: AdaptedFolder, piece: str, layer: str, rebuilt: Tensor, rule: TensorRule) -> None:
+    """Raise CannotImport if an adapter tensor, converted back from the checkpoint, differs from the imported tensor.
+
+    DoRA's row norms may differ by fp32 rounding. All other tensors must be equal bit for bit.
+    """
     theirs = source.read(layer, piece)
     if piece == LENGTHS:
         tolerance = ROUNDING * row_lengths_of(source.weights.read(rule.theirs), torch.float32).maximum(
             theirs.float().abs()
         )
-        same = bool(((made - theirs.float()).abs() <= tolerance).all())
+        is_same = bool(((rebuilt - theirs.float()).abs() <= tolerance).all())
     else:
-        same = made.dtype == theirs.dtype and torch.equal(made, theirs)
-    if not same:
-        raise CannotImport(f"{layer}.{piece} does not come back from the checkpoint as it was")
+        is_same = rebuilt.dtype == theirs.dtype and torch.equal(rebuilt, theirs)
+    if not is_same:
+        raise CannotImport(
+            f"{layer}.{piece}, converted back from the checkpoint, differs from the imported tensor", code="changed"
+        )
 
 
 @torch.no_grad()
 def _merged(source: AdaptedFolder, theirs: Any) -> Any:
-    """Merge the adapter into transformers' model in place, as peft would: W + (alpha / rank) B A, rescaled for DoRA."""
+    """Merge the adapter into a model of transformers in place, as peft would, and return the model.
+
+    An adapted weight W becomes W + (alpha / rank) B A. With DoRA, each row is then rescaled to its learned norm.
+    """
     for rule in source.rules:
         if rule.theirs in source.saved:
             theirs.get_parameter(rule.in_memory).copy_(source.weights.read(rule.theirs))

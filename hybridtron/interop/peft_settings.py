@@ -1,4 +1,4 @@
-"""Reads peft's adapter_config.json, and refuses settings whose computation we don't have."""
+"""Reads adapter_config.json, the settings of a peft adapter, and refuses settings that we can't compute."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hybridtron.interop.config_json import COUNT, NUMBER, TEXT, TEXTS, TRUTH, Ca
 
 CONFIG = "adapter_config.json"
 SHARE = Kind("a number from 0 to below 1", lambda value: type(value) in (int, float) and 0 <= value < 1)
+# the keys that an import reads, and their allowed values
 READ: dict[str, Kind] = {
     "r": COUNT,
     "lora_alpha": NUMBER,
@@ -28,31 +29,31 @@ SAID_BY_TENSORS = "target_modules exclude_modules layers_to_transform layers_pat
 OF_TRAINING = "loftq_config eva_config corda_config lora_ga_config runtime_config init_lora_weights"
 OF_OTHERS = "peft_type task_type auto_mapping revision peft_version inference_mode bias megatron_config megatron_core"
 UNREAD = {*SAID_BY_TENSORS.split(), *OF_TRAINING.split(), *OF_OTHERS.split(), "qalora_group_size"}
-"""Keys that do not affect the computation, or that are checked elsewhere."""
+"""Keys that an import ignores: they do not affect the computation, or other code checks what they describe."""
 KEEP_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Initializations that leave the base unchanged; others (such as PiSSA) subtract the adapter from the base weights."""
+"""Initializations of the adapter that do not change the base. PiSSA, for example, changes the weights of the base."""
 
 
 class LoraSettings(NamedTuple):
-    """The settings of a LoRA or DoRA adapter; `base` is the base model's name or path, if given."""
+    """The settings for a LoRA or DoRA adapter."""
 
     rank: int
     alpha: float
     dropout: float
     dora: bool
-    tied: bool  # a saved embedding is also used as the head
-    saved: tuple[str, ...]  # modules_to_save
-    base: str | None
+    tied: bool  # ensure_weight_tying: the head uses an embedding that was saved in full
+    saved: tuple[str, ...]  # modules_to_save: modules that are saved in full
+    base: str | None  # name or path of the base model
 
 
 def lora_settings(folder: Path) -> LoraSettings:
-    """Read adapter_config.json. Raises CannotImport, naming each value that can't be used."""
+    """Read adapter_config.json. Raises CannotImport, which lists all values that are not supported."""
     path = folder / CONFIG
     values: dict[str, Any] = {**MISSING, **read_object(path)}
     if faults := list(_faults(values)):
-        raise CannotImport("\n".join(f"{path} {fault}" for fault in faults))
+        raise CannotImport("\n".join(f"{path} {fault}" for fault in faults), code="unsupported")
     rank = values["r"]
-    # the adapter's factor is alpha / rank here; rsLoRA has alpha / sqrt(rank)
+    # Our factor of B A is alpha / rank. rsLoRA has the factor alpha / sqrt(rank), so alpha is multiplied by sqrt(rank).
     alpha = values["lora_alpha"] * (math.sqrt(rank) if values["use_rslora"] else 1.0)
     tied = values["ensure_weight_tying"]
     saved = tuple(values.get("modules_to_save") or ())
@@ -70,10 +71,10 @@ def _faults(values: dict[str, Any]) -> Iterator[str]:
         elif not requirement.fits(values.get(key)):
             yield f"has {key} {reprlib.repr(values[key])}, must be {requirement.words}"
     if values.get("bias", "none") != "none":
-        yield f"has bias {reprlib.repr(values['bias'])}, must be none: our projections have no biases"
-    if (start := values.get("init_lora_weights", True)) not in KEEP_THE_BASE:
-        cure = "convert it to a plain one (peft's path_initial_model_for_weight_conversion)"
-        yield f"has init_lora_weights {reprlib.repr(start)}, which changes the base: {cure}"
+        yield f"has bias {reprlib.repr(values['bias'])}, must be none: adapters with biases can't be imported"
+    if (initialization := values.get("init_lora_weights", True)) not in KEEP_THE_BASE:
+        cure = "save the adapter again with path_initial_model_for_weight_conversion of peft's save_pretrained"
+        yield f"has init_lora_weights {reprlib.repr(initialization)}, which changes the base: {cure}"
     for key in sorted(values.keys() - READ.keys() - UNREAD):
         if values[key]:
-            yield f"has {key} {reprlib.repr(values[key])}, which is not imported: train without it, or import it merged"
+            yield f"has {key} {reprlib.repr(values[key])}, which is not supported: import the model merged by peft"

@@ -1,8 +1,8 @@
 """Exports the checkpoint at the end of each phase that has `phases.N.export`, during the run.
 
-A failed export is reported and retried: when the next phase ends, at the end of the run, and at the next start. It
-never ends training. If the process was killed during an export, which may have run out of memory, that export is
-retried only after the last training step.
+A failed export does not end training. It is logged, and retried when the next phase ends, at the end of the run, and
+when the run is started again. If a process was killed during an export, it may have run out of memory. Then the export
+is retried only after the last training step.
 """
 
 from __future__ import annotations
@@ -14,20 +14,23 @@ from pathlib import Path
 
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.checkpoint.merged import merged
+from hybridtron.checkpoint.merged import merge_adapters
 from hybridtron.config.checks.export import exported_step
 from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.parallel.groups import barrier
 from hybridtron.storage.durable import temporary_of
-from hybridtron.train.failures import Failures
 from hybridtron.train.hooks import Hook, RunContext, StepContext
+from hybridtron.train.outcome import Failures
 
 SHARD_BYTES = 5 * 10**9
 LOG = logging.getLogger(__name__)
 
 
 class PhaseExports(Hook):
-    """Hook that exports phases on the first process, while the others wait. Each export has `run.timeout`."""
+    """Hook that exports phases on rank 0, while all other ranks wait.
+
+    The watchdog ends the run if an export takes longer than `run.timeout`.
+    """
 
     def __init__(self, plan: RunPlan) -> None:
         self.run_dir = plan.run_dir
@@ -37,7 +40,7 @@ class PhaseExports(Hook):
 
     @property
     def failed(self) -> Mapping[str, str]:
-        """Reasons why the last exports of phases failed, by the phase's name."""
+        """The reason why the last attempt to export a phase failed, by the phase's name."""
         return self._failed
 
     def on_run_start(self, run: RunContext) -> None:
@@ -54,7 +57,7 @@ class PhaseExports(Hook):
         self._export_ended(run, run.resumed_step)
 
     def _export_ended(self, run: RunContext, step: int) -> None:
-        """Export every phase that has ended by this step and has no up-to-date export."""
+        """Export every phase that has ended by this step, if it has no export yet."""
         for name, phase in self.wanted.items():
             if phase.end_step > step:
                 continue
@@ -64,15 +67,15 @@ class PhaseExports(Hook):
             barrier()
 
     def _export(self, name: str, phase: ResolvedPhase, step: int) -> None:
-        """Export a phase if it has no up-to-date export; failures are logged, not raised."""
+        """Export a phase unless its last step is exported already. Failures are logged, not raised."""
         output = self.run_dir / "export" / name
         if exported_step(output) == phase.end_step:
             return
         if temporary_of(output).exists() and step < self.last_step:
-            self._failed[name] = "it was killed once, and is retried at the end of the run"
+            self._failed[name] = "a process was killed during this export, which is retried at the end of the run"
             return
         try:
-            source = merged(Checkpoint.open(checkpoints.folder_of(self.run_dir, phase.end_step)))
+            source = merge_adapters(Checkpoint.open(checkpoints.folder_of(self.run_dir, phase.end_step)))
             export_phase(source, output, phase)
         except Exception as error:
             self._report(name, error)
@@ -88,17 +91,17 @@ class PhaseExports(Hook):
 
 
 def export_phase(source: Checkpoint, output: Path, phase: ResolvedPhase) -> None:
-    """Write a phase's export, and prove it on the first and last layer of every kind.
+    """Export a phase's checkpoint, and verify the export: sampled layers must compute the same as in the checkpoint.
 
-    Raises FileExistsError if `output` exists; nothing is overwritten.
+    The sample has the first and the last layer of every kind. Raises FileExistsError if `output` exists.
     """
     from hybridtron.interop.export import ExportPlan, export, target_of  # deferred, because it imports transformers
     from hybridtron.interop.sample import verify_sample
 
     if output.exists():
-        raise FileExistsError(f"{output} is something else: move it away")
+        raise FileExistsError(f"{output} exists, but is not an export of this phase: rename it")
     assert phase.settings.export is not None
-    target = target_of(source.config.model, phase.settings.export)
+    target = target_of(source.plan.arch, phase.settings.export)
 
     def prove(folder: Path) -> None:
         verify_sample(folder, source, target)

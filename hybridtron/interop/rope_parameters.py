@@ -1,7 +1,7 @@
 """RoPE settings in config.json: `rope_parameters`, or before transformers 5 `rope_scaling` and `rope_theta`.
 
-Imports read both forms; exports write the newer one. Imports refuse kinds of scaling that we don't have, and
-unknown keys, which might change the computation.
+Imports read both forms; exports write `rope_parameters`. Imports refuse types of scaling that we don't have. They also
+refuse unknown keys, which might change the computation. In names, `ours` means hybridtron, and `theirs` transformers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ BASE = 10000.0  # default rope_theta
 PARAMETERS = "rope_parameters"
 SCALING = "rope_scaling"
 LENGTH = "original_max_position_embeddings"
+# keys of config.json, by the names of our options
 NAMES = {
     "factor": "factor",
     "original": LENGTH,
@@ -26,12 +27,12 @@ NAMES = {
     "attention": "attention_factor",
     "truncate": "truncate",
 }
-ELSEWHERE = ("rope_type", "type", "rope_theta", "partial_rotary_factor", LENGTH)
-MSCALE = ("mscale", "mscale_all_dim")  # YaRN: an older form of `attention_factor`, which follows from the two
+ELSEWHERE = ("rope_type", "type", "rope_theta", "partial_rotary_factor", LENGTH)  # keys allowed with every scaling
+MSCALE = ("mscale", "mscale_all_dim")  # older keys of YaRN, from which `attention_factor` is computed
 
 
 def to_theirs(rope: RopeOptions) -> Settings:
-    """Return the `rope_parameters` from which transformers computes the same frequencies."""
+    """Return the value of `rope_parameters` in config.json for our RoPE options."""
     parameters: Settings = {"rope_type": rope.scale or "default", "rope_theta": rope.base}
     for name in OF_SCALE.get(rope.scale or "", ()):
         parameters[NAMES[name]] = getattr(rope, name)
@@ -39,7 +40,10 @@ def to_theirs(rope: RopeOptions) -> Settings:
 
 
 def to_ours(theirs: Settings) -> Settings | str:
-    """Return our `rope` option from the full config.json. Raises ValueError for a scale or key that we don't have."""
+    """Return our option `rope` for `theirs`, the full config.json.
+
+    Raises ValueError for a type of scaling that we don't have, or for an unknown key.
+    """
     rope: Settings = theirs.get(SCALING) or theirs.get(PARAMETERS) or {}
     base = rope.get("rope_theta", theirs.get("rope_theta", BASE))
     if base is None:
@@ -50,14 +54,14 @@ def to_ours(theirs: Settings) -> Settings | str:
     unknown = [key for key in rope if key not in known]
     if (scale != "default" and not scale_options) or unknown:
         scaling = f"rope_type={scale}" + "".join(f" and {key}={rope[key]!r}" for key in unknown[:1])
-        raise ValueError(f"scales its rotary positions by {scaling}, which we have not; we have {', '.join(OF_SCALE)}")
+        raise ValueError(f"scales rotary positions with {scaling}, which is not supported; use {', '.join(OF_SCALE)}")
     if not scale_options:
         return {"base": base}
     return {"base": base, "scale": scale, **_scaled(scale, rope, theirs)}
 
 
 def _scaled(scale: str, rope: Settings, theirs: Settings) -> Settings:
-    """Return a scaling kind's options, with transformers' defaults for missing keys.
+    """Return the options for a type of scaling. Missing keys get the values that transformers would use.
 
     Raises ValueError if a required key is missing.
     """
@@ -66,11 +70,11 @@ def _scaled(scale: str, rope: Settings, theirs: Settings) -> Settings:
     else:
         needed = ("factor",)
     if missing := [NAMES[name] for name in needed if NAMES[name] not in rope]:
-        raise ValueError(f"scales its rotary positions by rope_type={scale} without {missing[0]}")
+        raise ValueError(f"scales rotary positions with rope_type={scale}, but has no {missing[0]}")
     options = {name: rope[NAMES[name]] for name in OF_SCALE[scale] if rope.get(NAMES[name]) is not None}
     if scale == "linear":
         return options
-    # some models have this key at the top level of config.json, which takes precedence
+    # if config.json has this key at the top level, as in some models, that value takes precedence
     options["original"] = theirs.get(LENGTH) or options.get("original") or theirs["max_position_embeddings"]
     if scale == "llama3":
         return options

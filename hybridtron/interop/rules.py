@@ -1,10 +1,11 @@
-"""Rules that map checkpoint tensors to another format's: one table for both directions.
+"""Rules that convert between checkpoint tensors and another format's tensors, in both directions.
 
-`ours` is hybridtron, `theirs` the other format (transformers or state-spaces/mamba). A checkpoint stores each part of a
-projection under its own key, and the other formats fuse some parts into one tensor. Exports therefore concatenate our
-tensors along dimension 0, and imports split the fused tensor at the same rows. Qwen3-Next fuses head by head (the rows
-of all parts for head 0, then for head 1, ...) and stores norm weights minus 1. Shapes follow from the configuration
-alone, so they are known before any tensor is read.
+In names, `ours` means hybridtron's checkpoints, and `theirs` the other format (transformers or state-spaces/mamba). Our
+checkpoints store each projection as a separate tensor, but other formats fuse some projections into one tensor. So
+exports concatenate our tensors along dimension 0, and imports split the fused tensor into the same rows.
+
+Qwen3-Next is an exception in two ways: in a fused tensor, all projections' rows for head 0 come first, then all rows
+for head 1, and so on; and norm weights are stored minus 1.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ import torch
 from torch import Tensor
 
 from hybridtron.architecture.base import Names
-from hybridtron.architecture.model import ModelConfig
-from hybridtron.architecture.table import architecture, parameter_table, weight_name
+from hybridtron.architecture.table import Architecture, weight_name
 
 CONVOLUTION = "conv1d.weight"
 ROUNDING = 2.0**-23  # relative rounding error of fp32 near 1
@@ -25,17 +25,18 @@ ROUNDING = 2.0**-23  # relative rounding error of fp32 near 1
 
 @dataclass(frozen=True)
 class TensorRule:
-    """One tensor of the other format, and the checkpoint tensors that are concatenated to form it.
+    """A tensor in the other format, and our tensors that are concatenated to form it.
 
-    theirs    its name in files
-    shape     its shape
-    ours      our keys, in the order in which they are concatenated along dimension 0
-    rows      each of our tensors' number of rows
-    fp32      whether it stays in fp32, whatever the export's dtype
-    blocks    number of blocks into which the rows are divided; in each block the parts are concatenated
-    less_one  for norms: our weight is 1 + theirs. It is computed in fp32, as bf16 would round values near 1
-    also      a second name that some files use, or ""
-    memory    the parameter's name in transformers' module if it differs from `theirs`; peft names adapters by it
+    theirs    the tensor's name in the other format's files
+    shape     the tensor's shape in the other format
+    ours      our tensors' keys, in the order of concatenation along dimension 0
+    rows      how many rows each of our tensors has, in the order of `ours`
+    fp32      True if the tensor is always stored in fp32, even if other tensors are exported in bf16
+    blocks    how many blocks, such as heads, the rows are divided into: our tensors are concatenated block by
+              block, and each of them has equally many rows in each block
+    less_one  True for a norm whose weight is stored minus 1. The conversion is in fp32: bf16 would round values near 1
+    also      the tensor's second name, which some files have instead of `theirs`, or ""
+    memory    the parameter's name in the transformers module, which peft uses, or "" if it is `theirs`
     """
 
     theirs: str
@@ -50,11 +51,11 @@ class TensorRule:
 
     @property
     def in_memory(self) -> str:
-        """The parameter's name in transformers' module."""
+        """The parameter's name in the transformers module."""
         return self.memory or self.theirs
 
     def to_theirs(self, read: Callable[[str], Tensor]) -> Tensor:
-        """Build the other format's tensor from our tensors; `read` returns one by its key."""
+        """Build the other format's tensor from ours. `read` returns a tensor of ours by its key."""
         parts = [read(key).unflatten(0, (self.blocks, -1)) for key in self.ours]
         fused = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).reshape(self.shape)
         if self.less_one:
@@ -62,7 +63,7 @@ class TensorRule:
         return fused
 
     def to_ours(self, theirs: Tensor) -> dict[str, Tensor]:
-        """Split the other format's tensor into our tensors by key; converted to fp32 if the rule says so."""
+        """Split the other format's tensor into our tensors; return them by key, in fp32 if `fp32` is True."""
         if self.theirs.endswith(CONVOLUTION):
             other_axes = self.shape[2:]
         else:
@@ -77,33 +78,38 @@ class TensorRule:
             return {key: part + 1 for key, part in converted.items()}
         return converted
 
-    def same(self, made: Tensor, theirs: Tensor) -> bool:
-        """Compare a rebuilt tensor with the original: bit for bit, or within fp32 rounding if `less_one` is set."""
+    def same(self, rebuilt: Tensor, theirs: Tensor) -> bool:
+        """Return True if a tensor, converted to ours and back, equals the original tensor `theirs`.
+
+        The tensors must be equal bit for bit, or up to fp32 rounding if `less_one` is True.
+        """
         if self.less_one:
-            return torch.allclose(made, theirs.float(), rtol=ROUNDING, atol=ROUNDING)
-        return torch.equal(made.to(theirs.dtype), theirs)
+            return torch.allclose(rebuilt, theirs.float(), rtol=ROUNDING, atol=ROUNDING)
+        return torch.equal(rebuilt.to(theirs.dtype), theirs)
 
     def as_named(self, names: Container[str]) -> TensorRule:
-        """Return the rule under its second name if only that one is among `names`."""
+        """Return the rule for a file with these names: `also` replaces `theirs` if only `also` is in `names`."""
         if self.also in names and self.theirs not in names:
             return replace(self, theirs=self.also)
         return self
 
 
 class Rules:
-    """Collects a model's rules; `complete` checks that they use each of its weights exactly once."""
+    """A collection of the rules for a model's tensors."""
 
-    def __init__(self, model: ModelConfig) -> None:
-        table = parameter_table(model)
-        self._arch = architecture(model)
+    def __init__(self, arch: Architecture) -> None:
+        table = arch.table
+        self._arch = arch
         self.shapes = {key: shape for name, weight in table.items() for key, shape in weight.stored(name).items()}
         self._fp32 = {name for name, weight in table.items() if weight.fp32}
         self._rules: list[TensorRule] = []
         self._used: set[str] = set()
 
     def add(self, theirs: str, *ours: str) -> None:
-        """Add a rule that concatenates our tensors into one. Our convolutions (channels, taps) are (channels, 1, taps)
-        in other formats."""
+        """Add the rule for the tensor `theirs`, which is formed by concatenating our tensors.
+
+        A convolution has our shape (channels, kernel size), and the shape (channels, 1, kernel size) in other formats.
+        """
         self._used.update(ours)
         rows = tuple(self.shapes[key][0] for key in ours)
         shape = (sum(rows), *self.shapes[ours[0]][1:])
@@ -112,20 +118,23 @@ class Rules:
         self._rules.append(TensorRule(theirs, shape, ours, rows, ours[0] in self._fp32))
 
     def add_mixer(self, theirs: str, index: int, names: Names | None = None) -> None:
-        """Add the rules for a sub-layer's mixer, under the prefix `theirs`.
+        """Add the rules for the weights of a sub-layer (attention, Mamba, MLP, ...), with names under `theirs`.
 
-        `names` maps names in the other format to our keys; the default is the spec's `exported_names`. Names of weights
-        that this mixer lacks are ignored. Shared weights get a rule at their first place only.
+        `names` maps names in the other format to our keys; the default is `exported_names` of the sub-layer's spec.
+        Names whose weights the sub-layer does not have are ignored. Weights that several sub-layers share get a single
+        rule.
         """
         if names is None:
             names = self._arch.specs[index].exported_names(self._arch.sizes)
         for name, keys in names.items():
             ours = [weight_name(self._arch, index, key) for key in keys]
-            if ours[0] in self.shapes and ours[0] not in self._used:  # a later place finds its shared weights used
+            if ours[0] in self.shapes and ours[0] not in self._used:  # another sub-layer may share these weights
                 self.add(f"{theirs}.{name}", *ours)
 
     def complete(self) -> list[TensorRule]:
-        """Return all rules, after checking that each weight is in exactly one."""
+        """Return all rules, after checking that each weight is in exactly one rule."""
         used = [key for rule in self._rules for key in rule.ours]
-        assert sorted(used) == sorted(self.shapes), f"{set(used) ^ set(self.shapes)} have no rule, or two"
+        assert sorted(used) == sorted(self.shapes), (
+            f"weights without a rule, or with two: {set(used) ^ set(self.shapes)}"
+        )
         return self._rules

@@ -1,8 +1,9 @@
-"""The export proof on a sample of layers, for models too large to be held in memory twice.
+"""The export proof on a sample of layers, for models that do not fit into memory twice.
 
-The first and the last layer of every kind, with embedding, final norm and head, form a smaller model. Ours loads its
-weights from the checkpoint; transformers' loads the same layers from the exported files, renumbered. Its config.json is
-the exported one, except for the entries that list the layers.
+The sampled model has the first and the last layer of every kind, and the full model's embedding, final norm and head.
+It is built twice: with our code and weights from the checkpoint, and in transformers with weights from the exported
+files. For transformers the layers are renumbered from 0, and config.json gets the sampled layers' number and order.
+Both models must compute the same.
 """
 
 from __future__ import annotations
@@ -15,43 +16,46 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from hybridtron.architecture.model import ModelConfig
-from hybridtron.architecture.table import Architecture, architecture, parameter_table
+from hybridtron.architecture.table import Architecture, architecture
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.interop.config_json import LARGEST, read_object
+from hybridtron.interop.config_json import MAX_JSON_BYTES, read_object
 from hybridtron.interop.native import Native
 from hybridtron.interop.reader import Weights
 from hybridtron.interop.rules import TensorRule
 from hybridtron.interop.verify import NotTheSame, Proof, same_model
 from hybridtron.interop.writer import write_json
 from hybridtron.model.lm import LanguageModel
-from hybridtron.regular_files import read_regular
+from hybridtron.safe_open import read_regular
 
 
 def verify_sample(folder: Path, checkpoint: Checkpoint, target: Native) -> Proof:
-    """Compare an export with its checkpoint on sampled layers. Raises NotTheSame if logits or tokens differ."""
-    full_model = checkpoint.config.model
-    sampled_layers = sampled(architecture(full_model), target)
-    model = part_of(full_model, sampled_layers)
-    names_in_folder = _names_in_the_folder(full_model, model, sampled_layers, target)
+    """Compare an export with its checkpoint on sampled layers.
+
+    Raises NotTheSame if logits or generated tokens differ.
+    """
+    whole = checkpoint.plan.arch
+    sampled_layers = sampled(whole, target)
+    part = part_of(whole, sampled_layers)
+    names_in_folder = _names_in_the_folder(whole, part, sampled_layers, target)
     weights = Weights(folder)
     if missing := sorted(set(names_in_folder.values()) - weights.shapes.keys()):
         raise NotTheSame(f"{folder} has no {missing[0]}")
-    with tempfile.TemporaryDirectory() as place:
-        temporary = Path(place)
+    with tempfile.TemporaryDirectory() as path:
+        temporary = Path(path)
         tensors = {name: weights.read(in_folder).contiguous() for name, in_folder in names_in_folder.items()}
         save_file(tensors, temporary / "model.safetensors", {"format": "pt"})
-        write_json(temporary / "config.json", _settings(folder, full_model, model, target))
+        write_json(temporary / "config.json", _settings(folder, whole, part, target))
         for name in target.files():
-            (temporary / name).write_bytes(read_regular(folder / name, LARGEST))
-        return same_model(temporary, model, _ours(checkpoint, model, sampled_layers))
+            (temporary / name).write_bytes(read_regular(folder / name, MAX_JSON_BYTES))
+        return same_model(temporary, _ours(checkpoint, part, sampled_layers))
 
 
 def sampled(arch: Architecture, target: Native) -> list[int]:
-    """Return the indices of the sub-layers in the sample: the first and the last layer of every kind.
+    """Return the indices of our sub-layers that form the sampled layers.
 
-    A layer can be several sub-layers. If a kind's layers share weights, its first two are taken, because some classes
-    (Zamba2) decide by the layers' order which of them share.
+    A layer in transformers can be several sub-layers here. The first and the last layer of every kind are sampled. If
+    all layers of a kind share weights, the first two are sampled instead, because a class such as Zamba2 decides by the
+    layers' order which layers share weights.
     """
     groups = min(target.groups(arch), arch.inseparable, key=len)
     kinds = ["".join(arch.letters[index] for index in group) for group in groups]
@@ -62,25 +66,21 @@ def sampled(arch: Architecture, target: Native) -> list[int]:
     return [index for number in sorted(chosen) for index in groups[number]]
 
 
-def part_of(model: ModelConfig, taken: list[int]) -> ModelConfig:
-    """Return the configuration for a model with only the sub-layers `taken`."""
-    letters = architecture(model).letters
-    pattern = "".join(letters[index] for index in taken)
-    return replace(
-        model,
-        pattern=pattern,
-        layers={letter: options for letter, options in model.layers.items() if letter in pattern},
-    )
+def part_of(arch: Architecture, taken: list[int]) -> Architecture:
+    """Return an architecture with only the sub-layers `taken`."""
+    pattern = "".join(arch.letters[index] for index in taken)
+    layers = {letter: options for letter, options in arch.model.layers.items() if letter in pattern}
+    return architecture(replace(arch.model, pattern=pattern, layers=layers))
 
 
-def sample_size(model: ModelConfig, target: Native) -> int:
-    """Count the sampled model's parameters."""
-    part = part_of(model, sampled(architecture(model), target))
-    return sum(parameter.size for parameter in parameter_table(part).values())
+def sample_size(arch: Architecture, target: Native) -> int:
+    """Return the sampled model's parameter count."""
+    part = part_of(arch, sampled(arch, target))
+    return sum(parameter.size for parameter in part.table.values())
 
 
-def _names_in_the_folder(whole: ModelConfig, part: ModelConfig, taken: list[int], target: Native) -> dict[str, str]:
-    """Map the sampled model's tensor names to those in the exported folder."""
+def _names_in_the_folder(whole: Architecture, part: Architecture, taken: list[int], target: Native) -> dict[str, str]:
+    """Map each tensor's name in the sampled model to its name in the exported folder."""
     in_whole = {rule.ours: rule.theirs for rule in target.rules(whole)}
 
     def moved(rule: TensorRule) -> tuple[str, ...]:
@@ -90,22 +90,22 @@ def _names_in_the_folder(whole: ModelConfig, part: ModelConfig, taken: list[int]
 
 
 def _of_whole(name: str, taken: list[int]) -> str:
-    """Translate one of our weight names from the sampled to the full model: layer n there is layer taken[n]."""
+    """Translate a weight's name in our sampled model to its name in our full model: layer n becomes layer taken[n]."""
     return re.sub(r"^layers\.(\d+)", lambda match: f"layers.{taken[int(match[1])]}", name)
 
 
-def _settings(folder: Path, whole: ModelConfig, part: ModelConfig, target: Native) -> dict[str, object]:
-    """Read the folder's config.json, with the values that differ in a model with fewer layers."""
+def _settings(folder: Path, whole: Architecture, part: Architecture, target: Native) -> dict[str, object]:
+    """Return config.json for the sampled model: the folder's, with the values that depend on the layers replaced."""
     settings = read_object(folder / "config.json")
     full_settings = target.config(whole, 1)
     part_settings = target.config(part, 1)
     return settings | {key: value for key, value in part_settings.items() if full_settings.get(key) != value}
 
 
-def _ours(checkpoint: Checkpoint, model: ModelConfig, taken: list[int]) -> LanguageModel:
-    """Build our sampled model, with weights from the checkpoint."""
-    ours = LanguageModel(model)
-    read = checkpoint.weights(parameter_table(checkpoint.config.model))
+def _ours(checkpoint: Checkpoint, part: Architecture, taken: list[int]) -> LanguageModel:
+    """Build the sampled model with our code, and with weights from the checkpoint."""
+    ours = LanguageModel(part)
+    read = checkpoint.weights(checkpoint.plan.arch.table)
     with torch.no_grad():
         for name, weight in ours.named_parameters():
             weight.copy_(read(_of_whole(name, taken)))

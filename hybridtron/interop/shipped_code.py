@@ -1,13 +1,16 @@
-"""The code files that are shipped with an exported model: those in `hybridtron/hf`, and a generated one.
+"""The code files that are shipped with an exported model: the files of `hybridtron/hf`, and a generated file.
 
-The generated file, `mixers_hybridtron.py`, has every registered mixer: its spec, its module and the ops that it uses.
-It consists of the package's own definitions, copied verbatim along with all definitions that they use, so that a mixer
-is written once and needs no second version for exports.
+The generated file, `mixers_hybridtron.py`, has every registered mixer (attention, Mamba, MLP, ...): its options (spec),
+its torch module and the ops that it calls. All definitions are copied from the package, with the definitions that they
+use. So no mixer needs a second version for exports.
 
-The copies differ from the package in three ways. `linear_hybridtron.py` and `context_hybridtron.py`, for a single
-process, replace the modules in STAND_INS. An op becomes a plain function, its reference or the implementation in
-IMPLEMENTATIONS, because the dispatcher depends on optional packages and devices. A name that several files define gets
-the file's name as a suffix.
+The copies differ from the package in three ways:
+
+- Modules that communicate between ranks (the keys of STAND_INS) are replaced by handwritten files for a single process:
+  `linear_hybridtron.py` and `context_hybridtron.py`.
+- An op becomes a plain function: its reference implementation, or the implementation named in IMPLEMENTATIONS. In the
+  package, a dispatcher chooses an op's implementation by device and installed packages.
+- A name that several files define gets its file's path as a suffix.
 """
 
 from __future__ import annotations
@@ -38,28 +41,29 @@ IMPLEMENTATIONS = {
     **dict.fromkeys(("angles", "attention"), "blocked"),
     "sparse_attention": "tiled",
 }
-"""Implementations of ops whose reference is too slow to ship: it works token by token, or on a mask over all pairs."""
+"""Implementations to ship, for ops whose reference is too slow: it loops over tokens, or builds a mask of all pairs."""
 NEEDED_BESIDE = (
     DefinedName("architecture.base", "ModelSizes"),
     DefinedName("data.batch", "SeqInfo"),
     DefinedName("mixers.base", "State"),
     DefinedName("model.init", "starting_value"),
     DefinedName("mixers.norm", "RMSNorm"),
-    DefinedName("ops.multiplied", "multiplied"),
+    DefinedName("ops.multiply", "multiply"),
     DefinedName("ops.attention", "attention"),
     DefinedName("ops.attention.reference", "attention"),  # attn_implementation=eager
     DefinedName("ops.documents", "document_starts"),
     DefinedName("ops.precision", "at_least_fp32"),
 )
-"""Definitions that the handwritten files import from the generated one, apart from mixers."""
+"""Definitions, besides mixers, that the handwritten files import from the generated file."""
 FOREIGN = {"torch", *sys.stdlib_module_names}
 VERSION = 2
 RELEASED = {
     "0.1.0": "893afca9a78c4ace42de9a048856fa4aa96e782037ae94a5caefb4ed08561fc4",
     "0.1.0.post1": "75c962f75679972ba493922445ee864094baebc226c3005412985990ff71d768",
     "0.1.0.post2": "0d62405fa810b26585e5b0493147b8d93dd007ba5801c2e59c4c7c2c491fe1e3",
+    "0.2.0": "8c5063f4a06755bf31044519d6f2bb46d1d42140d1bc80b13deba64974d8ffbd",
 }
-"""Digests of the code that earlier versions shipped. The code of a folder with such a digest is trusted and run."""
+"""Digests of the code that earlier versions shipped. Code in a folder is trusted and run if it has such a digest."""
 HEAD = f'''"""Every mixer with what it computes with, on torch alone: specs, modules and ops.
 
 Made from the sources of hybridtron, definition by definition, when a model was exported. Version {VERSION} of the
@@ -71,17 +75,20 @@ from __future__ import annotations
 
 
 class NotShippable(ValueError):
-    """Raised if a mixer uses something that can't be shipped; the message names both."""
+    """Raised if a definition uses a name that can't be shipped. The message gives the definition and the name."""
 
 
 @cache
 def shipped_code() -> dict[str, bytes]:
-    """Return the code files for an exported folder, by name. Raises NotShippable."""
+    """Return the code files for an exported folder, by name.
+
+    Raises NotShippable if a mixer uses a name that can't be shipped.
+    """
     return {path.name: path.read_bytes() for path in WRITTEN} | {f"{GENERATED}.py": mixers_file().encode()}
 
 
 def digest_of(files: Mapping[str, bytes]) -> str:
-    """Return the SHA-256 digest of files with their names and sizes."""
+    """Return the SHA-256 digest over the files' names, sizes and contents."""
     digest = hashlib.sha256()
     for name in sorted(files):
         digest.update(f"{name} {len(files[name])}\n".encode() + files[name])
@@ -89,7 +96,7 @@ def digest_of(files: Mapping[str, bytes]) -> str:
 
 
 def is_shipped(files: Mapping[str, bytes]) -> bool:
-    """Check that files are exactly the code shipped by this version or an earlier one."""
+    """Return True if files are exactly the code that this version or an earlier version ships."""
     return digest_of(files) in {digest_of(shipped_code()), *RELEASED.values()}
 
 
@@ -105,43 +112,44 @@ def provide(package: str) -> None:
 
 @cache
 def mixers_file() -> str:
-    """Return the generated file's text. Raises NotShippable."""
-    mixers = {kind: (_place_of(spec), _place_of_module(spec.module)) for kind, spec in SPECS.items()}
-    places = _closure([*(place for pair in mixers.values() for place in pair), *NEEDED_BESIDE])
-    names = _names(places)
-    parts = [HEAD, *_imports(places)]
+    """Return the generated file's text. Raises NotShippable if a mixer uses a name that can't be shipped."""
+    mixers = {kind: (_definition_of_spec(spec), _definition_of_module(spec.module)) for kind, spec in SPECS.items()}
+    definitions = _closure([*(definition for pair in mixers.values() for definition in pair), *NEEDED_BESIDE])
+    names = _names(definitions)
+    parts = [HEAD, *_imports(definitions)]
     module = ""
-    for place in places:
-        if place.module != module:
-            module = place.module
+    for definition in definitions:
+        if definition.module != module:
+            module = definition.module
             parts.append(f"\n\n# ---- hybridtron/{module.replace('.', '/')}.py")
-        parts.append("\n" + _text(place, names))
+        parts.append("\n" + _text(definition, names))
     entries = [f'    "{kind}": ({names[spec]}, {names[mixer]}),' for kind, (spec, mixer) in mixers.items()]
     return "\n".join([*parts, "\nMIXERS = {", *entries, "}", ""])
 
 
-def _place_of(spec: type) -> DefinedName:
+def _definition_of_spec(spec: type) -> DefinedName:
     return DefinedName(spec.__module__.removeprefix(HOME), spec.__name__)
 
 
-def _place_of_module(named: str) -> DefinedName:
-    """Parse a spec's `module`, `FILE:CLASS`."""
-    file, _, name = named.partition(":")
+def _definition_of_module(file_and_class: str) -> DefinedName:
+    """Parse the `module` of a spec, which names the mixer's class as `FILE:CLASS`."""
+    file, _, name = file_and_class.partition(":")
     return DefinedName(file.removeprefix(HOME), name)
 
 
 def _resolved(module: str, name: str) -> DefinedName | None:
-    """Follow imports to a name's definition; None if the generated file does not contain that definition.
+    """Return the definition of a name that `module` uses, following imports, or None if it must not be copied.
 
-    This is so for names from other packages and from modules with a stand-in.
+    Definitions from other packages and from modules in STAND_INS must not be copied.
     """
     source = SourceFile.of(module)
     if name in source.own_imports:
-        place = source.own_imports[name]
-        is_submodule = place == (module, name)  # `from hybridtron.ops.scan import reference` in that folder: a file
-        if is_submodule or place.module in STAND_INS:
+        imported = source.own_imports[name]
+        # `from hybridtron.ops.scan import reference` in ops/scan/__init__.py imports a file, not a definition
+        is_submodule = imported == (module, name)
+        if is_submodule or imported.module in STAND_INS:
             return None
-        return _resolved(*place)
+        return _resolved(*imported)
     if (op := source.call(name, "Op")) is not None:
         return _implementation(module, name, op)
     if name in source.definitions:
@@ -150,7 +158,10 @@ def _resolved(module: str, name: str) -> DefinedName | None:
 
 
 def _implementation(module: str, name: str, op: ast.Call) -> DefinedName | None:
-    """Return the function that replaces an op, defined by `name = Op(file.reference, (file.IMPLEMENTATION, ...))`."""
+    """Return the function to ship for an op: the implementation named in IMPLEMENTATIONS, or the op's reference.
+
+    The op is defined as `NAME = Op(FILE.reference, (FILE.IMPLEMENTATION, ...))`; `op` is this call.
+    """
     reference, *others = [node for node in ast.walk(op) if isinstance(node, ast.Attribute)]
     if name not in IMPLEMENTATIONS:
         return _resolved(f"{module}.{ast.unparse(reference.value)}", reference.attr)
@@ -159,80 +170,90 @@ def _implementation(module: str, name: str, op: ast.Call) -> DefinedName | None:
         implementation = SourceFile.of(file).call(attribute.attr, "Implementation")
         if implementation is not None and ast.literal_eval(implementation.args[0]) == IMPLEMENTATIONS[name]:
             return _resolved(file, ast.unparse(implementation.args[1]))
-    raise NotShippable(f"{name} has no implementation {IMPLEMENTATIONS[name]}")
+    raise NotShippable(f"the op {name} has no implementation {IMPLEMENTATIONS[name]}, which IMPLEMENTATIONS names")
 
 
 def _closure(wanted: Iterable[DefinedName]) -> list[DefinedName]:
-    """Return the wanted definitions and their dependencies, file by file, each file after its imports."""
+    """Return the wanted definitions and all definitions that they use, in an order for a single file.
+
+    Definitions of one file are together, and each file comes after the files that it imports.
+    """
     reached: set[DefinedName] = set()
-    waiting = [place for defined_name in wanted if (place := _resolved(*defined_name)) is not None]
+    resolved_names = [_resolved(*defined_name) for defined_name in wanted]
+    waiting = [definition for definition in resolved_names if definition is not None]
     while waiting:
-        place = waiting.pop()
-        if place in reached:
+        user = waiting.pop()
+        if user in reached:
             continue
-        reached.add(place)
-        for use in SourceFile.of(place.module).uses(place.name):
-            if (definition := _resolved(place.module, use.name)) is not None:
+        reached.add(user)
+        for use in SourceFile.of(user.module).uses(user.name):
+            if (definition := _resolved(user.module, use.name)) is not None:
                 waiting.append(definition)
             else:
-                _check_foreign(place, use)
+                _check_foreign(user, use)
     order: list[str] = []
     entered: set[str] = set()
-    for module in sorted({place.module for place in reached}):
+    for module in sorted({definition.module for definition in reached}):
         _after_imports(module, order, entered)
     return [DefinedName(m, n) for m in order for n in SourceFile.of(m).definitions if (m, n) in reached]
 
 
 def _after_imports(module: str, order: list[str], entered: set[str]) -> None:
-    """Append a module to `order` after the modules that it imports (depth-first); `entered` prevents repeats."""
+    """Append a module to `order`, after the modules that it imports. `entered` has the modules visited so far."""
     if module in entered or module in STAND_INS:
         return
     entered.add(module)
-    for place in SourceFile.of(module).own_imports.values():
-        inside = f"{place.module}.{place.name}"
-        _after_imports(inside if is_module(inside) else place.module, order, entered)
+    for imported in SourceFile.of(module).own_imports.values():
+        inside = f"{imported.module}.{imported.name}"
+        _after_imports(inside if is_module(inside) else imported.module, order, entered)
     order.append(module)
 
 
-def _check_foreign(place: DefinedName, use: Use) -> None:
-    """Raise NotShippable unless a name comes from a stand-in, from torch or from Python's standard library."""
-    source = SourceFile.of(place.module)
-    where = f"hybridtron/{place.module.replace('.', '/')}.py: {place.name}"
+def _check_foreign(user: DefinedName, use: Use) -> None:
+    """Raise NotShippable if a definition (`user`) uses a name that shipped code can't use.
+
+    Shipped code can use stand-ins, torch and Python's standard library.
+    """
+    source = SourceFile.of(user.module)
+    where = f"hybridtron/{user.module.replace('.', '/')}.py: {user.name}"
     if use.name in source.own_imports:
         module, name = source.own_imports[use.name]
         if module in STAND_INS:
             if name not in SourceFile.of(f"hf.{STAND_INS[module]}").definitions:
                 raise NotShippable(
-                    f"{where} uses {name}, which hybridtron/hf/{STAND_INS[module]}.py has no stand-in for"
+                    f"{where} uses {name}: define {name} in the stand-in hybridtron/hf/{STAND_INS[module]}.py"
                 )
             return
-        raise NotShippable(f"{where} uses {use.name}, a file of the package: import the names that are used of it")
+        raise NotShippable(
+            f"{where} uses {use.name}, a module, which can't be shipped: import the needed names from {use.name}"
+        )
     statement = source.foreign_imports.get(use.name)
     if statement is None:
-        raise NotShippable(f"{where} uses {use.name}, which is neither defined nor imported by a line of its own")
+        raise NotShippable(f"{where} uses {use.name}: define or import {use.name} at the top level of this file")
     if (package := statement.split()[1].split(".")[0]) not in FOREIGN:
-        raise NotShippable(f"{where} uses {package}; what is shipped with a model uses torch and Python's library only")
+        raise NotShippable(f"{where} uses {package}; shipped code may use only torch and Python's standard library")
 
 
-def _names(places: list[DefinedName]) -> dict[DefinedName, str]:
-    """Choose each definition's name in the generated file.
+def _names(definitions: list[DefinedName]) -> dict[DefinedName, str]:
+    """Choose the name of each definition in the generated file.
 
-    It keeps its own name, but an op's implementation gets the op's name, and the op's reference the suffix
-    `_reference`. Names that would occur twice get their file's path as a suffix.
+    Most definitions keep their names. The implementation of an op in IMPLEMENTATIONS gets the op's name, and the op's
+    reference gets the suffix `_reference`. If several definitions then have the same name, each of them gets its file's
+    path as a suffix.
     """
-    folders = {place.module.rpartition(".")[0] for place in places if place.module.count(".") > 1}
+    folders = {entry.module.rpartition(".")[0] for entry in definitions if entry.module.count(".") > 1}
     op_names = {_resolved(folder, op): op for folder in folders for op in IMPLEMENTATIONS}
-    wanted = {place: op_names.get(place, place.name) for place in places}
-    references = [place for place in places if place.name in IMPLEMENTATIONS]
-    wanted |= {place: f"{place.name}_reference" for place in references}
-    counts = Counter([*wanted.values(), *_imported(places)])
-    return {p: f"{name}_of_{p.module.replace('.', '_')}" if counts[name] > 1 else name for p, name in wanted.items()}
+    wanted = {entry: op_names.get(entry, entry.name) for entry in definitions}
+    references = [entry for entry in definitions if entry.name in IMPLEMENTATIONS]
+    wanted |= {entry: f"{entry.name}_reference" for entry in references}
+    counts = Counter([*wanted.values(), *_imported(definitions)])
+    return {d: f"{name}_of_{d.module.replace('.', '_')}" if counts[name] > 1 else name for d, name in wanted.items()}
 
 
-def _imported(places: list[DefinedName]) -> dict[str, str]:
-    """Map each name that the generated file imports to its import statement."""
+def _imported(definitions: list[DefinedName]) -> dict[str, str]:
+    """Map each name that the generated file must import to the import statement."""
     statements: dict[str, str] = {}
-    for module, name in places:
+    for module, name in definitions:
         source = SourceFile.of(module)
         for use in source.uses(name):
             if (origin := source.own_imports.get(use.name)) is not None and origin.module in STAND_INS:
@@ -242,24 +263,24 @@ def _imported(places: list[DefinedName]) -> dict[str, str]:
     return statements
 
 
-def _imports(places: list[DefinedName]) -> list[str]:
-    """Return the generated file's import statements, one for each module."""
+def _imports(definitions: list[DefinedName]) -> list[str]:
+    """Return the import statements of the generated file, one for each imported module."""
     names_by_module: dict[str, list[str]] = {}
-    for statement in sorted(set(_imported(places).values())):
+    for statement in sorted(set(_imported(definitions).values())):
         module, _, name = statement.partition(" import ")
         names_by_module.setdefault(module, []).extend([name] * bool(name))
     return [f"{module} import {', '.join(names)}" if names else module for module, names in names_by_module.items()]
 
 
-def _text(place: DefinedName, names: dict[DefinedName, str]) -> str:
-    """Return a definition's source text, with its own and other definitions' names replaced by those in `names`."""
-    source = SourceFile.of(place.module)
+def _text(defined: DefinedName, names: dict[DefinedName, str]) -> str:
+    """Return the source text of a definition, with the names of all definitions replaced by the names in `names`."""
+    source = SourceFile.of(defined.module)
     lines = list(source.lines)
-    line_numbers = source.lines_of(place.name)
-    for use in sorted(source.uses(place.name), key=lambda use: (use.line, use.start), reverse=True):
-        if (definition := _resolved(place.module, use.name)) is not None:
-            line = lines[use.line - 1].encode()  # ast counts columns in bytes
+    line_numbers = source.lines_of(defined.name)
+    for use in sorted(source.uses(defined.name), key=lambda use: (use.line, use.start), reverse=True):
+        if (definition := _resolved(defined.module, use.name)) is not None:
+            line = lines[use.line - 1].encode()  # columns are counted in bytes
             lines[use.line - 1] = (line[: use.start] + names[definition].encode() + line[use.end :]).decode()
-    first_line = source.definitions[place.name].lineno - 1
-    lines[first_line] = re.sub(rf"^(def |class |){place.name}\b", rf"\g<1>{names[place]}", lines[first_line])
+    first_line = source.definitions[defined.name].lineno - 1
+    lines[first_line] = re.sub(rf"^(def |class |){defined.name}\b", rf"\g<1>{names[defined]}", lines[first_line])
     return "\n".join(lines[line_numbers.start - 1 : line_numbers.stop - 1]) + "\n"

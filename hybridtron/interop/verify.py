@@ -1,9 +1,10 @@
-"""The export proof: transformers must load a folder and compute the same logits and tokens as the checkpoint's model.
+"""The export proof: a folder, loaded by transformers, must give the same logits and tokens as the checkpoint's model.
 
-Both models compute in fp32 on the CPU. Rows have adversarial lengths: 1, and shorter and longer than the convolution,
-the window, and the chunks of scans and span attention. Logits must agree at every position. A greedy continuation must
-agree token by token; with span attention it is long enough to reach a chunk that retrieves blocks of the prompt. If
-logits differ, the error names the first layer whose output differs.
+Both models compute in fp32 on the CPU. Logits must agree at every position, up to rounding, in rows of several lengths:
+1 token, and lengths below and above the sizes of convolutions, windows, and the chunks in scans and span attention. A
+greedy continuation of a prompt must agree token by token. In models with span attention the prompt is so long that the
+continuation begins a new chunk, which retrieves blocks from the prompt. If logits differ, the error names the first
+layer after which the models differ.
 """
 
 from __future__ import annotations
@@ -21,39 +22,45 @@ from torch import Tensor
 
 from hybridtron.architecture.delta_rule import DeltaRuleSpec
 from hybridtron.architecture.mamba2 import Mamba2Spec
-from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.shared_attention import SharedBlockSpec
 from hybridtron.architecture.span import SpanSpec
-from hybridtron.architecture.table import architecture
+from hybridtron.architecture.table import Architecture
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.data.batch import SeqInfo
-from hybridtron.interop.config_json import LARGEST, read_object, settings_of
+from hybridtron.inference.generate import generate
+from hybridtron.interop.config_json import MAX_JSON_BYTES, read_object, settings_of
 from hybridtron.interop.custom import AUTO_MAP
 from hybridtron.interop.export import NATIVES, class_of, dtype_of
 from hybridtron.interop.native import Native
 from hybridtron.interop.rules import TensorRule
 from hybridtron.interop.shipped_code import is_shipped, shipped_code
-from hybridtron.model.generate import generate
 from hybridtron.model.lm import LanguageModel
 from hybridtron.model.stack import ParallelBranch, Residual, ResidualOut
-from hybridtron.ops.multiplied import multiplied
-from hybridtron.regular_files import read_regular
+from hybridtron.ops.multiply import multiply
+from hybridtron.safe_open import read_regular
 
-# fractions of the largest logit; see _allowed
-TOLERANCE = 1e-5
-ENLARGED = 1e-4
-NEW_TOKENS = 12
-CHUNKS = 300  # tokens; longer than one chunk of any scan
-FORMER_CLASS = "its class is an earlier version's, which forgets the prompt in this transformers: export again"
+TOLERANCE = 1e-5  # allowed difference of logits, as a fraction of the largest logit
+ENLARGED = 1e-4  # the same for long rows of some models (see `_allowed`)
+NEW_TOKENS = 12  # tokens of the greedy continuation
+CHUNKS = 300  # row length in tokens: longer than a chunk of any scan, so that a row has several chunks
+FORMER_CLASS = (
+    "the code in the folder is of an earlier version, with which the installed transformers generates without the "
+    "prompt: export again"
+)
 
 
 class NotTheSame(ValueError):
-    """Raised if a folder does not compute the same as the model that it was made from."""
+    """Raised if a folder's model in transformers does not compute the same as our model."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """A successful proof: row lengths, the largest difference as a fraction of the largest logit, and a caution."""
+    """A successful proof.
+
+    lengths: the row lengths that were compared
+    logits: the largest difference between logits, as a fraction of the largest logit
+    caution: a warning for the folder's users, or ""
+    """
 
     lengths: tuple[int, ...]
     logits: float
@@ -61,94 +68,106 @@ class Proof:
 
 
 def verify(folder: Path, checkpoint: Checkpoint) -> Proof:
-    """Compare a folder with a full checkpoint. Raises NotTheSame if they differ, CannotImport for a bad config.json."""
-    return same_model(folder, checkpoint.config.model, whole_model(checkpoint))
+    """Compare a folder with its checkpoint. Raises NotTheSame if they differ, CannotImport for a bad config.json."""
+    return same_model(folder, whole_model(checkpoint))
 
 
-def same_model(folder: Path, model: ModelConfig, ours: LanguageModel) -> Proof:
+def same_model(folder: Path, ours: LanguageModel) -> Proof:
     """Compare a folder with our model in memory. Raises NotTheSame if they differ, CannotImport for a bad config.json.
 
-    `ours` has the checkpoint's weights; they are rounded to the folder's dtype, except those that exports keep in fp32.
+    The weights of `ours` are rounded to the folder's dtype, except weights that exports always store in fp32.
     """
     settings = settings_of(folder)
     target = class_of(folder, settings)
     dtype = dtype_of(folder, settings)
-    fp32_keys = {key for rule in _rules(folder, target, model) if rule.fp32 for key in rule.ours}
+    fp32_keys = {key for rule in _rules(folder, target, ours.arch) if rule.fp32 for key in rule.ours}
     with quiet():
         theirs = loaded(folder, target.proven_with)
-        if (tied := theirs.config.tie_word_embeddings) is not model.tie_embeddings:
-            raise NotTheSame(f"{folder} has tie_word_embeddings={tied}, the checkpoint has not")
-        return same_answers(folder, theirs, in_fp32(ours, dtype, fp32_keys), model)
+        if (tied := theirs.config.tie_word_embeddings) is not ours.tied:
+            raise NotTheSame(f"{folder} has tie_word_embeddings={tied}, but the checkpoint's model has {ours.tied}")
+        return same_answers(folder, theirs, in_fp32(ours, dtype, fp32_keys))
 
 
-def _rules(folder: Path, target: Native, model: ModelConfig) -> list[TensorRule]:
-    """Return a class's conversion rules for our model. Raises NotTheSame if the class has no such sub-layers."""
+def _rules(folder: Path, target: Native, arch: Architecture) -> list[TensorRule]:
+    """Return the rules that convert our model's tensors to a class of transformers.
+
+    Raises NotTheSame if the class does not have our model's sub-layers.
+    """
     try:
-        return target.rules(model)
+        return target.rules(arch)
     except LookupError as error:
-        raise NotTheSame(f"{folder} is a {target.name}, which can't be the checkpoint's {model.pattern}") from error
+        raise NotTheSame(
+            f"{folder} has the class {target.name}, which does not fit the checkpoint's pattern {arch.model.pattern}"
+        ) from error
 
 
-def same_answers(folder: Path, theirs: Any, ours: LanguageModel, model: ModelConfig) -> Proof:
-    """Compare transformers' model with ours; both must compute in fp32. Raises NotTheSame if they differ."""
+def same_answers(folder: Path, theirs: Any, ours: LanguageModel) -> Proof:
+    """Compare a model in transformers with our model, both in fp32. Raises NotTheSame if they differ."""
     try:
-        return _proof(folder, theirs, ours, model)
+        return _proof(folder, theirs, ours)
     except NotTheSame:
-        if not _span_chunks(model):
+        if not _span_chunks(ours.arch):
             raise
-        # in fp32, rounding can decide which of two almost equally relevant blocks is selected: compare in fp64
-        return _proof(folder, theirs.double(), ours.double(), model)
+        # Span attention selects the most relevant blocks. In fp32, rounding can change the order of two almost equally
+        # relevant blocks, so the models are compared again in fp64.
+        return _proof(folder, theirs.double(), ours.double())
 
 
-def _proof(folder: Path, theirs: Any, ours: LanguageModel, model: ModelConfig) -> Proof:
-    lengths = lengths_of(model)
-    worst = max(_same_logits(folder, theirs, ours, model, length) for length in lengths)
-    _same_continuation(folder, theirs, ours, model)
+def _proof(folder: Path, theirs: Any, ours: LanguageModel) -> Proof:
+    lengths = lengths_of(ours.arch)
+    worst = max(_same_logits(folder, theirs, ours, length) for length in lengths)
+    _same_continuation(folder, theirs, ours)
     return Proof(lengths, worst, FORMER_CLASS if takes_former_cache(theirs) else "")
 
 
 @torch.no_grad()
-def _same_logits(folder: Path, theirs: Any, ours: LanguageModel, model: ModelConfig, length: int) -> float:
-    """Return the largest difference between both models' logits on two random rows, over the largest logit.
+def _same_logits(folder: Path, theirs: Any, ours: LanguageModel, length: int) -> float:
+    """Return the largest difference between both models' logits on two random rows, divided by the largest logit.
 
-    Raises NotTheSame if it exceeds the tolerance.
+    Raises NotTheSame if this quotient exceeds the tolerance.
     """
-    tokens_BL = torch.randint(model.vocab_size, (2, length), generator=torch.Generator().manual_seed(length))
+    tokens_BL = torch.randint(ours.arch.model.vocab_size, (2, length), generator=torch.Generator().manual_seed(length))
     expected_BLV = ours(tokens_BL, None, SeqInfo.stream(2, length)).output.transpose(0, 1)
     logits_BLV = theirs(tokens_BL).logits
     if logits_BLV.shape != expected_BLV.shape:
-        raise NotTheSame(f"{folder} answers logits of shape {tuple(logits_BLV.shape)}, not {tuple(expected_BLV.shape)}")
-    difference = _apart(logits_BLV, expected_BLV)
-    allowed = _allowed(model, length)
+        raise NotTheSame(f"{folder}: logits have shape {tuple(logits_BLV.shape)}, not {tuple(expected_BLV.shape)}")
+    difference = _difference(logits_BLV, expected_BLV)
+    allowed = _allowed(ours.arch, length)
     if not difference <= allowed:
-        excess = f"{difference:.1e} of the largest apart (at most {allowed:g})"
-        raise NotTheSame(f"{folder}: logits of {length} tokens are {excess}; {_parting(theirs, ours, tokens_BL)}")
+        excess = f"{difference:.1e} of the largest logit (at most {allowed:g} is allowed)"
+        raise NotTheSame(
+            f"{folder}: logits of rows of {length} tokens differ by {excess}; {_parting(theirs, ours, tokens_BL)}"
+        )
     return difference
 
 
-def _allowed(model: ModelConfig, length: int) -> float:
+def _allowed(arch: Architecture, length: int) -> float:
     """Return the tolerance for a row's logits, as a fraction of the largest logit.
 
-    A delta-rule head may output almost zero. The norm after it then amplifies its rounding error, ours or that of
-    transformers' fp32 chunks, and the more so the longer the row is. Zamba2's block has no residual connection, so its
-    attention's rounding error passes through a norm and the MLP undiluted. In both cases either model differs from
-    float64 as much as from the other.
+    Two kinds of models have larger rounding errors in the longest rows, so their tolerance there is ENLARGED:
+    - With a delta rule: a head's output may be almost zero. The norm after the head then amplifies the rounding error,
+      which grows with the row's length.
+    - With Zamba2's shared block: there is no residual connection between its attention and its MLP. So attention's
+      rounding error passes undiluted through a norm and the MLP.
+
+    In both cases, the two models differ from a computation in float64 as much as from each other.
     """
-    enlarges = any(isinstance(spec, DeltaRuleSpec | SharedBlockSpec) for spec in architecture(model).specs)
+    enlarges = any(isinstance(spec, DeltaRuleSpec | SharedBlockSpec) for spec in arch.specs)
     if enlarges and length == CHUNKS:
         return ENLARGED
     return TOLERANCE
 
 
 def _parting(theirs: Any, ours: LanguageModel, tokens_BL: Tensor) -> str:
-    """Describe the first layer of transformers after which the residual streams differ.
+    """Name the first layer in transformers after which both models' residual streams differ.
 
-    A layer may be several of our sub-layers, so our streams are compared at the ends of its layers only.
+    A layer in transformers may be several sub-layers here, so the streams are compared only after a layer's last
+    sub-layer.
     """
     streams: list[Tensor] = []
     residual_streams: list[Tensor] = []
 
-    def note(layer: torch.nn.Module, given: tuple[Any, ...], out: ResidualOut) -> None:
+    def note(layer: torch.nn.Module, inputs: tuple[Any, ...], out: ResidualOut) -> None:
         if isinstance(layer, ParallelBranch):
             streams.append(streams[-1] + out.stream.latest_LBD)
             residual_streams[-1] = streams[-1]
@@ -162,31 +181,32 @@ def _parting(theirs: Any, ours: LanguageModel, tokens_BL: Tensor) -> str:
     for hook in hooks:
         hook.remove()
     hidden_states = theirs(tokens_BL, output_hidden_states=True).hidden_states
-    # feeders and parallel branches have no layer of their own in transformers
+    # sub-layers that only feed the next sub-layer, and parallel branches, are not layers of their own in transformers
     if len(streams) != len(hidden_states) - 1:
         streams = residual_streams
     sub_layers_per_layer = len(streams) // (len(hidden_states) - 1)
-    embedded_BLD = multiplied(ours.embedding(tokens_BL), ours.embedding_multiplier).transpose(0, 1)
-    # Mamba's classes leave the embedding out
-    if _apart(hidden_states[0], embedded_BLD) <= TOLERANCE:
+    embedded_BLD = multiply(ours.embedding(tokens_BL), ours.embedding_multiplier).transpose(0, 1)
+    # in most classes the first hidden state is the embedding; Mamba's classes leave it out
+    if _difference(hidden_states[0], embedded_BLD) <= TOLERANCE:
         first = 1
     else:
         first = 0
     for layer, stream in enumerate(hidden_states[first:-1]):  # the last hidden state is after the final norm
-        if not _apart(stream, streams[(layer + 1) * sub_layers_per_layer - 1].transpose(0, 1)) <= TOLERANCE:
-            return f"the streams part in layer {layer}"
-    return "the streams part in the last layer, or behind it"
+        if not _difference(stream, streams[(layer + 1) * sub_layers_per_layer - 1].transpose(0, 1)) <= TOLERANCE:
+            return f"the residual streams differ first after layer {layer}"
+    return "the residual streams agree before the last layer"
 
 
-def _apart(found: Tensor, expected: Tensor) -> float:
-    return ((found - expected).abs().max() / expected.abs().max()).item()
+def _difference(computed: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, divided by the largest expected magnitude."""
+    return ((computed - expected).abs().max() / expected.abs().max()).item()
 
 
 def loaded(folder: Path, settings: Mapping[str, Any]) -> Any:
-    """Load a folder in transformers, in fp32; `settings` override its config.json.
+    """Load a folder in transformers, in fp32. `settings` override values in config.json.
 
-    Raises NotTheSame if tensors are missing, unexpected or of another shape. Code in the folder runs only if it is ours
-    (see `brings_our_code`).
+    Code in the folder runs only if a version of hybridtron has shipped this code (see `brings_our_code`). Raises
+    NotTheSame if a tensor is missing, is unexpected, or has another shape.
     """
     import transformers
 
@@ -195,35 +215,38 @@ def loaded(folder: Path, settings: Mapping[str, Any]) -> Any:
     )
     faults = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
     if faults:
-        raise NotTheSame(f"{folder} does not load as it stands: {faults}")
+        raise NotTheSame(f"{folder} does not load in transformers without faults: {faults}")
     return model.eval()
 
 
 def brings_our_code(folder: Path) -> bool:
-    """Check that a folder's code may be run: it is the custom class, byte for byte as a hybridtron version shipped it.
+    """Return True if transformers may run the code in a folder.
 
-    Returns False if config.json has no auto_map or names a native class: transformers then runs its own class, and the
-    folder is not trusted. Raises NotTheSame for any other code: in a trusted folder transformers runs the files in
-    auto_map, a custom `generate`, and the code of an adapter's base model, wherever that is.
+    - Returns True if the code is exactly that of the custom class, as some version of hybridtron has shipped it.
+    - Returns False if config.json has no auto_map or names a native class. Then transformers runs its own class.
+    - Raises NotTheSame for any other code. If it trusted the folder, transformers would run the files in auto_map, a
+      custom `generate`, and the code of an adapter's base model, which may be in another folder.
     """
     settings = read_object(folder / "config.json")
     auto_map = settings.get("auto_map")
     if auto_map is None or class_of(folder, settings) in NATIVES:
         return False
     if auto_map != AUTO_MAP:
-        raise NotTheSame(f"{folder / 'config.json'} names code that is not ours in auto_map: {auto_map}")
+        raise NotTheSame(f"{folder / 'config.json'}: auto_map names code that hybridtron has not written: {auto_map}")
     if (folder / "adapter_config.json").exists():
-        raise NotTheSame(f"{folder / 'adapter_config.json'} names another model, whose code is not run")
-    files = {path.relative_to(folder).as_posix(): read_regular(path, LARGEST) for path in sorted(folder.rglob("*.py"))}
+        raise NotTheSame(f"{folder / 'adapter_config.json'} names a base model, whose code is not run: remove the file")
+    files = {
+        path.relative_to(folder).as_posix(): read_regular(path, MAX_JSON_BYTES) for path in sorted(folder.rglob("*.py"))
+    }
     if not is_shipped(files):
         ours = shipped_code()
         changed_files = [name for name in files.keys() | ours.keys() if files.get(name) != ours.get(name)]
-        raise NotTheSame(f"{folder / min(changed_files)} is not this version's or an earlier one's, and is not run")
+        raise NotTheSame(f"{folder / min(changed_files)} differs from the code that hybridtron ships, so it is not run")
     return True
 
 
 def in_fp32(model: LanguageModel, dtype: torch.dtype, kept: Collection[str] = ()) -> LanguageModel:
-    """Cast a model to fp32 after rounding its weights to `dtype`; weights named in `kept` are not rounded."""
+    """Round a model's weights to `dtype`, except the weights named in `kept`, and cast the model to fp32."""
     exact_weights = {name: weight.data for name, weight in model.named_parameters() if name in kept}
     model = model.cast(dtype).cast(torch.float32).eval()
     for name, value in exact_weights.items():
@@ -232,52 +255,55 @@ def in_fp32(model: LanguageModel, dtype: torch.dtype, kept: Collection[str] = ()
 
 
 def whole_model(checkpoint: Checkpoint) -> LanguageModel:
-    """Build a checkpoint's full model on the CPU, with the weights as stored."""
-    model = LanguageModel(checkpoint.config.model)
+    """Build a checkpoint's full model on the CPU, and read its weights."""
+    model = LanguageModel(checkpoint.plan.arch)
     checkpoint.load_weights(model)
     return model
 
 
-def lengths_of(model: ModelConfig) -> tuple[int, ...]:
-    """Return the row lengths of the proof: around the convolution's and the window's sizes, and beyond one chunk."""
-    specs = architecture(model).specs
-    windows = {window for spec in specs if (window := getattr(spec, "window", None)) is not None}
+def lengths_of(arch: Architecture) -> tuple[int, ...]:
+    """Return the row lengths for the proof: around the sizes of convolutions and windows, and beyond a scan chunk."""
+    windows = {window for spec in arch.specs if (window := getattr(spec, "window", None)) is not None}
     around = {near for window in windows for near in (window - 1, window, window + 1, 2 * window + 3)}
-    return tuple(sorted({1, 2, 3, 5, CHUNKS, *around, *(chunk + 3 for chunk in _span_chunks(model))}))
+    return tuple(sorted({1, 2, 3, 5, CHUNKS, *around, *(chunk + 3 for chunk in _span_chunks(arch))}))
 
 
-def _span_chunks(model: ModelConfig) -> set[int]:
-    """Return the chunk sizes of span attention that also retrieves blocks at evaluation; empty without it."""
-    specs = architecture(model).specs
+def _span_chunks(arch: Architecture) -> set[int]:
+    """Return the largest chunk size of each span-attention layer that retrieves blocks at evaluation."""
     return {
-        max(spec.chunks()) for spec in specs if isinstance(spec, SpanSpec) and spec.eval == "span" and spec.retrieves
+        max(spec.chunks())
+        for spec in arch.specs
+        if isinstance(spec, SpanSpec) and spec.eval == "span" and spec.retrieves
     }
 
 
-def _same_continuation(folder: Path, theirs: Any, ours: LanguageModel, model: ModelConfig) -> None:
+def _same_continuation(folder: Path, theirs: Any, ours: LanguageModel) -> None:
     """Compare greedy continuations of a random prompt. Raises NotTheSame if a token differs."""
-    length = max(7, max(_span_chunks(model), default=0) - NEW_TOKENS // 2)
-    prompt_BL = torch.randint(model.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    length = max(7, max(_span_chunks(ours.arch), default=0) - NEW_TOKENS // 2)
+    prompt_BL = torch.randint(ours.arch.model.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     expected: Tensor = generate(ours, prompt_BL, NEW_TOKENS, temperature=0, seed=0)
     generated_BL = theirs.generate(
         prompt_BL, attention_mask=torch.ones_like(prompt_BL), max_new_tokens=NEW_TOKENS, do_sample=False,
-        eos_token_id=None, pad_token_id=0, use_cache=not _has_floors(model) and not takes_former_cache(theirs),
+        eos_token_id=None, pad_token_id=0, use_cache=not _has_floors(ours.arch) and not takes_former_cache(theirs),
     )  # fmt: skip
     continuation: Sequence[int] = generated_BL[0, prompt_BL.shape[1] :].tolist()
     if continuation != expected[0].tolist():
         raise NotTheSame(f"{folder} continues with {continuation}, not {expected[0].tolist()}")
 
 
-def _has_floors(model: ModelConfig) -> bool:
-    """Check if a Mamba-2 clamps step sizes to a minimum: transformers ignores it when generating from a cache."""
-    return any(isinstance(spec, Mamba2Spec) and spec.dt_floor > 0 for spec in architecture(model).specs)
+def _has_floors(arch: Architecture) -> bool:
+    """Return True if a Mamba-2 layer clamps its step sizes to a minimum.
+
+    transformers ignores the minimum if it generates with a cache. So the proof generates without a cache.
+    """
+    return any(isinstance(spec, Mamba2Spec) and spec.dt_floor > 0 for spec in arch.specs)
 
 
 def takes_former_cache(theirs: Any) -> bool:
-    """Check if a class takes its cache under a name that the installed transformers no longer uses.
+    """Return True if a class takes its cache by a name that the installed transformers no longer uses.
 
-    transformers 5.24 renamed `past_key_values` to `cache`. The custom class of version 0.1.0 has the former name: its
-    logits are right, but `generate` continues without the cached state, as if the prompt were empty.
+    transformers 5.24 renamed the argument `past_key_values` to `cache`. The custom class that hybridtron 0.1.0 shipped
+    has the old name. Its logits are right, but `generate` does not pass the cached state, as if the prompt were empty.
     """
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -288,7 +314,7 @@ def takes_former_cache(theirs: Any) -> bool:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' warnings of slow paths and missing kernels, and its progress bars, within a block."""
+    """Silence the warnings and progress bars from transformers within a `with` body."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()

@@ -1,7 +1,8 @@
-"""Writes a model folder in the layout of the Hugging Face Hub: safetensors shards with an index, and JSON files.
+"""Writes the weights of an exported model folder as safetensors shards with an index, and JSON files.
 
-The position of each tensor in the files is known before any is read. Tensors are then converted, written and freed one
-after another, so that memory does not grow with the model; a thread prepares the next while one is written.
+Shapes and dtypes of all tensors are known before a tensor is read, so each file's head can be written first. Then one
+tensor after another is converted, written and freed, so that memory does not grow with the model's size. A thread
+prepares the next tensor while a tensor is written.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor to be written: its rule and its dtype in the file."""
+    """A tensor to write: its conversion rule, and its dtype in the file."""
 
     rule: TensorRule
     dtype: torch.dtype
 
     @property
     def size(self) -> int:
-        """Bytes in the file."""
+        """The file's size in bytes."""
         return math.prod(self.rule.shape) * self.dtype.itemsize
 
 
@@ -41,19 +42,20 @@ def write_weights(
     folder: Path,
     tensors: Sequence[Planned],
     largest: int,
-    made: Callable[[TensorRule], Tensor],
+    make: Callable[[TensorRule], Tensor],
     progress: Callable[[int, int], None],
 ) -> None:
-    """Write all tensors in shards of at most `largest` bytes, and an index if there are several shards.
+    """Write all tensors in shards, and an index if there are several shards.
 
-    `made` builds a tensor by its rule; `progress` is called with (bytes written, bytes in total). A tensor larger than
-    `largest` gets a shard to itself.
+    largest: the most bytes that a shard may have; a larger tensor gets a shard of its own
+    make: builds a tensor by its rule
+    progress: called after each tensor with two byte counts: written so far, and in total
     """
     shards = in_parts(tensors, lambda tensor: tensor.size, largest)
     total = sum(tensor.size for tensor in tensors)
     done = 0
     files_by_tensor = {}
-    values = prefetched(made(tensor.rule).to(tensor.dtype) for tensor in itertools.chain(*shards))
+    values = prefetched(make(tensor.rule).to(tensor.dtype) for tensor in itertools.chain(*shards))
     for number, shard in enumerate(shards, 1):
         if len(shards) == 1:
             name = "model.safetensors"

@@ -1,6 +1,10 @@
 """Attention mixer (equations in `architecture/attention.py`): full or sliding window, grouped queries, RoPE.
 
-`Heads` holds everything around the attention itself, so that other kinds can share it; `Attention` adds the causal op.
+`Heads` holds everything around the attention op, so that other mixers can share it (`span.py`, `shared_attention.py`).
+`Attention` adds causal attention.
+
+Legend: B rows (sequences), L tokens, D width, C channels in all heads, H query heads, G key/value heads, K channels per
+head, W taps in the convolution, M carried tokens, E boundaries between documents.
 """
 
 from __future__ import annotations
@@ -14,25 +18,33 @@ from torch import Tensor, nn
 from hybridtron.architecture.attention import AttentionSpec, HeadsSpec
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.data.batch import SeqInfo
-from hybridtron.mixers.base import Mixer, Out, State
+from hybridtron.mixers.base import Mixer, MixerOutput, State
 from hybridtron.ops.attention import AttentionInputs, AttentionMemory, attention, remember
 from hybridtron.ops.attention.self_extend import Places, self_extended
-from hybridtron.ops.conv import ConvInputs, causal_conv
+from hybridtron.ops.conv import ConvInputs, causal_conv, next_tail
 from hybridtron.ops.norm import RMSNormInputs, rms_norm
 from hybridtron.ops.precision import at_least_fp32
 from hybridtron.ops.rope import RopeInputs, apply_rope
-from hybridtron.parallel.context import memory_before, tokens_before
-from hybridtron.parallel.linear import InParts, TensorGroup, column_parallel, projected, row_parallel, sum_shares
+from hybridtron.parallel.context import halo_kv, halo_tokens
+from hybridtron.parallel.linear import (
+    SplitProjection,
+    TensorGroup,
+    all_reduce_sum,
+    column_parallel,
+    project_all,
+    row_parallel,
+)
 
 
 class Heads(Mixer):
     """Base class for attention mixers: projections, short convolutions, norms, positions and output gate.
 
-    Subclasses implement `attend`, which combines queries, keys and values. State: `q_conv` and `kv_conv` (B, W - 1,
-    channels) if there is a short convolution, and the parts that the subclass carries.
+    Subclasses implement `attend`, which combines queries, keys and values. The state has the parts that `attend`
+    returns. With short convolutions it also has their last inputs, `q_conv` and `kv_conv` (B, W - 1, channels).
     """
 
-    attention = staticmethod(attention)  # an exported model replaces it by the kernel that transformers selects
+    # the attention op; exported models replace it by the kernel that transformers selects
+    attention = staticmethod(attention)
 
     def __init__(self, spec: HeadsSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
@@ -45,7 +57,7 @@ class Heads(Mixer):
             self.kv_heads = tensor.groups_used(spec.heads, spec.groups())
         else:
             self.kv_heads = None
-        self.keys_over = tensor.whole() if whole_kv else tensor  # the ranks that divide a token's keys
+        self.keys_over = tensor.whole() if whole_kv else tensor  # the ranks that divide the key/value heads
         width = spec.input_width(sizes)
         self.q = column_parallel(width, queries, tensor)
         self.kv = column_parallel(width, 2 * keys, self.keys_over)
@@ -71,7 +83,7 @@ class Heads(Mixer):
             self.q_conv_bias = None
             self.kv_conv_bias = None
 
-    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
+    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> MixerOutput:
         before = state or {}
         new = State()
         if self.heads.conv:
@@ -83,15 +95,18 @@ class Heads(Mixer):
         if self.heads.conv:
             taps = self.heads.conv - 1
             tails = [
-                tokens_before(x_BLC, taps, before.get(name), seq)
+                halo_tokens(x_BLC, taps, before.get(name), seq)
                 for x_BLC, name in ((q_BLC, "q_conv"), (kv_BLC[0], "kv_conv"))
             ]
             silu = self.heads.conv_silu
             documents = seq.documents_BL
             q_inputs = ConvInputs(q_BLC, self.q_conv, self.q_conv_bias, tails[0], documents, silu)
             kv_inputs = ConvInputs(kv_BLC[0], self.kv_conv, self.kv_conv_bias, tails[1], documents, silu)
-            (q_BLC, new["q_conv"]), (mixed_kv_BLC, new["kv_conv"]) = causal_conv(q_inputs), causal_conv(kv_inputs)
-            kv_BLC = mixed_kv_BLC.chunk(2, dim=-1)
+            q_BLC = causal_conv(q_inputs)
+            kv_BLC = causal_conv(kv_inputs).chunk(2, dim=-1)
+            if seq.carried:
+                new["q_conv"] = next_tail(q_inputs)
+                new["kv_conv"] = next_tail(kv_inputs)
         k_BLC, v_BLC = kv_BLC
         if self.heads.qk_norm == "all":
             q_BLC = over_all_ranks(RMSNormInputs(q_BLC, self.q_norm_weight, self.heads.norm_eps), self.tensor)
@@ -112,18 +127,19 @@ class Heads(Mixer):
         y_LBC = y_BLHK.flatten(2).transpose(0, 1)
         if gate_BLC is not None:
             y_LBC = y_LBC * torch.sigmoid(gate_BLC.transpose(0, 1))
-        return Out(self.out(y_LBC), {**new, **kv_state}, {})
+        return MixerOutput(self.out(y_LBC), {**new, **kv_state}, {})
 
     def project(self, x_LBD: Tensor, parts: Sequence[int]) -> Sequence[Tensor]:
-        """Return queries, keys and values, and the gate's logits if there is a gate.
+        """Return queries, then keys and values, then the gate's logits if there is a gate.
 
-        `parts` are the channel counts of keys and values, to return them separately; if empty, they stay one tensor.
+        If `parts` holds the channel counts for keys and for values, keys and values are two tensors. If `parts` is
+        empty, they are one concatenated tensor.
         """
-        return projected(x_LBD, self.tensor, *self.input_layers(parts))
+        return project_all(x_LBD, self.tensor, *self.input_layers(parts))
 
-    def input_layers(self, parts: Sequence[int]) -> list[nn.Module | InParts]:
-        """Return the input's projections, in the order of `project`'s outputs."""
-        return [self.q, InParts(self.kv, parts), *([] if self.gate is None else [self.gate])]
+    def input_layers(self, parts: Sequence[int]) -> list[nn.Module | SplitProjection]:
+        """Return the layers that project the input, in the order of `project`'s outputs."""
+        return [self.q, SplitProjection(self.kv, parts), *([] if self.gate is None else [self.gate])]
 
     @abstractmethod
     def attend(
@@ -131,7 +147,7 @@ class Heads(Mixer):
     ) -> tuple[Tensor, State]:
         """Return the heads' outputs and the state to carry.
 
-        Queries and keys are rotated already, and hold this rank's heads only.
+        Queries and keys are already rotated. All tensors have this rank's heads only. `before` is the carried state.
         """
 
     def attend_within(
@@ -144,15 +160,16 @@ class Heads(Mixer):
         seq: SeqInfo,
         form: Callable[[AttentionInputs], Tensor] | None = None,
     ) -> tuple[Tensor, State]:
-        """Apply causal attention, in a window if one is given; return outputs and the keys and values to carry.
+        """Apply causal attention; return the heads' outputs and the state to carry.
 
-        `form` replaces the attention op.
+        The state has keys, values, and the number of tokens that they cover. `window` None is full attention. `form`,
+        if it is not None, is called in place of the attention op.
         """
         if "keys" in before:
             memory = AttentionMemory(before["keys"], before["values"], before["length"])
         else:
             memory = None
-        memory = memory_before(k_BLGK, v_BLGK, window, memory, seq)
+        memory = halo_kv(k_BLGK, v_BLGK, window, memory, seq)
         inputs = AttentionInputs(q_BLHK, k_BLGK, v_BLGK, window, seq.documents_BL, memory, seq.boundaries_E)
         y_BLHK = (form or self.attention)(inputs)
         if not seq.carried:
@@ -167,15 +184,15 @@ def over_all_ranks(inputs: RMSNormInputs, tensor: TensorGroup) -> Tensor:
     if tensor.size == 1:
         return rms_norm(inputs)
     wide = at_least_fp32(inputs.x)
-    mean = sum_shares(wide.square().mean(-1, keepdim=True), tensor) / tensor.size
+    mean = all_reduce_sum(wide.square().mean(-1, keepdim=True), tensor) / tensor.size
     return (wide * torch.rsqrt(mean + inputs.eps) * inputs.weight.to(wide.dtype)).to(inputs.x.dtype)
 
 
 class Attention(Heads):
     """Causal attention, full or in a window.
 
-    State: rotated `keys` and `values` (B, M, G, K) of the tokens that later ones may see. The last `length` (B,) of the
-    M tokens are real, the others padding.
+    State: rotated `keys` and `values` (B, M, G, K) of the tokens that later tokens may see. The last `length` (B,) of
+    the M tokens are real, and the first M - length are padding.
     """
 
     def __init__(self, spec: AttentionSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
@@ -187,7 +204,7 @@ class Attention(Heads):
         self, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, before: State, seq: SeqInfo
     ) -> tuple[Tensor, State]:
         form = None
-        self_extend = self.self_extend
+        self_extend = self.self_extend  # not used in training; outside training `seq.key` is None
         rope = self.heads.positions
         if seq.key is None and self_extend is not None and rope is not None:
             places = Places(seq.positions_BL, rope, self.rotary_dim)

@@ -1,11 +1,13 @@
 """Contract between a mixer and the code around it.
 
-    forward(x_LBD, state, seq) -> Out(y_LBD, state, aux)
+    forward(x_LBD, state, seq) -> MixerOutput(y_LBD, state, aux)
 
-x is sequence first, as Megatron's parallel linears need it: L tokens, B rows, D width. The state is a value: the
-incoming one is never modified, the outgoing one is new. None means the start of a document and equals a state of zeros;
-a missing part means the same for that part. `aux` holds scalar losses to add to the training loss, by the names in the
-spec's `auxiliary`. Each tensor-parallel rank returns its own value, and the loss is their mean.
+x and y have the tokens first, as Megatron's parallel linears need it: L tokens, B rows (sequences in the batch), D
+width. `forward` never modifies its argument `state`, but returns a new state. A state that is None stands for zeros, as
+at a document's start. A part that is missing in a state stands for zeros too.
+
+`aux` holds scalar losses by the names in the spec's `auxiliary`. Each tensor-parallel rank returns its own value for
+such a loss; the mean of these values is added to the training loss.
 """
 
 from __future__ import annotations
@@ -18,14 +20,17 @@ from torch import Tensor, nn
 
 from hybridtron.architecture.base import MixerSpec, ModelSizes
 from hybridtron.data.batch import SeqInfo
-from hybridtron.parallel.linear import TensorGroup, beside
+from hybridtron.parallel.linear import TensorGroup, project_with_input
 
 State = dict[str, Tensor]
-"""A mixer's carried tensors by the names in its spec's `state_parts`, with lanes on the first axis; {} for none."""
+"""A mixer's state: tensors by the names in its spec's `state_parts`, with rows on the first axis.
+
+A mixer without a state returns {}.
+"""
 
 
-class Out(NamedTuple):
-    """Result of a mixer: its output, its new state and its auxiliary losses."""
+class MixerOutput(NamedTuple):
+    """A mixer's result: its output, its new state and its auxiliary losses."""
 
     y_LBD: Tensor
     state: State
@@ -33,34 +38,35 @@ class Out(NamedTuple):
 
 
 class Mixer(nn.Module, ABC):
-    """The body of a residual sub-layer, or one tensor-parallel rank's share of it.
+    """Base class for mixers: the body of a residual sub-layer, or one tensor-parallel rank's shard of it.
 
     The constructor takes (spec, sizes, tensor) and leaves every weight uninitialised. The spec's parameter table
-    defines how each weight is initialised and sharded, and `model/init.py` fills it.
+    defines how each weight is initialised and sharded, and `model/init.py` fills the weights.
     """
 
-    selects: ClassVar[bool] = False
-    """True if the scan's step sizes measure the weight of each token; evaluation then reports their entropy."""
+    has_selective_steps: ClassVar[bool] = False
+    """True if the mixer's step sizes say how strongly each token enters the state; evaluation reports their entropy."""
 
     @abstractmethod
-    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out: ...
+    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> MixerOutput: ...
 
 
-def as_stored(projection: nn.Module, x_BLC: Tensor) -> Tensor:
-    """Apply a projection without copying its input, whether rows or tokens come first in memory."""
+def apply_in_layout(projection: nn.Module, x_BLC: Tensor) -> Tensor:
+    """Apply a projection to C channels without copying its input, whether rows or tokens come first in memory."""
     if x_BLC.stride(0) >= x_BLC.stride(1):
         return projection(x_BLC)
     return projection(x_BLC.transpose(0, 1)).transpose(0, 1)
 
 
-def beside_as_stored(projection: nn.Module, x_BLC: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply a projection without copying its input, and return the input too, for a second consumer.
+def apply_with_input_in_layout(projection: nn.Module, x_BLC: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the input and its projection, without copying the input, whether rows or tokens come first in memory.
 
-    The projection must support `parallel/linear.beside`.
+    A caller that uses the input again must use the returned input: the gradients of both uses are then added in place.
+    The projection must support `parallel/linear.project_with_input`.
     """
     if x_BLC.stride(0) >= x_BLC.stride(1):
-        return beside(projection, x_BLC)
-    x_LBC, y_LBC = beside(projection, x_BLC.transpose(0, 1))
+        return project_with_input(projection, x_BLC)
+    x_LBC, y_LBC = project_with_input(projection, x_BLC.transpose(0, 1))
     return x_LBC.transpose(0, 1), y_LBC.transpose(0, 1)
 
 

@@ -1,7 +1,7 @@
 """Base of the mixers with the delta rule (`architecture/delta_rule.py`).
 
-They are linear attention whose queries and keys are normalized to length 1. Gated DeltaNet and KDA differ in their
-decays.
+These mixers are linear attention whose queries and keys are normalized to length 1. Gated DeltaNet and KDA differ in
+their decays.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from hybridtron.ops.delta import DeltaInputs, delta_scan
 from hybridtron.ops.norm import RMSNormInputs, rms_norm
 from hybridtron.ops.precision import at_least_fp32, wide_type
 from hybridtron.ops.transition import delta_transition
-from hybridtron.parallel.context import read_twice, scan_from
+from hybridtron.parallel.context import contiguous_inputs, sharded_scan
 from hybridtron.parallel.linear import TensorGroup
 
 LENGTH_EPS = 1e-6
-"""Added to the squared length of a query or key; the value that other implementations use, for equal results."""
+"""Number added to the squared length of a query or key, as in other implementations of the delta rule."""
 
 
 class DeltaRule(LinearAttention):
     """Linear attention with the delta rule. Its state `ssm` is (B, H, N, P).
 
-    Legend: G = N where every key channel has a decay, or 1 where a head has one.
+    Legend: B rows (sequences), L tokens, D width, H heads, K key heads, N key channels per head, P value channels per
+    head. G is N if every key channel has its own decay, and 1 if a head has one decay. X is H times G, the number of
+    decays. H and K count this rank's heads.
     """
 
     def __init__(self, spec: DeltaRuleSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
@@ -43,13 +45,13 @@ class DeltaRule(LinearAttention):
         k_BLHN = self.for_every_head(of_length(given.k_BLKN, 1.0))
         a_BLX, b_BLH = (part.transpose(0, 1) for part in self.decays_and_steps(given.x_LBD))
         beta_BLH = self.reach * torch.sigmoid(at_least_fp32(b_BLH))
-        # in fp32, since the op sums many of them
+        # in fp32, because the op sums the log decays of many tokens
         steps_BLHG = F.softplus(at_least_fp32(a_BLX) + self.dt_bias).unflatten(-1, (self.heads, -1))
         g_BLHG = -torch.exp(self.A_log).unsqueeze(-1) * steps_BLHG
         seq = given.seq
         inputs = DeltaInputs(q_BLHN, k_BLHN, given.v_BLHP, beta_BLH, g_BLHG, documents_BL=seq.documents_BL)
-        inputs = read_twice(inputs, seq)
-        return scan_from(
+        inputs = contiguous_inputs(inputs, seq)
+        return sharded_scan(
             lambda h_BHNP: delta_scan(inputs._replace(state_BHNP=h_BHNP)),
             given.state,
             seq,
@@ -58,10 +60,7 @@ class DeltaRule(LinearAttention):
 
     @abstractmethod
     def decays_and_steps(self, x_LBD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits of decays (a) and steps (b) for this rank's heads, tokens first.
-
-        Where every key channel has a decay, a's last axis is heads x key channels.
-        """
+        """Return the logits for the decays (L, B, X) and for the step sizes (L, B, H), for this rank's heads."""
 
     def for_every_head(self, x_BLKN: Tensor) -> Tensor:
         """Repeat each of the K key heads for all value heads that it serves."""
@@ -69,10 +68,11 @@ class DeltaRule(LinearAttention):
 
 
 def of_length(x_BLKN: Tensor, length: float) -> Tensor:
-    """Scale every head's vector to a given length: x / |x| is the RMSNorm whose weight is 1 / sqrt(N).
+    """Scale every head's vector to a given L2 norm.
 
-    The weight is in fp32. Rounded to bf16 it could make all keys too long, by up to 0.4%, and steps near 2 would then
-    enlarge the state.
+    The op for RMSNorm computes this, since x / |x| is RMSNorm with the weight 1 / sqrt(N). The weight is in fp32. In
+    bf16, its rounding error could make all keys longer than 1 by up to 0.4%, and steps near 2 would then enlarge the
+    state.
     """
     size = x_BLKN.shape[-1]
     weight_N = torch.full((size,), length * size**-0.5, dtype=wide_type(x_BLKN), device=x_BLKN.device)

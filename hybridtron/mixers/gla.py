@@ -12,12 +12,17 @@ from hybridtron.mixers.linear_attention import HeadInputs, LinearAttention
 from hybridtron.ops.gla import GLAInputs, gla_scan
 from hybridtron.ops.precision import at_least_fp32
 from hybridtron.ops.transition import gla_transition
-from hybridtron.parallel.context import read_twice, scan_from
+from hybridtron.parallel.context import contiguous_inputs, sharded_scan
 from hybridtron.parallel.linear import TensorGroup, column_parallel
 
 
 class GLA(LinearAttention):
-    """Linear attention with a decay per key channel. Its state `ssm` is (B, H, N, P)."""
+    """Linear attention with a decay per key channel.
+
+    State: `ssm` (B, H, N, P).
+
+    Legend: B rows (sequences), L tokens, D width, H heads, N key channels and P value channels of a head, K = H N.
+    """
 
     def __init__(self, spec: GLASpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__(spec, sizes, tensor)
@@ -30,13 +35,16 @@ class GLA(LinearAttention):
         x_LBD, q_BLHN, k_BLHN, v_BLHP, state, seq = given
         g_BLHN = self.log_decays(x_LBD).transpose(0, 1).unflatten(-1, (self.heads, -1))
         inputs = GLAInputs(q_BLHN * self.scale, k_BLHN, v_BLHP, g_BLHN, documents_BL=seq.documents_BL)
-        inputs = read_twice(inputs, seq)
-        return scan_from(
+        inputs = contiguous_inputs(inputs, seq)
+        return sharded_scan(
             lambda h_BHNP: gla_scan(inputs._replace(state_BHNP=h_BHNP)), state, seq,
             lambda: gla_transition(inputs),
         )  # fmt: skip
 
     def log_decays(self, x_LBD: Tensor) -> Tensor:
-        """Return the log decays g for this rank's key channels, in fp32, since the op sums many of them."""
+        """Return the log decays g for this rank's key channels, in fp32.
+
+        They are in fp32 because the op sums the log decays of many tokens, for which bf16 is too coarse.
+        """
         logits_LBK = at_least_fp32(self.gate_up(self.gate_down(x_LBD))) + self.gate_bias
         return F.logsigmoid(logits_LBK) / self.spec.gate_divisor

@@ -1,8 +1,10 @@
-"""Kimi Delta Attention (equations in `architecture/kda.py`): the delta rule with a decay per key channel."""
+"""Kimi Delta Attention (equations in `architecture/kda.py`): the delta rule with a decay per key channel.
+
+Legend: B rows (sequences), L tokens, D width.
+"""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from hybridtron.architecture.base import ModelSizes
@@ -14,8 +16,11 @@ from hybridtron.parallel.linear import TensorGroup, column_parallel
 class KDA(DeltaRule):
     """The delta rule with a decay per key channel.
 
-    Low-rank projections make the decays and the output gate. Every rank replicates their inner dimension.
+    Two low-rank projections compute the decays and the output gate. Every tensor-parallel rank computes all inner
+    channels of these projections.
     """
+
+    gate_is_sigmoid = True
 
     def __init__(self, spec: KDASpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__(spec, sizes, tensor)
@@ -27,7 +32,7 @@ class KDA(DeltaRule):
         self.gate_up = column_parallel(rank, values, plain)
 
     def projections(self, x_LBD: Tensor) -> tuple[Tensor, Tensor]:
-        return self.in_proj(x_LBD), torch.sigmoid(self.gate_up(self.gate_down(x_LBD)))
+        return self.in_proj(x_LBD), self.gate_up(self.gate_down(x_LBD))
 
     def decays_and_steps(self, x_LBD: Tensor) -> tuple[Tensor, Tensor]:
         return self.decay_up(self.decay_down(x_LBD)), self.b_proj(x_LBD)

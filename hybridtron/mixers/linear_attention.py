@@ -1,6 +1,9 @@
 """Base class for linear attention mixers (`architecture/linear_attention.py`): projections, convolution, gated norm.
 
-Subclasses implement `attend`, the recurrence over heads.
+Subclasses implement `attend`, the recurrence.
+
+Legend: B rows (sequences), L tokens, D width, K query and key heads, H value heads, N key channels per head, P value
+channels per head, E = K N, V = H P, C = 2 E + V channels of q, k and v, W taps, T = W - 1 tokens before a row.
 """
 
 from __future__ import annotations
@@ -9,23 +12,27 @@ from abc import abstractmethod
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.linear_attention import LinearAttentionSpec
 from hybridtron.data.batch import SeqInfo
-from hybridtron.mixers.base import Mixer, Out, State
-from hybridtron.ops.conv import ConvInputs, causal_conv
-from hybridtron.ops.norm import RMSNormInputs, rms_norm
-from hybridtron.parallel.context import tokens_before
-from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_parallel
+from hybridtron.mixers.base import Mixer, MixerOutput, State
+from hybridtron.ops.conv import ConvInputs, causal_conv, next_tail
+from hybridtron.ops.gated_norm import NormBeforeGateInputs, norm_before_gate
+from hybridtron.parallel.context import halo_tokens
+from hybridtron.parallel.linear import TensorGroup, column_parallel, gather_input, row_parallel
 
 
 class HeadInputs(NamedTuple):
-    """Inputs for a rank's heads: the mixer's input, unscaled queries, keys and values, and the recurrent state.
+    """Inputs to the recurrence of a rank's heads.
 
-    There are K heads for queries and keys, and H heads for values; each key head serves H / K consecutive value heads.
+    x        the mixer's input
+    q        queries, not scaled
+    k        keys. Each of the K key heads serves H / K consecutive value heads
+    v        values
+    state    the heads' states before the row; None stands for zeros
+    seq      the tokens' positions and documents
     """
 
     x_LBD: Tensor
@@ -39,8 +46,10 @@ class HeadInputs(NamedTuple):
 class LinearAttention(Mixer):
     """Linear attention around a subclass's recurrence.
 
-    State: `ssm`, one matrix per head, in fp32; and `conv` (B, W - 1, channels of q, k and v) if there is a convolution.
+    State: `ssm`, one matrix per head, in fp32; and `conv` (B, T, C) if there is a convolution.
     """
+
+    gate_is_sigmoid = False  # if False, SiLU is applied to the gate
 
     def __init__(self, shared: LinearAttentionSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
@@ -55,27 +64,30 @@ class LinearAttention(Mixer):
         self.norm_weight = nn.Parameter(torch.empty(shared.head_sizes(sizes)[1]))
         self.out_proj = row_parallel(shared.channels(sizes)[1], sizes.width, tensor)
 
-    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
+    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> MixerOutput:
         before = state or {}
         new = State()
-        x_LBD = enter(x_LBD, self.tensor)
-        qkv_LBC, gate_LBV = self.projections(x_LBD)
+        x_LBD = gather_input(x_LBD, self.tensor)
+        qkv_LBC, z_LBV = self.projections(x_LBD)
         qkv_BLC = qkv_LBC.transpose(0, 1)
         if self.shared.conv:
-            tail_BTC = tokens_before(qkv_BLC, self.shared.conv - 1, before.get("conv"), seq)
+            tail_BTC = halo_tokens(qkv_BLC, self.shared.conv - 1, before.get("conv"), seq)
             inputs = ConvInputs(qkv_BLC, self.conv_weight, None, tail_BTC, seq.documents_BL, activation=True)
-            qkv_BLC, new["conv"] = causal_conv(inputs)
+            qkv_BLC = causal_conv(inputs)
+            if seq.carried:
+                new["conv"] = next_tail(inputs)
         q_BLE, k_BLE, v_BLV = qkv_BLC.split((self.keys, self.keys, self.values), dim=-1)
         q_BLKN, k_BLKN = (part.unflatten(-1, (self.key_heads, -1)) for part in (q_BLE, k_BLE))
         v_BLHP = v_BLV.unflatten(-1, (self.heads, -1))
         y_BLHP, new["ssm"] = self.attend(HeadInputs(x_LBD, q_BLKN, k_BLKN, v_BLHP, before.get("ssm"), seq))
-        normed_BLHP = rms_norm(RMSNormInputs(y_BLHP, self.norm_weight, self.shared.norm_eps))
-        return Out(self.out_proj(normed_BLHP.flatten(2).transpose(0, 1) * gate_LBV), new, {})
+        z_BLHP = z_LBV.transpose(0, 1).unflatten(-1, (self.heads, -1))
+        gated = NormBeforeGateInputs(y_BLHP, z_BLHP, self.norm_weight, self.shared.norm_eps, self.gate_is_sigmoid)
+        return MixerOutput(self.out_proj(norm_before_gate(gated).flatten(2).transpose(0, 1)), new, {})
 
     def projections(self, x_LBD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return q, k and v concatenated, and the gate that multiplies the normed output."""
+        """Return q, k and v concatenated, and z, whose SiLU or sigmoid multiplies the normed output."""
         qkv_LBC, z_LBV = self.in_proj(x_LBD).split((2 * self.keys + self.values, self.values), dim=-1)
-        return qkv_LBC, F.silu(z_LBV)
+        return qkv_LBC, z_LBV
 
     @abstractmethod
     def attend(self, given: HeadInputs) -> tuple[Tensor, Tensor]:

@@ -9,31 +9,33 @@ from torch import Tensor, nn
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.data.batch import SeqInfo
-from hybridtron.mixers.base import Mixer, Out, State, as_stored, beside_as_stored
+from hybridtron.mixers.base import Mixer, MixerOutput, State, apply_in_layout, apply_with_input_in_layout
 from hybridtron.mixers.sparse import SparseBranch, projected_heads
-from hybridtron.ops.conv import ConvInputs, causal_conv
+from hybridtron.ops.conv import ConvInputs, causal_conv, next_tail
 from hybridtron.ops.scan import ScanInputs, selective_scan
 from hybridtron.ops.transition import scan_transition
-from hybridtron.parallel.context import scan_from, tokens_before
+from hybridtron.parallel.context import halo_tokens, sharded_scan
 from hybridtron.parallel.linear import (
-    InParts,
+    SplitProjection,
     TensorGroup,
+    all_reduce_gradients,
     column_parallel,
-    projected,
+    project_all,
     row_parallel,
     row_parallel_inside,
-    sum_gradients,
 )
 
 
 class Mamba(Mixer):
     """Mamba-1, with a sparse attention branch if the spec has one.
 
-    State: `ssm` (B, E, N) in fp32, and `conv` (B, W - 1, E), the convolution's last inputs; and the sparse branch's
-    state.
+    State: `ssm` (B, E, N) in fp32; `conv` (B, W - 1, E), the convolution's last inputs; and the sparse branch's state.
+
+    Legend: B rows (sequences), L tokens, D width, E inner channels on this rank, N state entries per channel, W taps, R
+    rank of the projection to dt (`dt_rank` in the spec).
     """
 
-    selects = True
+    has_selective_steps = True
 
     def __init__(self, spec: MambaSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
@@ -55,28 +57,30 @@ class Mamba(Mixer):
             if spec.projects:
                 self.sparse_qk = row_parallel_inside(inner, 2 * spec.state, tensor)
 
-    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
-        parts = projected(x_LBD, self.tensor, InParts(self.in_proj, (len(self.D), len(self.D))))
+    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> MixerOutput:
+        parts = project_all(x_LBD, self.tensor, SplitProjection(self.in_proj, (len(self.D), len(self.D))))
         x_BLE, z_BLE = (part.transpose(0, 1) for part in parts)
         before = state or {}
-        tail = tokens_before(x_BLE, self.spec.conv - 1, before.get("conv"), seq)
-        x_BLE, tail = causal_conv(
-            ConvInputs(x_BLE, self.conv_weight, self.conv_bias, tail, seq.documents_BL, activation=True)
-        )
-        # every rank has the full dt, B and C, and uses them for its own channels
-        x_BLE, dt_B_C = beside_as_stored(self.x_proj, x_BLE)
-        dt_B_C = sum_gradients(dt_B_C, self.tensor)
+        tail = halo_tokens(x_BLE, self.spec.conv - 1, before.get("conv"), seq)
+        conv = ConvInputs(x_BLE, self.conv_weight, self.conv_bias, tail, seq.documents_BL, activation=True)
+        x_BLE = causal_conv(conv)
+        # Every rank has the input of `dt_proj`, B and C in full, but uses them for its own channels only. So the
+        # gradients of these three are partial sums, which the ranks all-reduce.
+        x_BLE, dt_B_C = apply_with_input_in_layout(self.x_proj, x_BLE)
+        dt_B_C = all_reduce_gradients(dt_B_C, self.tensor)
         dt_BLR, B_BLN, C_BLN = dt_B_C.split((self.rank, self.state, self.state), dim=-1)
-        dt_BLE = as_stored(self.dt_proj, dt_BLR)
+        dt_BLE = apply_in_layout(self.dt_proj, dt_BLR)
         A_EN = -torch.exp(self.A_log)
         inputs = ScanInputs(
             x_BLE, dt_BLE, A_EN, B_BLN, C_BLN, self.D, self.dt_bias, z_BLE, documents_BL=seq.documents_BL
         )
-        y_BLE, h_BEN = scan_from(
+        y_BLE, h_BEN = sharded_scan(
             lambda h_BEN: selective_scan(inputs._replace(state_BEN=h_BEN)), before.get("ssm"), seq,
             lambda: scan_transition(inputs),
         )  # fmt: skip
-        new = {"ssm": h_BEN, "conv": tail}
+        new = {"ssm": h_BEN}
+        if seq.carried:
+            new["conv"] = next_tail(conv)
         aux = {}
         if self.spec.sparse is not None:
             shared = B_BLN.unsqueeze(2), C_BLN.unsqueeze(2), x_BLE
@@ -87,4 +91,4 @@ class Mamba(Mixer):
             attended_BLE, sparse_state, aux = self.sparse(*k_q_v, before, seq)
             y_BLE = y_BLE + attended_BLE * F.silu(z_BLE)
             new = new | sparse_state
-        return Out(self.out_proj(y_BLE.transpose(0, 1)), new, aux)
+        return MixerOutput(self.out_proj(y_BLE.transpose(0, 1)), new, aux)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.data.batch import SeqInfo
-from hybridtron.mixers.base import Mixer, Out, State
+from hybridtron.mixers.base import Mixer, MixerOutput, State
 from hybridtron.mixers.sparse import SparseBranch, projected_heads
-from hybridtron.ops.conv import ConvInputs, causal_conv
+from hybridtron.ops.conv import ConvInputs, causal_conv, next_tail
 from hybridtron.ops.gated_norm import (
     GatedNormInputs,
     GatedScaleInputs,
@@ -21,30 +21,35 @@ from hybridtron.ops.gated_norm import (
     gated_scale,
     gated_squares,
 )
-from hybridtron.ops.multiplied import multiplied
+from hybridtron.ops.halves import halves
+from hybridtron.ops.multiply import multiply
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.ssd import SSDInputs, ssd_scan
 from hybridtron.ops.transition import ssd_transition
-from hybridtron.parallel.context import read_twice, scan_from, tokens_before
+from hybridtron.parallel.context import contiguous_inputs, halo_tokens, sharded_scan
 from hybridtron.parallel.linear import (
-    InParts,
+    SplitProjection,
     TensorGroup,
+    all_reduce_sum,
     column_parallel,
-    projected,
+    project_all,
     row_parallel,
     row_parallel_inside,
-    sum_shares,
 )
 
 
 class Mamba2(Mixer):
     """Mamba-2, with a sparse attention branch if the spec has one.
 
-    State: `ssm` (B, H, P, N) in fp32; `x_conv` and `bc_conv` (B, W - 1, channels), the convolutions' last inputs; and
-    the sparse branch's state.
+    State: `ssm` (B, H, P, N) in fp32; `x_conv` (B, W - 1, E) and `bc_conv` (B, W - 1, C), the convolutions' last
+    inputs; and the sparse branch's state.
+
+    Legend: B rows (sequences), L tokens, D width, W taps, N state entries per channel; on this rank, E inner channels,
+    H heads of P channels, G groups that these heads use, and C output channels of `bc_proj`, which computes the scan's
+    inputs B and C for 2 N channels of each group.
     """
 
-    selects = True
+    has_selective_steps = True
 
     def __init__(self, spec: Mamba2Spec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
@@ -70,7 +75,8 @@ class Mamba2(Mixer):
         self.bc_conv_weight = nn.Parameter(torch.empty(own_bc_channels, spec.conv))
         self.bc_conv_bias = nn.Parameter(torch.empty(own_bc_channels))
         self.dt_bias = nn.Parameter(torch.empty(self.heads))
-        # inverse softplus of the smallest step size
+        # The step size is softplus(dt + dt_bias). It is at least `dt_floor` if dt + dt_bias is at least the inverse
+        # softplus of `dt_floor`, which `least_dt` holds.
         if spec.dt_floor:
             self.least_dt = spec.dt_floor + math.log(-math.expm1(-spec.dt_floor))
         else:
@@ -85,34 +91,32 @@ class Mamba2(Mixer):
             if spec.projects:
                 self.sparse_qk = row_parallel_inside(inner, 2 * spec.state, tensor)
 
-    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
+    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> MixerOutput:
         new: State = {}
-        in_parts = InParts(self.in_proj, (self.inner, self.inner, self.heads))
-        parts = self._multiplied(*projected(x_LBD, self.tensor, in_parts, self.bc_proj))
+        in_parts = SplitProjection(self.in_proj, (self.inner, self.inner, self.heads))
+        parts = self._multiplied(*project_all(x_LBD, self.tensor, in_parts, self.bc_proj))
         z_BLE, x_BLE, dt_BLH, bc_BLC = (part.transpose(0, 1) for part in parts)
         before = state or {}
         documents_BL = seq.documents_BL
         width = self.spec.conv - 1
         tails = [
-            tokens_before(x_BLC, width, before.get(name), seq)
-            for x_BLC, name in ((x_BLE, "x_conv"), (bc_BLC, "bc_conv"))
+            halo_tokens(x_BLC, width, before.get(name), seq) for x_BLC, name in ((x_BLE, "x_conv"), (bc_BLC, "bc_conv"))
         ]
-        x_BLE, new["x_conv"] = causal_conv(
-            ConvInputs(x_BLE, self.x_conv_weight, self.x_conv_bias, tails[0], documents_BL, activation=True)
-        )
-        bc_BLC, new["bc_conv"] = causal_conv(
-            ConvInputs(bc_BLC, self.bc_conv_weight, self.bc_conv_bias, tails[1], documents_BL, activation=True)
-        )
+        x_conv = ConvInputs(x_BLE, self.x_conv_weight, self.x_conv_bias, tails[0], documents_BL, activation=True)
+        bc_conv = ConvInputs(bc_BLC, self.bc_conv_weight, self.bc_conv_bias, tails[1], documents_BL, activation=True)
+        x_BLE = causal_conv(x_conv)
+        bc_BLC = causal_conv(bc_conv)
+        if seq.carried:
+            new["x_conv"] = next_tail(x_conv)
+            new["bc_conv"] = next_tail(bc_conv)
         x_BLHP = x_BLE.unflatten(-1, (self.heads, -1))
-        B_BLGN, C_BLGN = (
-            part.unflatten(-1, (-1, self.spec.state))[:, :, self.groups_used] for part in bc_BLC.chunk(2, dim=-1)
-        )
+        B_BLGN, C_BLGN = (part.unflatten(-1, (-1, self.spec.state))[:, :, self.groups_used] for part in halves(bc_BLC))
         A_H = -torch.exp(self.A_log)
         if self.spec.dt_floor:
             dt_BLH = torch.maximum(dt_BLH, (self.least_dt - self.dt_bias).to(dt_BLH.dtype))
         inputs = SSDInputs(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, self.D, self.dt_bias, documents_BL=documents_BL)
-        inputs = read_twice(inputs, seq)
-        y_BLHP, new["ssm"] = scan_from(
+        inputs = contiguous_inputs(inputs, seq)
+        y_BLHP, new["ssm"] = sharded_scan(
             lambda h_BHPN: ssd_scan(inputs._replace(state_BHPN=h_BHPN)), before.get("ssm"), seq,
             lambda: ssd_transition(inputs),
         )  # fmt: skip
@@ -130,22 +134,23 @@ class Mamba2(Mixer):
             y_BLE = self._normed(y_BLHP, z_BLE)
         else:
             y_BLE = gated_alone(y_BLHP, z_BLE)
-        return Out(self.out_proj(y_BLE.transpose(0, 1)), new, aux)
+        return MixerOutput(self.out_proj(y_BLE.transpose(0, 1)), new, aux)
 
     def _multiplied(self, z_LBE: Tensor, x_LBE: Tensor, dt_LBH: Tensor, bc_LBC: Tensor) -> tuple[Tensor, ...]:
         """Scale the projections by the spec's multipliers."""
         scales = self.spec.multipliers
         if scales.B == scales.C:
-            bc_LBC = multiplied(bc_LBC, scales.B)
+            bc_LBC = multiply(bc_LBC, scales.B)
         else:
             B_LBC, C_LBC = bc_LBC.chunk(2, dim=-1)
-            bc_LBC = torch.cat((multiplied(B_LBC, scales.B), multiplied(C_LBC, scales.C)), dim=-1)
-        return multiplied(z_LBE, scales.z), multiplied(x_LBE, scales.x), multiplied(dt_LBH, scales.dt), bc_LBC
+            bc_LBC = torch.cat((multiply(B_LBC, scales.B), multiply(C_LBC, scales.C)), dim=-1)
+        return multiply(z_LBE, scales.z), multiply(x_LBE, scales.x), multiply(dt_LBH, scales.dt), bc_LBC
 
     def _normed(self, y_BLHP: Tensor, z_BLE: Tensor) -> Tensor:
         """Apply the gated norm.
 
-        If every rank replicates all groups, a group's heads may be divided among several ranks.
+        The norm is over a group's channels. If the groups can't be divided over the ranks, every rank computes B and C
+        of all groups, and a group's heads may be on several ranks. These ranks all-reduce the group's sum of squares.
         """
         if self.whole_groups and self.tensor.size > 1:
             return self._normed_over_ranks(y_BLHP, z_BLE.unflatten(-1, (self.heads, -1))).flatten(2)
@@ -153,7 +158,7 @@ class Mamba2(Mixer):
         return gated_norm(GatedNormInputs(y_BLHP.flatten(2), z_BLE, self.norm_weight, groups, self.spec.norm_eps))
 
     def _normed_over_ranks(self, y_BLHP: Tensor, z_BLHP: Tensor) -> Tensor:
-        """Apply the gated norm in two steps, with the squares' sum over ranks between them."""
+        """Apply the gated norm: sum each group's squares over its heads on all ranks, then scale this rank's heads."""
         spec = self.spec
         groups = self.spec.groups
         heads = self.heads * self.tensor.size
@@ -161,14 +166,14 @@ class Mamba2(Mixer):
         head_H = torch.arange(self.heads, device=y_BLHP.device) + self.tensor.rank * self.heads
         group_HG = head_H.unsqueeze(1) * groups // heads == torch.arange(groups, device=y_BLHP.device)
         group_HG = group_HG.to(squares_BLH.dtype)
-        mean_BLG = sum_shares(squares_BLH @ group_HG, self.tensor) / (heads // groups * spec.head_dim)
+        mean_BLG = all_reduce_sum(squares_BLH @ group_HG, self.tensor) / (heads // groups * spec.head_dim)
         scale_BLH = torch.rsqrt(mean_BLG + spec.norm_eps) @ group_HG.T
         weight_HP = self.norm_weight.unflatten(0, (self.heads, -1))
         return gated_scale(GatedScaleInputs(y_BLHP, z_BLHP, scale_BLH, weight_HP))
 
 
 def gated_alone(y_BLHP: Tensor, z_BLE: Tensor) -> Tensor:
-    """Return y silu(z): the gated norm's last step, with every factor and weight 1."""
+    """Return y silu(z), computed by the op `gated_scale` with all factors and weights 1."""
     ones_BLH = torch.ones(y_BLHP.shape[:3], dtype=wide_type(y_BLHP), device=y_BLHP.device)
     z_BLHP = z_BLE.unflatten(-1, y_BLHP.shape[2:])
     return gated_scale(GatedScaleInputs(y_BLHP, z_BLHP, ones_BLH, y_BLHP.new_ones(y_BLHP.shape[2:]))).flatten(2)

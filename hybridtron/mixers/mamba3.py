@@ -1,14 +1,22 @@
-"""Mamba-3 (equations in `architecture/mamba3.py`): both ends of a trapezoidal step in one pass of SSD's recurrence.
+"""Mamba-3 (equations in `architecture/mamba3.py`), computed by one pass of Mamba-2's recurrence (SSD).
 
-The end of a step and the start of the next one belong to the same token. Later tokens see both, decayed alike; the
-token itself sees only the end of its own step. Let next_t = (1 - lambda_{t+1}) delta_{t+1} if the following token is in
-the same document and row, else 0:
+Step t goes from token t - 1 to token t. It has the size delta_t, the log decay delta_t A_t, and lambda_t between 0 and
+1. The step adds x B^T from both tokens to the state: from token t - 1 with the weight (1 - lambda_t) delta_t, from
+token t with the weight lambda_t delta_t (the trapezoidal rule). So each token is added twice, by the step that ends at
+the token and by the step that starts there. Later tokens see both addends with the same decay; the token itself sees
+only the first addend. Here a token's two addends are added at once, and the second addend does not enter the token's
+own output:
 
+    next_t = (1 - lambda_{t+1}) delta_{t+1} if token t + 1 is in the same document and row, else 0
     h_t = exp(delta_t A_t) h_{t-1} + (lambda_t delta_t + next_t) x_t B_t^T
     y_t = (exp(delta_t A_t) h_{t-1} + lambda_t delta_t x_t B_t^T) C_t + D x_t
 
-So nothing after t affects y_t, in any dtype: next_t appears only in later sums. The row's first step begins at the
-token before the row, which adds (1 - lambda_0) delta_0 x_{-1} B_{-1}^T to the incoming state.
+next_t is not in the formula for y_t, so no token after t affects y_t, not even by rounding. If a row continues a
+document, its first step starts at the previous row's last token. This step adds (1 - lambda_0) delta_0 x_{-1} B_{-1}^T
+to the initial state.
+
+Legend: B rows (sequences), L tokens, D width, E inner channels, H heads with P channels, G groups, N state entries per
+channel, S rotated pairs of entries.
 """
 
 from __future__ import annotations
@@ -23,21 +31,23 @@ from torch import Tensor, nn
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.mamba3 import Mamba3Spec
 from hybridtron.data.batch import SeqInfo
-from hybridtron.mixers.base import Mixer, Out, State
+from hybridtron.mixers.base import Mixer, MixerOutput, State
 from hybridtron.ops.documents import document_starts
+from hybridtron.ops.gated_norm import NormBeforeGateInputs, norm_before_gate
 from hybridtron.ops.norm import RMSNormInputs, rms_norm
 from hybridtron.ops.precision import at_least_fp32
+from hybridtron.ops.rotations import AngleInputs, TurnInputs, angles, turn_pairs, turned
 from hybridtron.ops.ssd import DecayInputs, decay_scan
 from hybridtron.ops.transition import decay_transition
-from hybridtron.ops.turns import AngleInputs, TurnInputs, angles, turn_pairs, turned
-from hybridtron.parallel.context import read_twice, scan_from, state_before, tokens_before
-from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_parallel
+from hybridtron.parallel.context import contiguous_inputs, halo_tokens, incoming_state, sharded_scan
+from hybridtron.parallel.linear import TensorGroup, column_parallel, gather_input, row_parallel
 
 
 class Mamba3(Mixer):
-    """Mamba-3, without a convolution.
+    """Mamba-3 (SISO).
 
-    State: `ssm` (B, H, P, N) in fp32, `last_B` (B, H, N) and `last_x` (B, H, P), all rotated back to angle 0.
+    State: `ssm` (B, H, P, N) in fp32, rotated back to angle 0; `last_B` (B, H, N), the last token's B without rotation;
+    and `last_x` (B, H, P), the last token's x.
     """
 
     def __init__(self, spec: Mamba3Spec, sizes: ModelSizes, tensor: TensorGroup) -> None:
@@ -66,8 +76,8 @@ class Mamba3(Mixer):
             self.norm_weight = nn.Parameter(torch.empty(self.inner))
         self.out_proj = row_parallel(inner, sizes.width, tensor)
 
-    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
-        x_LBD = enter(x_LBD, self.tensor)
+    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> MixerOutput:
+        x_LBD = gather_input(x_LBD, self.tensor)
         before = state or {}
         sizes = (self.inner, self.inner, self.heads, self.heads, self.heads)
         parts = self.in_proj(x_LBD).split(sizes, dim=-1)
@@ -80,8 +90,12 @@ class Mamba3(Mixer):
         y_BLHP, new = self.scan(x_BLHP, B_BLGN, C_BLGN, steps, turns, before, seq)
         if self.spec.norm:
             weight_HP = self.norm_weight.unflatten(0, (self.heads, -1))
-            y_BLHP = rms_norm(RMSNormInputs(y_BLHP, torch.ones_like(weight_HP[0]), self.spec.norm_eps)) * weight_HP
-        return Out(self.out_proj((y_BLHP.flatten(2) * F.silu(z_BLE)).transpose(0, 1)), new, {})
+            z_BLHP = z_BLE.unflatten(-1, (self.heads, -1))
+            y_BLHP = norm_before_gate(NormBeforeGateInputs(y_BLHP, z_BLHP, weight_HP, self.spec.norm_eps))
+            y_BLE = y_BLHP.flatten(2)
+        else:
+            y_BLE = y_BLHP.flatten(2) * F.silu(z_BLE)
+        return MixerOutput(self.out_proj(y_BLE.transpose(0, 1)), new, {})
 
     def normed_pair(self, x_LBD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the normed B and C of the groups that this rank's heads use."""
@@ -102,7 +116,7 @@ class Mamba3(Mixer):
         before: State,
         seq: SeqInfo,
     ) -> tuple[Tensor, State]:
-        """Return the outputs of this rank's heads (B, L, H, P), including D x, and their state after the row."""
+        """Return the outputs of this rank's heads (B, L, H, P), including D x, and the state parts after the row."""
         B_bias_HN = self.B_bias.squeeze(1)
         C_bias_HN = self.C_bias.squeeze(1)
         k_BLHN, q_BLHN = turn_pairs(TurnInputs(B_BLGN, C_BLGN, B_bias_HN, C_bias_HN, turns.angles_BLHS))
@@ -113,8 +127,8 @@ class Mamba3(Mixer):
         inputs = DecayInputs(
             q_BLHN, k_BLHN, x_BLHP, steps.g_BLH, None, seq.documents_BL, step_BLH, steps.end_BLH, self.D
         )
-        inputs = read_twice(inputs, seq)
-        y_BLHP, last_BHPN = scan_from(
+        inputs = contiguous_inputs(inputs, seq)
+        y_BLHP, last_BHPN = sharded_scan(
             lambda h_BHPN: decay_scan(inputs._replace(state_BHPN=summed(h_BHPN, first_BHPN))), before.get("ssm"), seq,
             lambda: decay_transition(inputs),
         )  # fmt: skip
@@ -123,9 +137,12 @@ class Mamba3(Mixer):
 
 
 class Trapezoid(NamedTuple):
-    """Trapezoidal step sizes per token and head, in fp32.
+    """The trapezoidal step that ends at each token, for each head, in fp32.
 
-    They are delta, the log decay, and the weights for a step's end and start.
+    delta    the step's size
+    g        the state's log decay
+    end      weight for x B^T at the token where the step ends
+    start    weight for x B^T at the token before, where the step starts
     """
 
     delta_BLH: Tensor
@@ -135,7 +152,7 @@ class Trapezoid(NamedTuple):
 
 
 def trapezoid(dt_BLH: Tensor, a_BLH: Tensor, trap_BLH: Tensor) -> Trapezoid:
-    """Compute the trapezoid from its projections; `dt_BLH` includes its bias."""
+    """Compute the trapezoidal steps from the projections dt, a and trap; `dt_BLH` includes dt_bias."""
     delta_BLH = F.softplus(dt_BLH)
     A_BLH = -torch.where(a_BLH >= 0, 1 + a_BLH, 1 / (1 + a_BLH.abs()))
     end_BLH = delta_BLH * torch.sigmoid(trap_BLH)
@@ -144,7 +161,7 @@ def trapezoid(dt_BLH: Tensor, a_BLH: Tensor, trap_BLH: Tensor) -> Trapezoid:
 
 
 def of_next_token(x_BLH: Tensor, documents_BL: Tensor | None) -> Tensor:
-    """Return each token's successor in x; zero if that belongs to another document or row."""
+    """Return the value of x at each token's successor, or zero if the successor is in another document or row."""
     next_BLH = F.pad(x_BLH[:, 1:], (0, 0, 0, 1))
     starts_BL = document_starts(documents_BL)
     if starts_BL is None:
@@ -153,9 +170,11 @@ def of_next_token(x_BLH: Tensor, documents_BL: Tensor | None) -> Tensor:
 
 
 class Turns(NamedTuple):
-    """Rotation angles for every token, and for the token before the first one.
+    """Rotation angles for every token, accumulated from the start of its row or document.
 
-    The latter are zero if that token belongs to another document or row.
+    Under context parallelism, a rank holds a sequence shard: consecutive tokens in each row. `begin_BHS` then has the
+    angles for the token before the shard; they are zero if that token belongs to another document or row. Without
+    context parallelism `begin_BHS` is None.
     """
 
     angles_BLHS: Tensor
@@ -165,12 +184,12 @@ class Turns(NamedTuple):
 def turns_of_row(angles_BLHS: Tensor, seq: SeqInfo) -> Turns:
     """Return the angles for this rank's tokens.
 
-    In a sequence shard, the first document continues from the previous shard's angles.
+    The first document of a sequence shard continues from the angles at the end of the previous shard.
     """
-    if seq.share is None:
+    if seq.shard is None:
         return Turns(angles_BLHS)
     last_BHS = angles_BLHS[:, -1]
-    begin_BHS = state_before(last_BHS, None, None, seq.share)
+    begin_BHS = incoming_state(last_BHS, None, None, seq.shard)
     added_BLHS = begin_BHS.unsqueeze(1)
     if seq.documents_BL is not None:
         is_first_BL = seq.documents_BL == seq.documents_BL[:, :1]
@@ -179,13 +198,14 @@ def turns_of_row(angles_BLHS: Tensor, seq: SeqInfo) -> Turns:
 
 
 def first_step(new: State, before: State, start_BH: Tensor, begin_BHS: Tensor | None, seq: SeqInfo) -> Tensor | None:
-    """Return the previous token's addend to the initial state, which comes from the start of the first step.
+    """Return the term x B^T that the token before this row or shard adds to the initial state.
 
-    `new` holds the row's last token, which becomes the previous token for the next shard. Returns None if there is no
-    previous token.
+    `start_BH` is the weight of the term. `before` holds that token for a row, as carried state. For a sequence shard,
+    ranks exchange it: `new` holds this shard's last token, which the next shard receives. Returns None if there is no
+    token before.
     """
     x_B1HP, B_B1HN = (
-        tokens_before(new[name].unsqueeze(1), 1, before[name].unsqueeze(1) if name in before else None, seq)
+        halo_tokens(new[name].unsqueeze(1), 1, before[name].unsqueeze(1) if name in before else None, seq)
         for name in ("last_x", "last_B")
     )
     if x_B1HP is None or B_B1HN is None:
@@ -198,7 +218,7 @@ def first_step(new: State, before: State, start_BH: Tensor, begin_BHS: Tensor | 
 
 
 def summed(h_BHPN: Tensor | None, added_BHPN: Tensor | None) -> Tensor | None:
-    """Sum the terms that are not None; return None if both are."""
+    """Return the sum of the terms that are not None, or None if both terms are None."""
     if h_BHPN is None or added_BHPN is None:
         if h_BHPN is None:
             return added_BHPN

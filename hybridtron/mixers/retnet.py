@@ -1,8 +1,10 @@
 """Retention (equations in `architecture/retnet.py`): linear attention by the recurrence of SSD, with fixed decays.
 
-Only differences of positions matter, so positions count from the start of each row, where their angles are small. The
-outgoing state is rotated back by the row's length, so that it ends at position -1 for the next row. A state can
-therefore be passed to any text without a correction.
+Outputs depend only on differences between positions. So positions are counted from each row's start, which keeps angles
+small. At a row's end, the state is rotated back by the row's length, so that the row's last token is at position -1.
+Every row can therefore start from another row's state, without knowing the other row's length.
+
+Legend: B rows (sequences), L tokens, H heads with N key channels and P value channels, k half of N.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from hybridtron.ops.precision import wide_type
 from hybridtron.ops.rope import RopeInputs, apply_rope
 from hybridtron.ops.ssd import DecayInputs, decay_scan
 from hybridtron.ops.transition import decay_transition
-from hybridtron.parallel.context import read_twice, scan_from
+from hybridtron.parallel.context import contiguous_inputs, sharded_scan
 from hybridtron.parallel.linear import TensorGroup
 
 
@@ -34,6 +36,7 @@ class RetNet(LinearAttention):
         rows, length, heads, keys = k_BLHN.shape
         wide = wide_type(v_BLHP)
         device = v_BLHP.device
+        # these two tables have L + 1 positions: the last one is for rotating the state back by L tokens
         cos_BLk, sin_BLk = seq.rope_in_row(keys, self.rope_base, wide)
         q_BLHN, k_BLHN = (
             apply_rope(RopeInputs(x, cos_BLk[:, :-1], sin_BLk[:, :-1])) for x in (q_BLHN * self.scale, k_BLHN)
@@ -41,8 +44,8 @@ class RetNet(LinearAttention):
         gammas_H = log_gammas(heads, self.tensor.rank * heads, device).to(wide)
         g_BLH = gammas_H.expand(rows, length, heads)
         inputs = DecayInputs(q_BLHN, k_BLHN, v_BLHP, g_BLH, documents_BL=seq.documents_BL)
-        inputs = read_twice(inputs, seq)
-        y_BLHP, last_BHPN = scan_from(
+        inputs = contiguous_inputs(inputs, seq)
+        y_BLHP, last_BHPN = sharded_scan(
             lambda h_BHPN: decay_scan(inputs._replace(state_BHPN=h_BHPN)), state, seq,
             lambda: decay_transition(inputs),
         )  # fmt: skip
@@ -51,9 +54,9 @@ class RetNet(LinearAttention):
 
 
 def log_gammas(heads: int, first: int, device: torch.device) -> Tensor:
-    """Return log(1 - 2^(-5 - h)) for heads from `first` on, counted over all ranks.
+    """Return the log decays log(1 - 2^(-5 - h)) of `heads` heads, from head `first` on, counted over all ranks.
 
-    In float64, since 1 - 2^-9 rounds to 1 in bf16.
+    They are computed in float64, because in bf16 1 - 2^(-5 - h) would be rounded to 1 from h = 4 on.
     """
     head_H = torch.arange(first, first + heads, dtype=torch.float64, device=device)
     return torch.log1p(-torch.exp2(-5 - head_H))

@@ -1,6 +1,7 @@
 """RWKV-6's time mix (equations in `architecture/rwkv6.py`), which uses the gated linear attention recurrence.
 
-Legend: S streams, R inner size of their mixes.
+Legend: B rows (sequences), L tokens, D width, H heads of N key channels and P value channels, S streams (r, w, k, v,
+g), R inner size of the low-rank projection to each stream's interpolation weights.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ from torch import Tensor, nn
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.rwkv6 import STREAMS, RWKV6Spec
 from hybridtron.data.batch import SeqInfo
-from hybridtron.mixers.base import Mixer, Out, State
-from hybridtron.mixers.token_shift import token_before
+from hybridtron.mixers.base import Mixer, MixerOutput, State
+from hybridtron.mixers.token_shift import tokens_at_ends
 from hybridtron.ops.documents import document_starts
 from hybridtron.ops.gla import GLAInputs, gla_scan
 from hybridtron.ops.precision import at_least_fp32
+from hybridtron.ops.token_mix import TokenMixInputs, token_mix
 from hybridtron.ops.transition import gla_transition
-from hybridtron.parallel.context import read_twice, scan_from
-from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_parallel
+from hybridtron.parallel.context import contiguous_inputs, sharded_scan
+from hybridtron.parallel.linear import TensorGroup, column_parallel, gather_input, row_parallel
 
 
 class RWKV6(Mixer):
-    """RWKV-6's time mix. State: `ssm` (B, H, N, P) in fp32; `shift` (B, D), the last token."""
+    """RWKV-6's time mix. State: `ssm` (B, H, N, P) in fp32; `shift` (B, D), the last token's input."""
 
     def __init__(self, spec: RWKV6Spec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
@@ -47,47 +49,58 @@ class RWKV6(Mixer):
         self.norm_bias = nn.Parameter(torch.empty(channels))
         self.out_proj = row_parallel(width, width, tensor)
 
-    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
+    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> MixerOutput:
         before = state or {}
         new = State()
-        x_LBD = enter(x_LBD, self.tensor)
-        before_LBD, new["shift"] = token_before(x_LBD, before.get("shift"), seq)
-        r_LBD, w_LBD, k_LBD, v_LBD, g_LBD = self.streams(x_LBD, before_LBD - x_LBD)
+        x_LBD = gather_input(x_LBD, self.tensor)
+        first_BD, new["shift"] = tokens_at_ends(x_LBD, before.get("shift"), seq)
+        r_LBD, w_LBD, k_LBD, v_LBD, g_LBD = self.streams(x_LBD, first_BD, seq)
         projections = self.r_proj(r_LBD), self.k_proj(k_LBD), self.v_proj(v_LBD), self.log_decays(w_LBD)
         r_BLHN, k_BLHN, v_BLHP, g_BLHN = (part.transpose(0, 1).unflatten(-1, (self.heads, -1)) for part in projections)
         inputs = GLAInputs(r_BLHN, k_BLHN, v_BLHP, g_BLHN, documents_BL=seq.documents_BL)
-        inputs = read_twice(inputs, seq)
-        y_BLHP, new["ssm"] = scan_from(
+        inputs = contiguous_inputs(inputs, seq)
+        y_BLHP, new["ssm"] = sharded_scan(
             lambda h_BHNP: read_before_step(inputs._replace(state_BHNP=h_BHNP), self.bonus), before.get("ssm"), seq,
             lambda: gla_transition(inputs),
         )  # fmt: skip
-        return Out(self.out_proj(self.normed(y_BLHP).to(x_LBD.dtype) * F.silu(self.g_proj(g_LBD))), new, {})
+        return MixerOutput(self.out_proj(self.normed(y_BLHP).to(x_LBD.dtype) * F.silu(self.g_proj(g_LBD))), new, {})
 
-    def streams(self, x_LBD: Tensor, change_LBD: Tensor) -> tuple[Tensor, ...]:
-        """Mix each token with its predecessor, once per projection; `change` is predecessor minus token."""
-        inner_LBSR = torch.tanh(self.mix_down(x_LBD + change_LBD * self.mix_input)).unflatten(-1, (len(STREAMS), -1))
+    def streams(self, x_LBD: Tensor, first_BD: Tensor | None, seq: SeqInfo) -> tuple[Tensor, ...]:
+        """Return the five streams, each of which interpolates between every token and its predecessor.
+
+        Each stream has its own interpolation weights, which depend on the token. `first` holds the predecessors of the
+        rows' first tokens.
+        """
+        inputs = TokenMixInputs(x_LBD, self.mix_input.unsqueeze(0), None, first_BD, seq.documents_BL)
+        (mixed_LBD,) = token_mix(inputs)
+        inner_LBSR = torch.tanh(self.mix_down(mixed_LBD)).unflatten(-1, (len(STREAMS), -1))
         up_DSR = self.mix_up.unflatten(-1, (len(STREAMS), -1))
-        mix_SLBD = torch.einsum("lbsr,dsr->slbd", inner_LBSR, up_DSR) + self.mix[:, None, None]
-        return torch.addcmul(x_LBD, change_LBD, mix_SLBD).unbind()
+        change_SLBD = torch.einsum("lbsr,dsr->slbd", inner_LBSR, up_DSR)
+        return token_mix(inputs._replace(mix_SD=self.mix, change_SLBD=change_SLBD))
 
     def log_decays(self, w_LBD: Tensor) -> Tensor:
-        """Return the log decays g for this rank's key channels, in fp32, since the op sums many of them."""
+        """Return the log decays for this rank's key channels, in fp32.
+
+        They are in fp32 because the op sums the log decays of many tokens, for which bf16 is too coarse.
+        """
         return -torch.exp(at_least_fp32(self.decay_up(torch.tanh(self.decay_down(w_LBD)))) + self.decay_bias)
 
     def normed(self, y_BLHP: Tensor) -> Tensor:
-        """Normalize each head by itself and return tokens first."""
+        """Apply LayerNorm to each head by itself, and return the heads concatenated, (L, B, channels), in fp32."""
         wide_LBHP = at_least_fp32(y_BLHP.transpose(0, 1))
         normed_LBHP = F.layer_norm(wide_LBHP, wide_LBHP.shape[-1:], eps=self.spec.norm_eps)
         return normed_LBHP.flatten(2) * self.norm_weight + self.norm_bias
 
 
 def read_before_step(inputs: GLAInputs, bonus_HN: Tensor) -> tuple[Tensor, Tensor]:
-    """Return y_t = (h_{t-1} + diag(bonus) k_t v_t^T)^T q_t in fp32, and the state after the last token.
+    """Return y_t = (h_{t-1} + diag(bonus) k_t v_t^T)^T q_t in fp32, and the state h after the last token.
 
-    The op reads the state after a token's step, but RWKV-6 reads the state before it, which is the state after the
-    previous token's step. So each query is moved to the token before it, and each output is moved back. The row's first
-    token reads the initial state. A token that begins a document reads nothing, since the state belongs to another
-    document.
+    The queries q are RWKV's r; the bonus has one entry per key channel.
+
+    The op `gla_scan` reads the state after a token's step, but RWKV-6 reads the state before the step, which is the
+    state after the previous token's step. So each query is moved to the previous token, and each output is moved back.
+    The row's first token reads the initial state. A later token that begins a document reads a state of zero,
+    because the state before it belongs to another document.
     """
     q_BLHN, k_BLHN, v_BLHP = (at_least_fp32(tensor) for tensor in inputs[:3])
     next_BLHN = F.pad(inputs.q_BLHN[:, 1:], (0, 0, 0, 0, 0, 1))

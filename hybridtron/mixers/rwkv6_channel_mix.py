@@ -1,8 +1,12 @@
 """RWKV-6's channel mix (equations in `architecture/rwkv6_channel_mix.py`).
 
-Its output is the elementwise product of two projections. `value` sums over the inner channels of all ranks, so each
-rank receives by reduce-scatter the sums for its own output channels, the same that its `receptance` computes, and
-`leave` exchanges the products. No rank repeats another's work, and no more is sent than by an all-reduce.
+The output is sigmoid(receptance) * value, an elementwise product. Under tensor parallelism, each rank has a shard of
+the inner channels, so it computes a partial sum of `value` for all output channels. A reduce-scatter adds the partial
+sums and gives each rank one range of output channels. For the same range the rank computes `receptance` and the
+product, and `gather_output` all-gathers the products. So no rank repeats the matmuls of another rank, and the output
+causes as much traffic as one all-reduce. The token shift is computed on every rank.
+
+Legend: B rows (sequences), L tokens, D width, E inner channels and C output channels on this rank.
 """
 
 from __future__ import annotations
@@ -14,13 +18,20 @@ from torch import Tensor, nn
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.rwkv6_channel_mix import RWKV6ChannelMixSpec
 from hybridtron.data.batch import SeqInfo
-from hybridtron.mixers.base import Mixer, Out, State
-from hybridtron.mixers.token_shift import token_before
-from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, leave, row_parallel_by_channel
+from hybridtron.mixers.base import Mixer, MixerOutput, State
+from hybridtron.mixers.token_shift import tokens_at_ends
+from hybridtron.ops.token_mix import TokenMixInputs, token_mix
+from hybridtron.parallel.linear import (
+    TensorGroup,
+    column_parallel,
+    gather_input,
+    gather_output,
+    row_parallel_by_channel,
+)
 
 
 class RWKV6ChannelMix(Mixer):
-    """RWKV-6's channel mix. State: `shift` (B, D), the last token."""
+    """RWKV-6's channel mix. State: `shift` (B, D), the last token's input."""
 
     def __init__(self, spec: RWKV6ChannelMixSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
@@ -31,11 +42,12 @@ class RWKV6ChannelMix(Mixer):
         self.receptance = column_parallel(width, width, tensor)
         self.value = row_parallel_by_channel(inner, width, tensor)
 
-    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
-        x_LBD = enter(x_LBD, self.tensor)
-        before_LBD, last_BD = token_before(x_LBD, (state or {}).get("shift"), seq)
-        change_LBD = before_LBD - x_LBD
-        k_LBE = self.key(torch.addcmul(x_LBD, change_LBD, self.key_mix))
-        r_LBC = self.receptance(torch.addcmul(x_LBD, change_LBD, self.receptance_mix))
+    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> MixerOutput:
+        x_LBD = gather_input(x_LBD, self.tensor)
+        first_BD, last_BD = tokens_at_ends(x_LBD, (state or {}).get("shift"), seq)
+        mix_SD = torch.stack((self.key_mix, self.receptance_mix))
+        key_LBD, receptance_LBD = token_mix(TokenMixInputs(x_LBD, mix_SD, None, first_BD, seq.documents_BL))
+        k_LBE = self.key(key_LBD)
+        r_LBC = self.receptance(receptance_LBD)
         value_LBC = self.value(F.relu(k_LBE).square())
-        return Out(leave(torch.sigmoid(r_LBC) * value_LBC, self.tensor), {"shift": last_BD}, {})
+        return MixerOutput(gather_output(torch.sigmoid(r_LBC) * value_LBC, self.tensor), {"shift": last_BD}, {})

@@ -1,7 +1,10 @@
 """Attention and MLP whose weights several sub-layers share (equations in `architecture/shared_attention.py`).
 
-Every sub-layer builds the full module. `model/shared.py` then replaces its shared layers by those of the first one, so
-the code here need not know which weights are shared.
+Every sub-layer builds the full module, with all weights. `model/shared.py` then replaces the layers with shared weights
+by those in the first sub-layer that shares them. So the code here does not depend on which weights are shared.
+
+Legend: B rows (sequences), L tokens, D width (the input has twice the model's width), C channels in all heads, F
+channels in gate and up.
 """
 
 from __future__ import annotations
@@ -15,22 +18,22 @@ from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.shared_attention import SharedBlockSpec
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.attention import Attention, Heads
-from hybridtron.mixers.base import Out, State
+from hybridtron.mixers.base import MixerOutput, State
 from hybridtron.mixers.norm import RMSNorm
 from hybridtron.mixers.span import SpanAttention
 from hybridtron.ops.geglu import GEGLUInputs, geglu
 from hybridtron.parallel.linear import (
     TensorGroup,
     column_parallel,
-    enter,
-    projected,
+    gather_input,
+    project_all,
     row_parallel,
     row_parallel_by_channel,
 )
 
 
 class SharedBlock(Heads):
-    """Base class for both shared kinds: norms, adapters and MLP around the attention in `Heads`.
+    """Base class for `SharedAttention` and `SharedSpan`: norms, low-rank pairs and MLP around the attention in `Heads`.
 
     The input x_LBD is the residual stream concatenated with the embedding.
     """
@@ -46,7 +49,7 @@ class SharedBlock(Heads):
         whole = tensor.whole()
         self.in_norm, self.mlp_norm = RMSNorm(in_width, block.norm_eps), RMSNorm(width, block.norm_eps)
         self.gate_up = column_parallel(width, 2 * block.hidden, tensor)
-        # each rank gets the sums of its own channels, which are the input shard of the row-parallel `linear`
+        # a reduce-scatter gives each rank the output channels that its shard of `linear` needs as input
         self.down = row_parallel_by_channel(block.hidden, width, tensor)
         self.linear = row_parallel(width, width, tensor)
         self.gate_up_A = column_parallel(width, rank, whole)
@@ -57,25 +60,25 @@ class SharedBlock(Heads):
             self.q_B = column_parallel(rank, queries, tensor)
             self.k_B, self.v_B = (column_parallel(rank, keys, self.keys_over) for _ in range(2))
 
-    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
+    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> MixerOutput:
         attended = super().forward(self.in_norm(x_LBD), state, seq)
-        h_LBD = enter(self.mlp_norm(attended.y_LBD), self.tensor)
+        h_LBD = gather_input(self.mlp_norm(attended.y_LBD), self.tensor)
         gate_up_LBF = self.gate_up(h_LBD) + self.gate_up_B(self.gate_up_A(h_LBD))
         return attended._replace(y_LBD=self.linear(self.down(geglu(GEGLUInputs(gate_up_LBF)))))
 
     def project(self, x_LBD: Tensor, parts: Sequence[int]) -> Sequence[Tensor]:
         if not self.adapts_attention:
             return super().project(x_LBD, parts)
-        x_LBD = enter(x_LBD, self.tensor)
-        q_LBC, *kv_LBC = projected(x_LBD, self.tensor.whole(), *self.input_layers(parts))
+        x_LBD = gather_input(x_LBD, self.tensor)
+        q_LBC, *kv_LBC = project_all(x_LBD, self.tensor.whole(), *self.input_layers(parts))
         pairs = ((self.q_A, self.q_B), (self.k_A, self.k_B), (self.v_A, self.v_B))
         added = [B(A(x_LBD)) for A, B in pairs]
         return [q_LBC + added[0], kv_LBC[0] + added[1], kv_LBC[1] + added[2], *kv_LBC[2:]]
 
 
 class SharedAttention(SharedBlock, Attention):
-    """Shared block with causal attention, whose state it has."""
+    """Shared block with causal attention; its state is that of `Attention`."""
 
 
 class SharedSpan(SharedBlock, SpanAttention):
-    """Shared block with span-expanded attention, whose state it has."""
+    """Shared block with span-expanded attention; its state is that of `SpanAttention`."""

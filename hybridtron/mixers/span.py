@@ -1,7 +1,10 @@
 """Span-expanded attention mixer (equations and options in `architecture/span.py`).
 
-In training, each chunk of tokens attends to itself and to selected blocks of the past. Outside training it is full
-attention with the same state, unless the option `eval` is `span`.
+In training, each chunk of tokens attends to itself and to selected blocks from the past. Outside training the mixer
+computes full attention with keys and values as its state, unless the option `eval` is `span`.
+
+Legend: B rows (sequences), L tokens, H query heads, G key/value heads, K channels per head, M carried tokens, S carried
+and new tokens, U or P carried blocks, T or N last queries (block - 1 queries).
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from torch import Tensor
 
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.span import SpanSpec
-from hybridtron.data.batch import RowShare, SeqInfo
+from hybridtron.data.batch import SeqInfo, SequenceShard
 from hybridtron.mixers.attention import Heads
 from hybridtron.mixers.base import State
 from hybridtron.ops.attention import AttentionMemory, joined, remember
@@ -37,19 +40,24 @@ from hybridtron.ops.span import (
     span_attention,
     summaries,
 )
-from hybridtron.parallel.context import memory_before, sum_over_shares, tokens_before
+from hybridtron.parallel.context import all_reduce_shards, halo_kv, halo_tokens
 from hybridtron.parallel.linear import TensorGroup
 
 LANDMARK_SEED = 20_241_217
 
 
 class SpanAttention(Heads):
-    """Span-expanded attention. It carries keys, values and, if relevance selects blocks, block summaries.
+    """Span-expanded attention.
 
-    State: rotated `keys` and `values` (B, M, G, K) for the last tokens; `length` (B,), the tokens that their document
-    has so far. If relevance selects blocks, also `summaries` and query `sums` (B, U, H, K) in fp32 for the blocks that
-    can still be selected, and `queries` (B, S - 1, H, K) from the unfinished block. Training carries as many tokens as
-    `remember` says. Outside training the full document can be read.
+    State:
+
+        keys, values       (B, M, G, K), rotated, for the last tokens
+        length             (B,), how many tokens the current document has so far
+        summaries, sums    (B, U, H, K) in fp32, summaries and query sums for the blocks that can still be selected
+        queries            (B, block - 1, H, K), queries of the unfinished block
+
+    `summaries`, `sums` and `queries` exist only if relevance selects blocks. In training, the state covers the current
+    chunk and the `remember` tokens before the chunk; outside training, it covers the full document.
     """
 
     def __init__(self, spec: SpanSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
@@ -64,7 +72,7 @@ class SpanAttention(Heads):
         else:
             self.own_groups = used
 
-    @untraced  # shapes and the number of reads depend on the data and the step
+    @untraced  # shapes and the number of ops depend on document boundaries and on the drawn chunk size
     def attend(
         self, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, before: State, seq: SeqInfo
     ) -> tuple[Tensor, State]:
@@ -86,7 +94,7 @@ class SpanAttention(Heads):
             reach = None
         else:
             reach = max(self.spec.chunks()) + 1
-        memory = memory_before(k_BLGK, v_BLGK, reach, memory, seq)
+        memory = halo_kv(k_BLGK, v_BLGK, reach, memory, seq)
         k_BSGK, v_BSGK = joined(memory, k_BLGK, v_BLGK)
         if self.spec.memory == "shifted":
             y_BLHK = self._shifted(q_BLHK, k_BSGK, v_BSGK, self._own(rows, [], seq)[0])
@@ -101,34 +109,40 @@ class SpanAttention(Heads):
         else:
             keep = remembered + max(self.spec.chunks())
         memory_after = remember(memory, k_BLGK, v_BLGK, seq.documents_BL, keep)
-        length = q_BLHK.shape[1] * (1 if seq.share is None else seq.share.size)
+        length = q_BLHK.shape[1] * (1 if seq.shard is None else seq.shard.size)
         ends = {row: s.end_place for s in rows.segments if s.stop == length for row in _numbers(s.rows)}
         length_B = torch.tensor([ends[row] for row in range(len(q_BLHK))])
-        length_B = length_B.to(q_BLHK.device, non_blocking=True)  # avoid a synchronization for so small a copy
+        length_B = length_B.to(q_BLHK.device, non_blocking=True)  # no synchronization with the GPU for this copy
         return y_BLHK, {**new, "keys": memory_after.keys_BMGK, "values": memory_after.values_BMGK, "length": length_B}
 
     def _chunk(self, seq: SeqInfo) -> int:
-        """Return this step's chunk size: drawn at random in training, the largest one otherwise."""
+        """Return the chunk size: in training drawn at random for each micro-batch, outside training the largest."""
         sizes = self.spec.chunks()
         if seq.key is None:
             return max(sizes)
         return sizes[seq.number(f"chunk/{self.layer}" if self.spec.draw == "layer" else "chunk") % len(sizes)]
 
     def _segments(self, seq: SeqInfo, before: Sequence[tuple[int, int]]) -> list[SpanSegment]:
-        """Return the documents in all rows, each with the number of its earlier tokens known so far.
+        """Return segments of consecutive tokens, one for each document part in a row.
 
-        Rows with the same boundaries are combined.
+        `before` has two numbers for each row's first document: how many tokens in the document came before the row, and
+        how many of these tokens the row may read. If all rows have equal boundaries and numbers, a segment covers all
+        rows.
         """
         rows = [
             [(start, stop, *(before[row] if start == 0 else (0, 0))) for start, stop in spans]
-            for row, spans in enumerate(seq.spans() if seq.share is None else seq.share.spans)
+            for row, spans in enumerate(seq.spans() if seq.shard is None else seq.shard.spans)
         ]
         if all(row == rows[0] for row in rows):
             return [SpanSegment(slice(0, len(rows)), *span) for span in rows[0]]
         return [SpanSegment(slice(number, number + 1), *span) for number, row in enumerate(rows) for span in row]
 
     def _kept(self, seen: int, chunk: int, remembered: int | None) -> int:
-        """Return how many tokens before a row it may read: those of its first chunk, and the remembered ones before."""
+        """Return how many earlier tokens a row may read.
+
+        `seen` is how many tokens the row's first document has before the row. The row may read the earlier tokens in
+        the chunk that it continues, and the `remembered` tokens before this chunk.
+        """
         if remembered is None:
             return seen
         if self.spec.memory == "shifted":
@@ -138,21 +152,25 @@ class SpanAttention(Heads):
     def _own(
         self, rows: SpanCut, chosen: Sequence[Tensor | None], seq: SeqInfo
     ) -> tuple[SpanCut, Sequence[Tensor | None]]:
-        """Restrict segments of full rows, and the blocks chosen for them, to this rank's sequence shard."""
-        share = seq.share
-        if share is None:
+        """Return the parts of segments in this rank's sequence shard, and the blocks chosen for the chunks in them.
+
+        `rows` has the full rows' segments, and `chosen` the blocks for each segment. A sequence shard is the part of
+        every row that a context-parallel rank holds.
+        """
+        shard = seq.shard
+        if shard is None:
             return rows, chosen
         segments = []
         choices = []
         for number, segment in enumerate(rows.segments):
-            start = max(segment.start, share.first)
-            stop = min(segment.stop, share.first + share.length)
+            start = max(segment.start, shard.first)
+            stop = min(segment.stop, shard.first + shard.length)
             if start >= stop:
                 continue
             seen_count, kept_count = (before + start - segment.start for before in (segment.seen, segment.kept))
             if not self.spec.retrieves:
                 kept_count = min(kept_count, self._kept(seen_count, rows.chunk, 0))
-            own_segment = SpanSegment(segment.rows, start - share.first, stop - share.first, seen_count, kept_count)
+            own_segment = SpanSegment(segment.rows, start - shard.first, stop - shard.first, seen_count, kept_count)
             segments.append(own_segment)
             if chosen:
                 chunks = rows.chunks(own_segment)
@@ -164,7 +182,7 @@ class SpanAttention(Heads):
     def _chosen(
         self, cut: SpanCut, heads: tuple[Tensor, Tensor, Tensor], before: State, seq: SeqInfo
     ) -> tuple[list[Tensor | None], State]:
-        """Return the blocks that each chunk of the full rows reads, and the choice's new state."""
+        """Return the blocks that each chunk of the full rows reads, and the state parts for later selections."""
         q_BLHK, k_BSGK, _ = heads
         if self.spec.memory == "none":
             return [None] * len(cut.segments), {}
@@ -183,16 +201,16 @@ class SpanAttention(Heads):
         carried = CarriedBlocks(*self.spec.carried_blocks(self.spec.remembered(training=seq.key is not None)))
         past_of = partial(known_of, cut, rule, heads, past)
         length = q_BLHK.shape[1]
-        if seq.share is not None:
-            q_BTHK = tokens_before(q_BLHK.detach(), cut.block - 1, before.get("queries"), seq)
+        if seq.shard is not None:
+            q_BTHK = halo_tokens(q_BLHK.detach(), cut.block - 1, before.get("queries"), seq)
             assert q_BTHK is not None
-            past_of = partial(known_of_shares, cut, rule, (q_BTHK, *heads), past, seq.share)
-            length *= seq.share.size
+            past_of = partial(known_of_shards, cut, rule, (q_BTHK, *heads), past, seq.shard)
+            length *= seq.shard.size
         chosen, after = choose_by_relevance(cut, rule, Whole(length, k_BSGK.shape[2], past_of), carried)
         return chosen, {"queries": after.queries_BNHK, "summaries": after.summaries_BPHK, "sums": after.sums_BPHK}
 
     def _landmarks(self, q_BLHK: Tensor) -> Tensor:
-        """Return one fixed standard normal vector per head on this rank: a function of the layer and the head."""
+        """Return a fixed random vector for each head on this rank, seeded by layer and head."""
         generator = torch.Generator().manual_seed(LANDMARK_SEED + self.layer)
         whole_HK = torch.randn(self.spec.heads, q_BLHK.shape[-1], generator=generator)
         return whole_HK[self.own_heads].to(q_BLHK.device, non_blocking=True)
@@ -200,10 +218,10 @@ class SpanAttention(Heads):
     def _shifted(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, rows: SpanCut) -> Tensor:
         """Attend within chunks; for the second half of all heads, chunks begin half a chunk earlier.
 
-        Heads are counted over all ranks.
+        Heads are counted over all tensor-parallel ranks.
         """
-        share = q_BLHK.shape[2] // k_BSGK.shape[2]
-        k_BSHK, v_BSHK = (x.repeat_interleave(share, dim=2) for x in (k_BSGK, v_BSGK))
+        queries_per_key = q_BLHK.shape[2] // k_BSGK.shape[2]
+        k_BSHK, v_BSHK = (x.repeat_interleave(queries_per_key, dim=2) for x in (k_BSGK, v_BSGK))
         unmoved = min(max(self.spec.heads // 2 - self.own_heads.start, 0), q_BLHK.shape[2])
         halves = ((slice(0, unmoved), 0), (slice(unmoved, None), rows.chunk // 2))
         nothing = [None] * len(rows.segments)
@@ -216,33 +234,35 @@ class SpanAttention(Heads):
 
 
 @torch.no_grad()
-def known_of_shares(
+def known_of_shards(
     cut: SpanCut,
     rule: ChoiceRule,
     heads: tuple[Tensor, Tensor, Tensor, Tensor],
     past: SpanPast | None,
-    share: RowShare,
+    shard: SequenceShard,
     segment: SpanSegment,
 ) -> SpanPast:
-    """Compute a segment's past over all sequence shards: each rank adds the blocks that end in its shard.
+    """Return the summaries and query sums for a segment's blocks, over all sequence shards.
 
-    `heads` are the queries of the unfinished block before the shard, then the shard's queries, keys and values.
+    Each rank computes the blocks that end in its shard, and an all-reduce gives every rank the results for all blocks.
+    `heads` are four tensors: the queries of the unfinished block before the shard, and the shard's queries, keys and
+    values. `past` is the carried state.
     """
     before_BTHK, q_BLHK, k_BSGK, v_BSGK = heads
     queries = torch.cat((before_BTHK, q_BLHK), dim=1)[segment.rows]
-    blocks = own_blocks(cut, segment, slice(share.first, share.first + share.length))
+    blocks = own_blocks(cut, segment, slice(shard.first, shard.first + shard.length))
     shape = len(queries), blocks.whole + blocks.counted, *queries.shape[2:]
     table = torch.zeros(shape, dtype=at_least_fp32(queries).dtype, device=queries.device)
     if blocks.begin < blocks.end:
-        behind_q = before_BTHK.shape[1] - share.first
-        behind_k = k_BSGK.shape[1] - share.length - share.first
+        behind_q = before_BTHK.shape[1] - shard.first
+        behind_k = k_BSGK.shape[1] - shard.length - shard.first
         asking = queries[:, blocks.tokens.start + behind_q : blocks.tokens.stop + behind_q]
         key_slice = slice(blocks.tokens.start + behind_k, blocks.tokens.stop + behind_k)
         k, v = (x[segment.rows, key_slice] for x in (k_BSGK, v_BSGK))
         block_summaries = summaries(asking, k, v, cut.block, rule.landmarks_HK)
         table[:, blocks.begin : blocks.begin + block_summaries.shape[1]] = block_summaries
         table[:, blocks.whole + blocks.begin : blocks.whole + blocks.end] = query_sums(asking, cut.block)
-    summed = sum_over_shares(table, share)
+    summed = all_reduce_shards(table, shard)
     return behind(past, segment, SpanPast(queries, summed[:, : blocks.whole], summed[:, blocks.whole :]))
 
 

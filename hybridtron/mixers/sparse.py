@@ -1,6 +1,10 @@
-"""Branch of sparse attention parallel to a recurrence (`architecture/sparse.py`).
+"""Sparse attention added to a recurrence (`architecture/sparse.py`).
 
-It first decides which keys each query sees (`Seen`), then attends to them.
+The branch first decides which keys each query sees (`Seen`), then attends to them.
+
+Legend: B rows (sequences), G groups of channels, R = B G pairs of a row and a group, L new tokens, M remembered keys, S
+= M + L, N channels per query or key, P value channels per group, E = G P, C candidate keys in the ranking loss, h
+columns of the hash's random matrix. In kq_BLC and entries_RMC, C stands for several concatenated sizes.
 """
 
 from __future__ import annotations
@@ -13,8 +17,8 @@ from torch import Tensor, nn
 
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.sparse import SparseOptions
-from hybridtron.data.batch import RowShare, SeqInfo
-from hybridtron.mixers.base import State, beside_as_stored
+from hybridtron.data.batch import SeqInfo, SequenceShard
+from hybridtron.mixers.base import State, apply_with_input_in_layout
 from hybridtron.ops.documents import document_starts
 from hybridtron.ops.precision import at_least_fp32
 from hybridtron.ops.sparse import (
@@ -34,18 +38,23 @@ from hybridtron.ops.sparse import (
     sparse_attention,
     worth_of_keys,
 )
-from hybridtron.parallel.context import earlier_shares, state_before, sum_over_shares
-from hybridtron.parallel.linear import TensorGroup, sum_gradients
+from hybridtron.parallel.context import all_reduce_shards, earlier_shards, incoming_state
+from hybridtron.parallel.linear import TensorGroup, all_reduce_gradients
 
 Hash = Callable[[Tensor, Tensor], Tensor | None]
 
 
 class SparseBranch(nn.Module):
-    """Sparse attention added to a recurrence's output, before that output's gate.
+    """Sparse attention added to a recurrence's output, before the output gate.
 
-    The ops treat each group of each row as a row (R = B G). State: `sparse_keys` (B, M, G, N), `sparse_values` (B, M,
-    E), `sparse_places` (B, M, G), counted from 1, and `sparse_length` (B,); if keys are scored also `sparse_scores` (B,
-    M, G) and `sparse_queries` (B, G, N), the sum of all queries.
+    The ops treat each pair of a row and a group as a row. State:
+
+        sparse_keys       (B, M, G, N)
+        sparse_values     (B, M, E)
+        sparse_places     (B, M, G), the keys' positions in the document, counted from 1; 0 for an unused slot
+        sparse_length     (B,), how many tokens the document has so far
+        sparse_scores     (B, M, G), the keys' scores; only with a pattern that scores keys
+        sparse_queries    (B, G, N), sum of all queries in the document; only with a pattern that scores keys
     """
 
     def __init__(
@@ -64,7 +73,11 @@ class SparseBranch(nn.Module):
     def forward(
         self, k_BLGN: Tensor, q_BLGN: Tensor, v_BLE: Tensor, before: State, seq: SeqInfo
     ) -> tuple[Tensor, State, dict[str, Tensor]]:
-        """Return gate * y (B, L, E), the state to carry, and in training the ranking loss."""
+        """Return the attention's output times `gate` (B, L, E), the state to carry, and the auxiliary losses by name.
+
+        The only auxiliary loss is the ranking loss, in training with a pattern that scores keys. `before` is the
+        carried state.
+        """
         batch = len(q_BLGN)
         groups = q_BLGN.shape[2]
         q_RLN, k_RLN = (_rows(x_BLGN) for x_BLGN in (q_BLGN, k_BLGN * self.size**-0.5))
@@ -91,9 +104,9 @@ class SparseBranch(nn.Module):
         return (y_BLE * self.gate).to(v_BLE.dtype), new, aux
 
     def _hash(self, device: torch.device, seq: SeqInfo) -> Hash:
-        """Return a function that hashes vectors to bins, by document; it returns None if no keys are binned.
+        """Return a function that maps vectors and their document indices to hash bins.
 
-        Every training step draws a new hash.
+        If the pattern has no hash, the function returns None. In training, every micro-batch draws a new hash.
         """
         if not self.options.hashed:
             return lambda x_RSN, documents_RS: None
@@ -103,15 +116,16 @@ class SparseBranch(nn.Module):
         return lambda x_RSN, documents_RS: hash_bins(x_RSN, documents_RS, matrix_Nh, rule, centre)
 
     def _memory(self, before: State, own: SparseKeys, hashed: Hash, groups: int, seq: SeqInfo) -> SparseMemory | None:
-        """Return the keys remembered from the document that the first token continues.
+        """Return the remembered keys of the document that a row's first token continues.
 
-        With context parallelism these are the carried ones and those from all earlier sequence shards.
+        With context parallelism, these are the carried keys and the keys that all earlier sequence shards (the parts of
+        the row on other ranks) remember.
         """
         memory = _carried(before, groups)
-        share = seq.share
-        if share is None:
+        shard = seq.shard
+        if shard is None:
             return memory
-        behind_R, reaches_R = (x_B.repeat_interleave(groups) for x_B in (share.behind_B, share.reaches_B))
+        behind_R, reaches_R = (x_B.repeat_interleave(groups) for x_B in (shard.behind_B, shard.reaches_B))
         if memory is None:
             length_R = behind_R
         else:
@@ -120,24 +134,27 @@ class SparseBranch(nn.Module):
         if own.scores_RS is not None:
             nothing = nothing._replace(scores_RM=own.scores_RS[:, :0])
         bins_RL = hashed(own.keys_RSN, own.documents_RS)
-        slots = min(self.options.slots, share.length)
+        slots = min(self.options.slots, shard.length)
         remembered = remember(self.budget, joined(nothing, own), bins_RL, slots)
         if memory is None:
             carried = []
         else:
             carried = [_where(reaches_R, memory)]
-        return merged([*carried, *_earlier(remembered, behind_R, share)], length_R)
+        return merged([*carried, *_earlier(remembered, behind_R, shard)], length_R)
 
     def _scores(
         self, q_RLN: Tensor, k_RLN: Tensor, documents_RL: Tensor, before: State, seq: SeqInfo
     ) -> tuple[Tensor, Tensor]:
-        """Return each key's score in fp32, and the queries' sum. No gradient flows to queries and keys."""
+        """Return each key's score in fp32, and the sum of the document's queries up to the last token.
+
+        No gradient flows to queries and keys.
+        """
         sums_BGN = before.get("sparse_queries")
         batch = len(seq.positions_BL)
         zeros_RN = q_RLN.new_zeros(len(q_RLN), self.size)
-        if seq.share is not None:
+        if seq.shard is not None:
             _, added_RN = query_directions(q_RLN, documents_RL, zeros_RN)
-            sums_BGN = state_before(added_RN.unflatten(0, (batch, -1)), None, sums_BGN, seq.share)
+            sums_BGN = incoming_state(added_RN.unflatten(0, (batch, -1)), None, sums_BGN, seq.shard)
         if sums_BGN is None:
             sums_RN = zeros_RN
         else:
@@ -149,26 +166,27 @@ class SparseBranch(nn.Module):
         return F.linear(x, self.weight_3).squeeze(-1), last_RN
 
     def _ranking(self, q_RLN: Tensor, own: SparseKeys, scores_RL: Tensor, seq: SeqInfo) -> Tensor:
-        """Return the ranking loss, the mean over this rank's groups, with its gradient divided by the number of ranks.
+        """Return the ranking loss, a mean over this rank's groups.
 
-        Tensor-parallel ranks sum the scoring weights' gradients, which makes the total a mean over ranks.
+        The loss's gradient is divided by the number of tensor-parallel ranks. The ranks all-reduce the gradients of the
+        scoring weights by summing, and the sum is then the mean over ranks.
         """
         (batch, length) = seq.positions_BL.shape
-        share = seq.share
-        if share is None:
+        shard = seq.shard
+        if shard is None:
             first = 0
             whole = length
         else:
-            first = share.first
-            whole = share.size * length
+            first = shard.first
+            whole = shard.size * length
         seed = seq.number(f"candidates/{self.layer}")
         chosen_BC = candidates(seed, batch, whole, self.budget.best, q_RLN.device)
         chosen_RC = chosen_BC.repeat_interleave(len(q_RLN) // batch, dim=0)
         keys_RCN, documents_RC, x_RC = (
-            _of_row(x, chosen_RC, share) for x in (own.keys_RSN.detach(), own.documents_RS, scores_RL)
+            _of_row(x, chosen_RC, shard) for x in (own.keys_RSN.detach(), own.documents_RS, scores_RL)
         )
         sums_RC, asks_RC = (
-            x if share is None else sum_over_shares(x, share)
+            x if shard is None else all_reduce_shards(x, shard)
             for x in worth_of_keys(q_RLN, own.documents_RS, first, keys_RCN, documents_RC, chosen_RC)
         )
         if self.options.target == "sum":
@@ -180,19 +198,19 @@ class SparseBranch(nn.Module):
 
 
 def projected_heads(projection: nn.Module, x_BLE: Tensor, tensor: TensorGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Project to keys and queries (B, L, 1, N), one group for all channels; return keys, queries and the values."""
-    v_BLE, kq_BLC = beside_as_stored(projection, x_BLE)
-    k_BLN, q_BLN = sum_gradients(kq_BLC, tensor).chunk(2, dim=-1)
+    """Return keys and queries (B, L, 1, N), projected from x, and x (B, L, E) for the values. There is one group."""
+    v_BLE, kq_BLC = apply_with_input_in_layout(projection, x_BLE)
+    k_BLN, q_BLN = all_reduce_gradients(kq_BLC, tensor).chunk(2, dim=-1)
     return k_BLN.unsqueeze(2), q_BLN.unsqueeze(2), v_BLE
 
 
 def _rows(x_BLGN: Tensor) -> Tensor:
-    """Reshape (B, L, G, N) to one row per group, (B G, L, N)."""
+    """Reshape (B, L, G, N) to (B G, L, N)."""
     return x_BLGN.transpose(1, 2).flatten(0, 1)
 
 
 def _groups(x_RMN: Tensor, groups: int) -> Tensor:
-    """Reshape rows (B G, M, ...) back to groups, (B, M, G, ...)."""
+    """Reshape (B G, M, ...) to (B, M, G, ...)."""
     return x_RMN.unflatten(0, (-1, groups)).transpose(1, 2)
 
 
@@ -206,40 +224,44 @@ def _documents(seq: SeqInfo) -> tuple[Tensor, Tensor]:
     return seq.documents_BL.long(), index_BL - begin_BL
 
 
-def _of_row(x_RL: Tensor, chosen_RC: Tensor, share: RowShare | None) -> Tensor:
-    """Gather the values at these tokens of each row, across the ranks that divide the row."""
-    if share is None:
+def _of_row(x_RL: Tensor, chosen_RC: Tensor, shard: SequenceShard | None) -> Tensor:
+    """Return x at the tokens `chosen_RC` in each row, gathered from the ranks that divide the row's tokens."""
+    if shard is None:
         places_RC = chosen_RC
     else:
-        places_RC = chosen_RC - share.first
+        places_RC = chosen_RC - shard.first
     index = places_RC.clamp(0, x_RL.shape[1] - 1).view(*places_RC.shape, *[1] * (x_RL.dim() - 2))
     gathered_RC = x_RL.gather(1, index.expand(*places_RC.shape, *x_RL.shape[2:]))
-    if share is None:
+    if shard is None:
         return gathered_RC
-    in_shard_RC = ((places_RC >= 0) & (places_RC < share.length)).view(index.shape)
-    return sum_over_shares(torch.where(in_shard_RC, gathered_RC, 0), share)
+    in_shard_RC = ((places_RC >= 0) & (places_RC < shard.length)).view(index.shape)
+    return all_reduce_shards(torch.where(in_shard_RC, gathered_RC, 0), shard)
 
 
-def _earlier(kept: SparseMemory, behind_R: Tensor, share: RowShare) -> Iterator[SparseMemory]:
-    """Yield the keys that each earlier sequence shard remembers of the document continuing into this one."""
+def _earlier(kept: SparseMemory, behind_R: Tensor, shard: SequenceShard) -> Iterator[SparseMemory]:
+    """Yield the keys that each earlier sequence shard remembers; `kept` are the keys that this rank's shard remembers.
+
+    If an earlier shard's keys do not belong to the document that this rank's shard continues, their slots are marked as
+    unused. `behind_R` is the number of this document's tokens in earlier shards.
+    """
     size = kept.keys_RMN.shape[2]
     entries_RMC = torch.cat((kept.keys_RMN, kept.values_RMP), dim=2)
     scores = [] if kept.scores_RM is None else [kept.scores_RM]
-    parts = zip(*(earlier_shares(x, share) for x in (entries_RMC, kept.places_RM, *scores)), strict=True)
-    for hop, (entries, places_RM, *own_scores) in zip(range(share.size - 1, 0, -1), parts, strict=True):
+    parts = zip(*(earlier_shards(x, shard) for x in (entries_RMC, kept.places_RM, *scores)), strict=True)
+    for hop, (entries, places_RM, *own_scores) in zip(range(shard.size - 1, 0, -1), parts, strict=True):
         keys = entries[..., :size]
         values = entries[..., size:]
         memory = SparseMemory(keys, values, places_RM, behind_R, *own_scores)
-        yield _where(behind_R > (hop - 1) * share.length, memory)
+        yield _where(behind_R > (hop - 1) * shard.length, memory)
 
 
 def _where(own_R: Tensor, memory: SparseMemory) -> SparseMemory:
-    """Keep the memory in the selected rows and empty all slots of the others."""
+    """Return the memory with all slots marked as unused in rows where `own_R` is False."""
     return memory._replace(places_RM=torch.where(own_R[:, None], memory.places_RM, 0))
 
 
 def _carried(before: State, groups: int) -> SparseMemory | None:
-    """Return the carried state as a memory; None at the start of a document."""
+    """Return the carried state as a memory, or None if no state is carried."""
     if "sparse_keys" not in before:
         return None
     scores_BMG = before.get("sparse_scores")

@@ -1,4 +1,7 @@
-"""The MLP with squared ReLU (equation in `architecture/squared_relu.py`); it carries no state."""
+"""The MLP with squared ReLU (equation in `architecture/squared_relu.py`), a mixer without a state.
+
+Legend: B rows (sequences), L tokens, D width, E inner channels on this rank.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from torch import Tensor
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.squared_relu import SquaredReLUSpec
 from hybridtron.data.batch import SeqInfo
-from hybridtron.mixers.base import Mixer, Out, State
-from hybridtron.parallel.linear import TensorGroup, column_parallel, projected, row_parallel
+from hybridtron.mixers.base import Mixer, MixerOutput, State
+from hybridtron.parallel.linear import TensorGroup, column_parallel, project_all, row_parallel
 
 
 class SquaredReLU(Mixer):
@@ -21,6 +24,6 @@ class SquaredReLU(Mixer):
         self.up = column_parallel(sizes.width, spec.hidden, tensor)
         self.down = row_parallel(spec.hidden, sizes.width, tensor)
 
-    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
-        (up_LBE,) = projected(x_LBD, self.tensor, self.up)
-        return Out(self.down(F.relu(up_LBE).square()), {}, {})
+    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> MixerOutput:
+        (up_LBE,) = project_all(x_LBD, self.tensor, self.up)
+        return MixerOutput(self.down(F.relu(up_LBE).square()), {}, {})

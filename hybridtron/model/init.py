@@ -1,6 +1,7 @@
 """Initialise weights as a pure function of the seed, a weight's full name and its entry in the parameter table.
 
-Neither construction order nor layout matters, so a model sharded over many ranks starts from the same numbers.
+The construction order and the parallel layout do not matter: a model that is sharded over many ranks starts from the
+unsharded model's values.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from hybridtron.architecture.inits import (
     Uniform,
 )
 from hybridtron.model.lm import LanguageModel
-from hybridtron.parallel.cut import cut
+from hybridtron.parallel.sharding import cut
 
 
 def initialise(model: LanguageModel, seed: int) -> None:
-    """Fill every weight in place, for a full model or for this rank's part."""
+    """Fill every weight in a full model, or in this rank's part of a model, in place. Each weight keeps its dtype."""
     for name, weight in model.named_parameters():
         parameter = model.table[name]
         whole = starting_value(parameter.init, parameter.shape, seed, name)
@@ -50,16 +51,18 @@ def starting_value(init: Init, shape: tuple[int, ...], seed: int, name: str) -> 
             return torch.arange(1, shape[-1] + 1, dtype=torch.float32).log().expand(shape)
         case LogUniform(low, high):
             return torch.empty(shape).uniform_(low, high, generator=generator).log()
-        case Orthogonal(0.0):
+        case Orthogonal(0.0):  # orthogonal_ would draw and normalize numbers only to multiply them by 0
             return torch.zeros(shape)
         case Orthogonal(length):
             return nn.init.orthogonal_(torch.empty(shape), length, generator)
         case Ramp(first, last, exponent, zigzag):
             index = torch.arange(math.prod(shape), dtype=torch.float64)
             values = first + (last - first) * (index / max(1, len(index) - 1)) ** exponent
+            # (index + 1) % 3 - 1 is 0, 1, -1, 0, 1, -1, ..., as in RWKV's public code
             return (values + zigzag * ((index + 1) % 3 - 1)).float().view(shape)
         case Rows(starts):
+            # The seed is equal for all indices of the first axis. This is harmless, because a Ramp draws no numbers.
             return torch.stack([starting_value(start, shape[1:], seed, name) for start in starts])
         case InverseSoftplus(low, high):
             step = torch.empty(shape).uniform_(math.log(low), math.log(high), generator=generator).exp()
-            return step + torch.log(-torch.expm1(-step))
+            return step + torch.log(-torch.expm1(-step))  # the inverse of softplus at `step`

@@ -1,6 +1,8 @@
 """Language model, or one pipeline stage of it: embedding, sub-layers, norm, head.
 
-States are passed in and returned together with the tokens' outputs.
+States of recurrences, convolutions and attention are arguments and results of `forward`, not attributes.
+
+Legend: B rows (sequences), L tokens, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,26 +15,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hybridtron.architecture.model import ModelConfig
-from hybridtron.architecture.table import architecture, parameter_table
+from hybridtron.architecture.table import Architecture
 from hybridtron.config.schema import Recompute
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.norm import RMSNorm
 from hybridtron.model.shared import share_weights
 from hybridtron.model.stack import Stack, States
-from hybridtron.ops.multiplied import multiplied
+from hybridtron.ops.multiply import multiply
 from hybridtron.parallel.adapters import attach_adapters
-from hybridtron.parallel.embedding import embedding
-from hybridtron.parallel.linear import SINGLE_RANK, TensorGroup, enter
-from hybridtron.parallel.loss import Head, whole_vocabulary
+from hybridtron.parallel.linear import SINGLE_RANK, TensorGroup, gather_input
 from hybridtron.parallel.mesh import Mesh, single_rank
+from hybridtron.parallel.vocabulary import Head, embedding, gather_vocabulary
 
 
 @dataclass(frozen=True)
 class ModelSlice:
-    """The part of the model to build: its sub-layers (None: all), its ends, and its tensor-parallel shard.
+    """The part of the model to build: a range of sub-layers, and one tensor-parallel shard of each.
 
-    `meshes` has the ranks that cut the weights of each family.
+    layers    the sub-layers' indices; None: all
+    first     the part has the embedding
+    last      the part has the final norm and the head
+    tensor    the tensor-parallel ranks
+    meshes    for each weight family (so far only the dense weights), the ranks that shard and replicate its weights
     """
 
     layers: range | None = None
@@ -46,17 +50,19 @@ FULL_MODEL = ModelSlice()
 
 
 def stream_dtype(computed: torch.dtype, residual_fp32: bool) -> torch.dtype:
-    """Return the dtype of the residual stream between sub-layers and between pipeline stages."""
+    """Return the residual stream's dtype between sub-layers and between pipeline stages."""
     if residual_fp32:
         return torch.promote_types(computed, torch.float32)
     return computed
 
 
 class ModelOut(NamedTuple):
-    """Output of a stage, the states after the last token, and the mixers' auxiliary losses by name.
+    """A stage's output, the states after the last token, and the mixers' auxiliary losses by name.
 
-    The last stage outputs logits (L, B, V) for this rank's share of the vocabulary; without logits, it outputs the
-    normed and scaled stream, which `output_weight` would be multiplied with. Other stages output the stream (L, B, D).
+    The last stage outputs logits (L, B, V) for this rank's vocabulary shard. With `logits=False`, it outputs the normed
+    and scaled residual stream (L, B, D) instead; `linear(stream, output_weight())` gives the logits. The stages before
+    it output the residual stream (L, B, D). If a sub-layer reads the embedding, they output stream and embedding
+    concatenated, (2 L, B, D).
     """
 
     output: Tensor
@@ -65,18 +71,23 @@ class ModelOut(NamedTuple):
 
 
 class LanguageModel(nn.Module):
-    """Language model with uninitialised weights, which `model/init.py` or a checkpoint fills."""
+    """Language model with uninitialised weights, which `model/init.py` or a checkpoint fills.
+
+    `recompute` says which activations are recomputed in the backward pass. Activations from the first `offload`
+    sub-layers wait in host memory for the backward pass.
+    """
 
     def __init__(
         self,
-        config: ModelConfig,
+        arch: Architecture,
         model_slice: ModelSlice = FULL_MODEL,
         recompute: Recompute = Recompute.none,
         offload: int = 0,
     ) -> None:
         super().__init__()
-        arch = architecture(config)
+        config = arch.model
         tensor = model_slice.tensor
+        self.arch = arch
         self.slice = model_slice
         self.recompute = recompute
         self.tied = config.tie_embeddings
@@ -86,13 +97,14 @@ class LanguageModel(nn.Module):
         if model_slice.first:
             self.embedding = embedding(config.vocab_size, config.width, tensor)
         elif model_slice.last and self.tied:
+            # a tied weight has the same name in the first and in the last stage, so the head is named `embedding`
             self.embedding = Head(config.width, config.vocab_size, tensor)
         if model_slice.layers is None:
             layers = range(len(arch.specs))
         else:
             layers = model_slice.layers
         stack = Stack(arch, layers, config.norm_eps, tensor, recompute, offload, config.residual_multiplier)
-        # this order gives shared weights their names
+        # assigned before `layers`, so that named_parameters() lists shared weights under `shared`
         self.shared = share_weights(stack, arch)
         self.layers = stack
         self.carries_embedding = arch.carries_embedding
@@ -100,9 +112,8 @@ class LanguageModel(nn.Module):
             self.norm = RMSNorm(config.width, config.norm_eps)
             if not self.tied:
                 self.head = Head(config.width, config.vocab_size, tensor)
-        whole_table = parameter_table(config)
-        attach_adapters(self, whole_table, config.adapters, tensor)
-        self.table = {name: whole_table[name] for name, _ in self.named_parameters()}
+        attach_adapters(self, arch.table, config.adapters, tensor)
+        self.table = {name: arch.table[name] for name, _ in self.named_parameters()}
 
     def forward(
         self,
@@ -112,16 +123,17 @@ class LanguageModel(nn.Module):
         x_LBD: Tensor | None = None,
         logits: bool = True,
     ) -> ModelOut:
-        """Run this stage. `x_LBD` is the stream from the previous stage, if there is one.
+        """Run this stage. `x_LBD` is the residual stream from the previous stage; None in the first stage.
 
-        Training losses need no `logits`. If a sub-layer reads the embedding, stages pass it on, concatenated along the
-        tokens behind the stream.
+        `logits=False` is for callers that multiply by the head's weight themselves, such as a fused loss. If a
+        sub-layer reads the embedding, `x_LBD` has the shape (2 L, B, D): the residual stream for the L tokens, then
+        their embedding.
         """
         embedded_LBD = None
         if x_LBD is None:
             x_LBD = self.embedding(tokens_BL)
             x_LBD = x_LBD.to(stream_dtype(x_LBD.dtype, self.residual_fp32))
-            x_LBD = multiplied(x_LBD, self.embedding_multiplier)
+            x_LBD = multiply(x_LBD, self.embedding_multiplier)
             if not self.slice.last and torch.is_grad_enabled():
                 # the next stage sends gradients back, even if all weights of this stage are frozen
                 x_LBD.requires_grad_()
@@ -135,18 +147,21 @@ class LanguageModel(nn.Module):
             else:
                 sent_LBD = torch.cat((x_LBD, embedded_LBD))
             return ModelOut(sent_LBD, new_states, aux)
-        x_LBD = multiplied(self.norm(x_LBD), 1 / self.logits_scaling)
+        x_LBD = multiply(self.norm(x_LBD), 1 / self.logits_scaling)
         if logits:
-            x_LBD = functional.linear(enter(x_LBD, self.slice.tensor), self.output_weight())
+            x_LBD = functional.linear(gather_input(x_LBD, self.slice.tensor), self.output_weight())
         return ModelOut(x_LBD, new_states, aux)
 
     def next_logits(self, x_LBD: Tensor) -> Tensor:
-        """Return the next token's logits (B, V) over the full vocabulary; `x_LBD` is the last stage's output."""
-        x_BD = enter(x_LBD, self.slice.tensor)[-1]
-        return whole_vocabulary(functional.linear(x_BD, self.output_weight()), self.slice.tensor)
+        """Return the next token's logits (B, V) over the full vocabulary.
+
+        `x_LBD` is the last stage's output with `logits=False`.
+        """
+        x_BD = gather_input(x_LBD, self.slice.tensor)[-1]
+        return gather_vocabulary(functional.linear(x_BD, self.output_weight()), self.slice.tensor)
 
     def output_weight(self) -> Tensor:
-        """Return the head's weight, or the embedding's if both are tied."""
+        """Return this rank's rows of the head's weight, which is the embedding's weight if the two are tied."""
         if self.tied and self.slice.first:
             return self.get_parameter("embedding.weight")
         if self.tied:
@@ -154,7 +169,7 @@ class LanguageModel(nn.Module):
         return self.head()
 
     def cast(self, dtype: torch.dtype) -> LanguageModel:
-        """Convert the weights to `dtype`; those marked fp32 in the table (A_log, D, dt bias) stay in at least fp32."""
+        """Convert the weights to `dtype`. Weights that the table marks as fp32, such as A_log, stay at least fp32."""
         for name, weight in self.named_parameters():
             wide = torch.promote_types(dtype, torch.float32)
             weight.data = weight.data.to(wide if self.table[name].fp32 else dtype)

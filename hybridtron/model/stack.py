@@ -1,17 +1,26 @@
 """Residual sub-layers in order, one for each letter of the pattern: x + mixer(norm(x)), or x + norm(mixer(x)).
 
-The addend is multiplied by the letter's `output_multiplier` and the model's `residual_multiplier`.
+x is the residual stream. The mixer is attention, a recurrence or an MLP. The addend is multiplied by the letter's
+`output_multiplier` and the model's `residual_multiplier`.
 
-The addition is deferred: a sub-layer returns the stream as it received it, and its mixer's output as pending. The next
-sub-layer adds both in the same op as its own norm, so that the stream is read and written once instead of twice. This
-is private to this file (`ResidualStream`): the stack takes and returns one tensor.
+The addition is deferred: a sub-layer returns the stream and the addend as two tensors, and the addend is called
+*pending*. The next sub-layer adds both in the same op as its own norm, so that the stream is read and written once
+instead of twice. Pending tensors exist only inside this file (`ResidualStream`): the stack takes and returns one
+tensor.
 
-A feeder concatenates the stream with the embedding; its output is not added but read only by the next sub-layer. A
-parallel branch (`beside`) shares the previous sub-layer's norm: x + mixer_1(norm(x)) + mixer_2(norm(x)). Its output is
-added to the pending one.
+Two kinds of sub-layer differ from this scheme:
 
-The stream may be wider (fp32) than the mixers' inputs and outputs: a norm's output has the dtype of its weight. States
-go in and come out as values, keyed by the layer's index in the model.
+    feeder             reads the stream concatenated with the token embedding. Its output y is not added to the stream:
+                       only the next sub-layer reads it, as norm(x + y)
+    parallel branch    (option `beside`) shares the previous sub-layer's norm: x + mixer_1(norm(x)) + mixer_2(norm(x)),
+                       where mixer_1 is the previous sub-layer's and mixer_2 the branch's. The branch's output is added
+                       to the pending tensor
+
+The stream may have a higher precision (fp32) than the inputs and outputs of mixers, because a norm's output has the
+dtype of the norm's weight. States are arguments and results, keyed by the sub-layer's index in the model; no state is
+changed in place.
+
+Legend: B rows (sequences), L tokens, D width.
 """
 
 from __future__ import annotations
@@ -29,52 +38,53 @@ from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import State, build_mixer
 from hybridtron.mixers.norm import RMSNorm
 from hybridtron.model.offload import OffloadedPass
-from hybridtron.ops.multiplied import multiplied
+from hybridtron.ops.multiply import multiply
 from hybridtron.ops.norm import AddRMSNormInputs, add_rms_norm
 from hybridtron.parallel.linear import TensorGroup
 
 States = dict[int, State]
-"""One state per layer, by the layer's index in the full model; layers without a state hold {}.
+"""One state per sub-layer, by its index in the full model; sub-layers without a state have {}.
 
-In incoming states, a missing layer starts from zero.
+If the states passed to the stack lack an entry for a sub-layer, this sub-layer starts from a zero state.
 """
 
 
 class ResidualStream(NamedTuple):
-    """The stream before the last addition, with the pending addend; None if nothing is pending.
+    """The stream before the last addition, and the pending tensor that is still to be added to it.
 
-    `embedded_LBD` is the embedding, if any sub-layer reads it. `fed_LBD` is the output of a feeder, which the next
-    sub-layer reads; then nothing is pending.
+    `pending_LBD` is None before the first sub-layer and after a feeder. `embedded_LBD` is the token embedding, or None
+    if no sub-layer reads the embedding. `feeder_LBD` is the previous sub-layer's output if that sub-layer is a feeder,
+    else None.
     """
 
     x_LBD: Tensor
     pending_LBD: Tensor | None = None
     embedded_LBD: Tensor | None = None
-    fed_LBD: Tensor | None = None
+    feeder_LBD: Tensor | None = None
 
     def materialize(self) -> Tensor:
-        """Return the stream as one tensor, with the pending addend."""
+        """Return the stream as one tensor, with the pending tensor added."""
         if self.pending_LBD is None:
             return self.x_LBD
         return self.x_LBD + self.pending_LBD
 
     def add_pending(self, y_LBD: Tensor) -> ResidualStream:
-        """Return the stream with another addend, for a parallel branch."""
+        """Return the stream with a parallel branch's output added to the pending tensor."""
         assert self.pending_LBD is not None
         return self._replace(pending_LBD=self.pending_LBD + y_LBD)
 
     @property
     def latest_LBD(self) -> Tensor:
-        """The most recently computed tensor of the stream."""
-        if self.fed_LBD is not None:
-            return self.fed_LBD
+        """The tensor that the last sub-layer computed, or the stream before the first sub-layer."""
+        if self.feeder_LBD is not None:
+            return self.feeder_LBD
         if self.pending_LBD is not None:
             return self.pending_LBD
         return self.x_LBD
 
 
 class StreamNorm(RMSNorm):
-    """Norm of a residual stream, fused with the pending addition; returns the sum and its norm."""
+    """RMSNorm of a residual stream, fused with the pending addition; returns the sum and the normed sum."""
 
     def forward(self, x_LBD: Tensor, pending_LBD: Tensor | None) -> tuple[Tensor, Tensor]:
         if pending_LBD is None:
@@ -83,9 +93,9 @@ class StreamNorm(RMSNorm):
 
 
 class SubLayerInputs(NamedTuple):
-    """The stream that a sub-layer reads, its mixer's initial state, and the rows' positions and documents.
+    """The stream that a sub-layer reads, its mixer's initial state, and the tokens' positions and documents.
 
-    For a parallel branch, `stream` holds the previous sub-layer's normed input and nothing else.
+    For a parallel branch, `stream.x_LBD` is the previous sub-layer's normed input, and nothing is pending.
     """
 
     stream: ResidualStream
@@ -96,7 +106,7 @@ class SubLayerInputs(NamedTuple):
 class ResidualOut(NamedTuple):
     """The stream with the mixer's output pending, the mixer's new state, and its auxiliary losses.
 
-    `normed_LBD` is the mixer's input, if the next sub-layer is a parallel branch and reads it too.
+    `normed_LBD` is the mixer's input if the next sub-layer is a parallel branch, which reads the same input, else None.
     """
 
     stream: ResidualStream
@@ -106,7 +116,10 @@ class ResidualOut(NamedTuple):
 
 
 class Residual(nn.Module):
-    """A residual sub-layer around any mixer, with a norm before or after the mixer."""
+    """A residual sub-layer around any mixer, with a norm before or after the mixer.
+
+    With `shows_norm`, it also returns the mixer's input, which the next sub-layer, a parallel branch, reads.
+    """
 
     def __init__(
         self,
@@ -128,27 +141,28 @@ class Residual(nn.Module):
         if self.norm_after:
             return self._with_norm_after(inputs)
         stream = inputs.stream
-        if stream.fed_LBD is None:
+        if stream.feeder_LBD is None:
             x_LBD, normed_LBD = self.norm(stream.x_LBD, stream.pending_LBD)
         else:
             x_LBD = stream.x_LBD
-            _, normed_LBD = self.norm(x_LBD, stream.fed_LBD)
+            _, normed_LBD = self.norm(x_LBD, stream.feeder_LBD)  # a feeder's output does not enter the stream
         mixed = self.mixer(normed_LBD, inputs.state, inputs.seq)
-        out = ResidualStream(x_LBD, multiplied(mixed.y_LBD, self.multiplier), stream.embedded_LBD)
+        out = ResidualStream(x_LBD, multiply(mixed.y_LBD, self.multiplier), stream.embedded_LBD)
         return ResidualOut(out, mixed.state, mixed.aux, normed_LBD if self.shows_norm else None)
 
     def _with_norm_after(self, inputs: SubLayerInputs) -> ResidualOut:
         x_LBD = inputs.stream.materialize()
         mixed = self.mixer(x_LBD.to(self.norm.weight.dtype), inputs.state, inputs.seq)
         _, y_LBD = self.norm(mixed.y_LBD, None)
-        out = ResidualStream(x_LBD, multiplied(y_LBD, self.multiplier), inputs.stream.embedded_LBD)
+        out = ResidualStream(x_LBD, multiply(y_LBD, self.multiplier), inputs.stream.embedded_LBD)
         return ResidualOut(out, mixed.state, mixed.aux)
 
 
 class ParallelBranch(nn.Module):
     """A parallel branch: a sub-layer without a norm, which reads the previous sub-layer's normed input.
 
-    Its output stream holds that input, and its mixer's output as pending.
+    In the stream that it returns, `x_LBD` is this normed input, and `pending_LBD` is the mixer's output. The stack adds
+    `pending_LBD` to the pending tensor of the real stream.
     """
 
     def __init__(self, spec: MixerSpec, sizes: ModelSizes, tensor: TensorGroup, multiplier: float) -> None:
@@ -159,7 +173,7 @@ class ParallelBranch(nn.Module):
     def forward(self, inputs: SubLayerInputs) -> ResidualOut:
         normed_LBD = inputs.stream.x_LBD
         mixed = self.mixer(normed_LBD, inputs.state, inputs.seq)
-        stream = ResidualStream(normed_LBD, multiplied(mixed.y_LBD, self.multiplier))
+        stream = ResidualStream(normed_LBD, multiply(mixed.y_LBD, self.multiplier))
         return ResidualOut(stream, mixed.state, mixed.aux, normed_LBD)
 
 
@@ -180,7 +194,7 @@ class Feeder(nn.Module):
 
 
 def sub_layer(arch: Architecture, index: int, norm_eps: float, tensor: TensorGroup, multiplier: float) -> nn.Module:
-    """Build the sub-layer at this index in the model."""
+    """Build the sub-layer at this index in the model; `multiplier` is the model's `residual_multiplier`."""
     spec = arch.specs[index]
     sizes = arch.sizes_at(index)
     if spec.feeds_next:
@@ -193,25 +207,26 @@ def sub_layer(arch: Architecture, index: int, norm_eps: float, tensor: TensorGro
 def recompute_in_backward(layer: nn.Module, inputs: SubLayerInputs) -> ResidualOut:
     """Run a sub-layer whose activations are recomputed in the backward pass.
 
-    The pending addend is added first, so that one input tensor is saved instead of two. The stream's tensors are
-    arguments of their own because checkpointing tracks only tensors that are.
+    The pending tensor is added to the stream first, so that one tensor is saved instead of two. The tensors in `stream`
+    are passed to `checkpoint` separately, because it saves tensors only if they are arguments, not if they are inside a
+    tuple.
     """
 
     def run(
-        x_LBD: Tensor, embedded_LBD: Tensor | None, fed_LBD: Tensor | None, state: State | None, seq: SeqInfo
+        x_LBD: Tensor, embedded_LBD: Tensor | None, feeder_LBD: Tensor | None, state: State | None, seq: SeqInfo
     ) -> ResidualOut:
-        return layer(SubLayerInputs(ResidualStream(x_LBD, None, embedded_LBD, fed_LBD), state, seq))
+        return layer(SubLayerInputs(ResidualStream(x_LBD, None, embedded_LBD, feeder_LBD), state, seq))
 
     stream = inputs.stream
     return checkpoint(
         run,
         stream.materialize(),
         stream.embedded_LBD,
-        stream.fed_LBD,
+        stream.feeder_LBD,
         inputs.state,
         inputs.seq,
         use_reentrant=False,
-        preserve_rng_state=False,
+        preserve_rng_state=False,  # random draws depend on the batch's key alone, not on torch's generators
     )
 
 
@@ -226,9 +241,10 @@ class StackOut(NamedTuple):
 class Stack(nn.ModuleDict):
     """The sub-layers of one stage, by their index in the full model.
 
-    With `recompute=layer`, every sub-layer saves only its input and runs again in backward, from the same initial
-    state. With `selective`, only sub-layers that mix tokens along the sequence do, while MLPs save their activations.
-    With `offload`, the first sub-layers' activations wait in host memory.
+    With `recompute=layer`, every sub-layer saves only its input and runs again in the backward pass, from the same
+    initial state. With `recompute=selective`, only sub-layers with a state are recomputed, such as attention; MLPs save
+    their activations. The activations of the first `offload` sub-layers wait in host memory for the backward pass
+    (`model/offload.py`).
     """
 
     def __init__(
@@ -252,7 +268,7 @@ class Stack(nn.ModuleDict):
     def forward(
         self, x_LBD: Tensor, states: States | None, seq: SeqInfo, embedded_LBD: Tensor | None = None
     ) -> StackOut:
-        """Run the sub-layers in order. `embedded_LBD` is the embedding, if a sub-layer reads it."""
+        """Run the sub-layers in order. `embedded_LBD` is the token embedding, if a sub-layer reads the embedding."""
         stream = ResidualStream(x_LBD, None, embedded_LBD)
         new_states: States = {}
         total_aux: dict[str, Tensor] = {}
@@ -281,7 +297,7 @@ class Stack(nn.ModuleDict):
     def _run(self, name: str, inputs: SubLayerInputs, offloaded: OffloadedPass) -> ResidualOut:
         """Run one sub-layer, with its activations kept, offloaded or recomputed."""
         layer = self[name]
-        if name in self.recomputed and torch.is_grad_enabled():
+        if name in self.recomputed and torch.is_grad_enabled():  # offload is off: config/checks forbids both
             return recompute_in_backward(layer, inputs)
         if name in self.offloaded and torch.is_grad_enabled():
             saved = offloaded.begin(layer, inputs.stream.x_LBD)

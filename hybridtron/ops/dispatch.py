@@ -1,13 +1,16 @@
-"""Ops and their implementations: a reference that specifies the op, faster ones, and the choice between them.
+"""Ops, their implementations, and the choice of the implementation that runs.
+
+An op is a function on tensors; trainable parameters are among its inputs. An op has a readable reference
+implementation, which specifies the result, and usually faster implementations:
 
     class RMSNormInputs(NamedTuple): ...                  # the op's signature, written once
     def rms_norm(inputs: RMSNormInputs) -> Tensor: ...    # the reference
 
     rms_norm = Op(reference.rms_norm, (TRITON, ...))      # in the op's folder, the preferred implementation first
 
-A call runs the first implementation in that list that is available on the device and supports the inputs, else the
-reference. `force` overrides this, in tests and when searching for a bug. Only the list orders implementations: they do
-not know each other, and the order of imports has no effect.
+A call runs the first implementation of the tuple that is available on the device and supports the inputs. If no
+implementation qualifies, the call runs the reference. `force` overrides this choice, in tests and when searching for a
+bug. Only the tuple's order decides which implementation is preferred; import order has no effect.
 """
 
 from __future__ import annotations
@@ -50,20 +53,21 @@ def _yes() -> bool:
 
 
 def left_to_torch_compile() -> str | None:
-    """Return the reason not to run an opaque kernel inside torch.compile, or None outside.
+    """Return the reason not to run a kernel if torch.compile is tracing, else None.
 
-    torch.compile can fuse the reference with its neighbours, but it cannot look into a kernel or compiled C++.
+    torch.compile can fuse the reference with the operations around it, but not a Triton kernel or compiled C++.
     """
     if torch.compiler.is_compiling():
-        return "torch.compile joins the reference to what stands around it"
+        return "torch.compile fuses the reference with the code around it"
     return None
 
 
 def untraced(function: Function) -> Function:
     """Wrap a function so that torch.compile calls it without tracing it.
 
-    `torch.compiler.disable` does this, but calling it imports the compiler, a third of all that training imports. So
-    it is called only if the compiler is imported already.
+    `torch.compiler.disable` makes such a wrapper, but calling it imports torch's compiler, which is a third of all code
+    that training imports. Without that import no function is traced. So `torch.compiler.disable` is called only when
+    another module has imported the compiler.
     """
     left: list[Any] = []
 
@@ -82,9 +86,14 @@ def untraced(function: Function) -> Function:
 class Implementation(Generic[Inputs, Outputs]):
     """One way to compute an op.
 
-    `unsupported_reason` returns the reason why it cannot compute some inputs, or None. `missing` returns the reason why
-    something other than its package is missing, such as a compiler, or None. `repeats_bits` returns True if forward and
-    backward give the same bits again under `determinism.deterministic`.
+    name                 the name, for `force` and for messages
+    function             computes the op
+    device               the type of device that the implementation runs on
+    package              the Python package that the implementation needs, or None
+    unsupported_reason   returns the reason why the implementation cannot compute the given inputs, or None
+    repeats_bits         returns True if repeated forward and backward passes give the same bits in deterministic mode
+                         (`hybridtron.determinism`)
+    missing              returns the reason why another requirement, such as a C++ compiler, is missing, or None
     """
 
     name: str
@@ -96,9 +105,9 @@ class Implementation(Generic[Inputs, Outputs]):
     missing: Callable[[], str | None] = _nothing
 
     def unavailable_reason(self, device: str) -> str | None:
-        """Return the reason why this implementation cannot run on a device at all, or None."""
+        """Return the reason why this implementation cannot run on this type of device for any inputs, or None."""
         if self.device not in (device, "any"):
-            return f"for {self.device}"
+            return f"only on {self.device}"
         if self.package is not None and (package := optional_package(self.package)).module is None:
             return package.reason
         if (reason := self.missing()) is not None:
@@ -109,7 +118,7 @@ class Implementation(Generic[Inputs, Outputs]):
 
 
 class Op(Generic[Inputs, Outputs]):
-    """A function of one typed value; calling it runs the best implementation for that value."""
+    """A function of one named tuple of inputs; a call runs the implementation that `selected` returns."""
 
     def __init__(
         self,
@@ -127,7 +136,7 @@ class Op(Generic[Inputs, Outputs]):
         return self.selected(inputs).function(inputs)
 
     def selected(self, inputs: Inputs) -> Implementation[Inputs, Outputs]:
-        """Return the implementation that runs for these inputs."""
+        """Return the implementation that runs for these inputs: the forced one, else the first that can run."""
         if (name := self.forced) is not None:
             return self.named(name)
         device = device_of(inputs)
@@ -138,7 +147,7 @@ class Op(Generic[Inputs, Outputs]):
 
     @property
     def forced(self) -> str | None:
-        """Name of the implementation that `force` or `force_on_all_threads` demands; None if neither does."""
+        """Name of the implementation that `force` or `force_on_all_threads` demands; None if this op is not forced."""
         for names in (_forced.get(), _forced_on_all_threads):
             if (name := names.get(self.name) or names.get("*")) is not None:
                 return name
@@ -155,7 +164,10 @@ class Op(Generic[Inputs, Outputs]):
         )
 
     def choice(self, device: str) -> tuple[str, str]:
-        """Return the name of the implementation tried first on a device, and the reason in words."""
+        """Return the name of the implementation that a call tries first on a device, and the reason as text.
+
+        The reason lists the preferred implementations that are unavailable, with the reasons for that.
+        """
         if (name := self.forced) is not None:
             return name, "forced"
         skipped: dict[str, list[str]] = {}
@@ -168,7 +180,7 @@ class Op(Generic[Inputs, Outputs]):
 
 
 def device_of(inputs: tuple[Any, ...]) -> str:
-    """Return the type of the device that holds the inputs."""
+    """Return the type of the device that holds the inputs, such as "cuda"."""
     return next(value.device.type for value in inputs if isinstance(value, torch.Tensor))
 
 
@@ -177,16 +189,17 @@ def _reasons(skipped: dict[str, list[str]]) -> str:
 
 
 def _listed(names: list[str]) -> str:
-    """Join up to three names; shorten longer lists, so that a reason fits beside them on a line of 80 columns."""
+    """Join up to three names. Shorten a longer list, so that the names and a reason fit on a line of 80 columns."""
     if len(names) <= 3:
         return ", ".join(names)
     return f"{names[0]} and {len(names) - 1} others"
 
 
 def anything_forced() -> bool:
-    """Return True inside `force` and `force_on_all_threads`.
+    """Return True if `force` or `force_on_all_threads` is in effect for any op.
 
-    Code that replaces several ops by one fused function must not run then.
+    Code that can compute several ops by one fused function checks this first. If any op is forced, that code must call
+    the ops one by one.
     """
     return bool(_forced.get() or _forced_on_all_threads)
 
@@ -195,7 +208,9 @@ def anything_forced() -> bool:
 def force(everything: str | None = None, /, **implementations: str) -> Iterator[None]:
     """Run named implementations inside the block: `force("reference")`, or `force(selective_scan="chunked")`.
 
-    It holds on this thread alone. A backward pass on a GPU has threads of its own.
+    `everything` names the implementation for all ops that `implementations` does not list. The choice holds only on
+    this thread. On a GPU, torch runs the backward pass on other threads, so the choice does not hold for ops that the
+    backward pass recomputes; `force_on_all_threads` covers these ops too.
     """
     wanted = {**_forced.get(), **({"*": everything} if everything else {}), **implementations}
     token = _forced.set(wanted)
@@ -207,7 +222,10 @@ def force(everything: str | None = None, /, **implementations: str) -> Iterator[
 
 @contextlib.contextmanager
 def force_on_all_threads(implementations: Mapping[str, str]) -> Iterator[None]:
-    """Run these implementations of ops inside the block, by the op's name, or `*` for all other ops."""
+    """Run named implementations inside the block, on every thread.
+
+    `implementations` maps an op's name to an implementation's name. The key `*` stands for all ops without an entry.
+    """
     before = dict(_forced_on_all_threads)
     _forced_on_all_threads.update(implementations)
     try:
@@ -219,7 +237,7 @@ def force_on_all_threads(implementations: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def observed(observe: Observer) -> Iterator[None]:
-    """Call `observe` with each op and its inputs, before the op computes, inside the block."""
+    """Inside the block, call `observe` with each op and its inputs before the op computes."""
     token = _observers.set((*_observers.get(), observe))
     try:
         yield

@@ -1,6 +1,10 @@
-"""FlexAttention over tiles of queries and keys: lists of the tiles that it reads, and the call, compiled to one kernel.
+"""FlexAttention restricted to tiles: builds its block mask from maps of tiles, and calls the compiled kernel.
 
-Legend: B rows, L queries, S keys, H query heads, G key/value heads, K head size; T tiles of queries, U tiles of keys.
+A tile is 128 queries by 128 keys. The block mask lists the tiles that the kernel computes; the kernel skips all other
+tiles.
+
+Legend: B rows (sequences in a batch), L queries, S keys, H query heads, G key/value heads, K head size, T query tiles,
+U key tiles.
 """
 
 from __future__ import annotations
@@ -19,35 +23,50 @@ SMALLEST_HEAD = 16
 def flex_unsupported_reason(q_BLHK: Tensor) -> str | None:
     """Return the reason why FlexAttention cannot take these queries, or None."""
     if q_BLHK.dtype == torch.float64:
-        return "has no float64"
+        return "does not support float64"
     size = q_BLHK.shape[-1]
     if size < SMALLEST_HEAD:
-        return f"takes heads of at least {SMALLEST_HEAD} channels, not {size}"
+        return f"supports heads of at least {SMALLEST_HEAD} channels, not {size}"
     return None
 
 
 def mask_of_tiles(
-    sees: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], lengths: tuple[int, int], *tiles_BHTU: Tensor
+    sees: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    lengths: tuple[int, int],
+    tiles_BHTU: Tensor,
+    full_BHTU: Tensor | None = None,
 ) -> BlockMask:
-    """Build a block mask from boolean maps of tiles (B, H, T, U).
+    """Build a block mask from boolean tile maps (B, H, T, U).
 
-    The first map marks tiles in which `sees` decides for each query and key. An optional second map marks tiles that
-    are read in full, without a call to `sees`.
+    The first map marks the tiles in which `sees` (batch, head, query, key) decides for each pair of a query and a key.
+    The optional second map marks the tiles in which every query sees every key. `lengths` is (L, S).
     """
-    lists = []
-    for tiles in tiles_BHTU:
-        first_to_last = tiles.int().argsort(dim=-1, descending=True, stable=True)
-        lists += [tiles.sum(-1, dtype=torch.int32), first_to_last.int()]
-    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=TILE, mask_mod=sees, seq_lengths=lengths)
+    counts_BHT, order_BHTU = _listed(tiles_BHTU)
+    full_counts_BHT, full_order_BHTU = (None, None) if full_BHTU is None else _listed(full_BHTU)
+    return BlockMask.from_kv_blocks(
+        counts_BHT,
+        order_BHTU,
+        full_counts_BHT,
+        full_order_BHTU,
+        BLOCK_SIZE=TILE,
+        mask_mod=sees,
+        seq_lengths=lengths,
+    )
+
+
+def _listed(tiles_BHTU: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each query tile the number of its marked key tiles, and all key tiles' indices, marked ones first."""
+    first_to_last = tiles_BHTU.int().argsort(dim=-1, descending=True, stable=True)
+    return tiles_BHTU.sum(-1, dtype=torch.int32), first_to_last.int()
 
 
 def attend_to_tiles(
     q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: BlockMask, window: int | None = None
 ) -> Tensor:
-    """Attend to the tiles of a mask.
+    """Return the attention output (B, L, H, K) under a block mask.
 
-    The mask alone decides; `window` (None: no limit) only lets a simulation estimate the work. On a CPU FlexAttention
-    has no backward pass, and tests run only its forward pass there.
+    The result does not depend on `window`. A rehearsal on a simulated GPU reads `window` (None: no limit) to estimate
+    the work. On a CPU FlexAttention has no backward pass; tests run its forward pass there.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BLHK, k_BSGK, v_BSGK))
     attend = _kernel(window) if q.is_cuda else flex_attention
@@ -56,9 +75,9 @@ def attend_to_tiles(
 
 @functools.cache
 def _kernel(window: int | None) -> Callable[..., Tensor]:
-    """Compile FlexAttention to one kernel; without compilation it would store all scores.
+    """Return FlexAttention compiled to one kernel; without compilation it would store all L x S scores.
 
-    `window` does not change the kernel. The simulation, which has no tiles, replaces this function by one that counts
-    the work of a window.
+    `window` has no effect here. A rehearsal on a simulated GPU replaces this function, and its replacement counts the
+    work of a window.
     """
     return torch.compile(flex_attention, dynamic=True)

@@ -1,9 +1,11 @@
-"""Shared code of the gated MLPs' Triton kernels: activation(gate) * up, one pass forward and one backward.
+"""Shared code for the gated MLPs' Triton kernels, which compute activation(gate) * up and its gradient.
 
-Gate and up lie side by side in each row, as the projection before them writes them, and so do their gradients. Only
-this input is saved for backward. The kernels compute in fp32. Each op's `kernels` has the equations.
+The last axis of the input `gate_up` holds F channels for gate, then F channels for up: the output of one fused
+projection. The gradient of `gate_up` has the same layout. Only `gate_up` is saved for the backward pass. The kernels
+compute in fp32. The kernels themselves, with their equations, are in the file `kernels.py` of the ops `swiglu` and
+`geglu`.
 
-Legend: R rows (of any leading axes), F channels of the gate.
+Legend: R rows (all leading axes flattened), F channels for gate and for up, 2F channels in `gate_up`.
 """
 
 from __future__ import annotations
@@ -18,15 +20,15 @@ from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.kernel_launch import ceil_div, launch
 
-BLOCK = 1024  # channels of a program: 8 per thread
+BLOCK = 1024  # channels per program: 8 per thread
 WARPS = 4
 
 
 class GateKernels(NamedTuple):
-    """The forward and backward kernel of one activation.
+    """One activation's forward and backward kernels. `numbers` are the op's constants. The kernels' arguments:
 
-    Forward takes gate_up and y; backward takes gate_up, grad_y and a tensor for the gradient of gate_up. Both then take
-    the number of channels, and `numbers`.
+    forward    gate_up (input), y (output), F, the constants, BLOCK
+    backward   gate_up (input), grad_y (input), grad_gate_up (output), F, the constants, BLOCK
     """
 
     forward: Any
@@ -54,10 +56,11 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (gate_up,), grad_y = ctx.saved_tensors, grads[0].contiguous()
-        found = torch.empty_like(gate_up)
-        _launch(ctx.kernels.backward, ctx.kernels.numbers, grad_y.shape, gate_up, grad_y, found)
-        return found, None
+        (gate_up,) = ctx.saved_tensors
+        grad_y = grads[0].contiguous()
+        grad_gate_up = torch.empty_like(gate_up)
+        _launch(ctx.kernels.backward, ctx.kernels.numbers, grad_y.shape, gate_up, grad_y, grad_gate_up)
+        return grad_gate_up, None
 
 
 def _launch(kernel: Any, numbers: tuple[float, ...], shape: torch.Size, *tensors: Tensor) -> None:
@@ -68,7 +71,7 @@ def _launch(kernel: Any, numbers: tuple[float, ...], shape: torch.Size, *tensors
 
 @triton.jit
 def load_pair(gate_up_R2F: tl.tensor, channels: int, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Load this program's channels of gate and up, in fp32."""
+    """Load gate and up for this program's row and BLOCK channels; return them in fp32."""
     channel_F = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = gate_up_R2F + 2 * tl.program_id(0).to(tl.int64) * channels + channel_F
     gate_F = tl.load(place, channel_F < channels, 0.0).to(tl.float32)
@@ -78,18 +81,18 @@ def load_pair(gate_up_R2F: tl.tensor, channels: int, BLOCK: tl.constexpr) -> tup
 
 @triton.jit
 def store_pair(
-    found_R2F: tl.tensor, of_gate_F: tl.tensor, of_up_F: tl.tensor, channels: int, BLOCK: tl.constexpr
+    grad_gate_up_R2F: tl.tensor, of_gate_F: tl.tensor, of_up_F: tl.tensor, channels: int, BLOCK: tl.constexpr
 ) -> None:
-    """Store this program's gradients of gate and up, in the layout that `load_pair` reads."""
+    """Store the gradients of gate and up for this program's row and channels, in the layout that `load_pair` reads."""
     channel_F = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = found_R2F + 2 * tl.program_id(0).to(tl.int64) * channels + channel_F
+    place = grad_gate_up_R2F + 2 * tl.program_id(0).to(tl.int64) * channels + channel_F
     tl.store(place, of_gate_F, channel_F < channels)
     tl.store(place + channels, of_up_F, channel_F < channels)
 
 
 @triton.jit
 def load_one(grad_y_RF: tl.tensor, channels: int, BLOCK: tl.constexpr) -> tl.tensor:
-    """Load this program's channels of a tensor with as many channels as the gate, in fp32."""
+    """Load this program's row and channels from a tensor (R, F); return them in fp32."""
     channel_F = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = grad_y_RF + tl.program_id(0).to(tl.int64) * channels + channel_F
     return tl.load(place, channel_F < channels, 0.0).to(tl.float32)
@@ -97,6 +100,6 @@ def load_one(grad_y_RF: tl.tensor, channels: int, BLOCK: tl.constexpr) -> tl.ten
 
 @triton.jit
 def store_one(y_RF: tl.tensor, y_F: tl.tensor, channels: int, BLOCK: tl.constexpr) -> None:
-    """Store this program's channels of a tensor with as many channels as the gate."""
+    """Store this program's row and channels in a tensor (R, F)."""
     channel_F = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y_RF + tl.program_id(0).to(tl.int64) * channels + channel_F, y_F, channel_F < channels)

@@ -1,8 +1,8 @@
-"""What Triton and ptxas make of a kernel for a GPU that need not be there: registers, spills, and its loops.
+"""Registers, spills, instructions and loops of compiled Triton kernels; the GPU itself need not be present.
 
-The machine code is read as text, that of all kernels together: the disassembler needs a quarter of a second to begin. A
-loop is what lies between an instruction and a branch back to it. How often a loop runs is not in the code; who asks for
-instructions says so.
+`compile_for` compiles a kernel with Triton and ptxas. `read` disassembles several kernels' machine code in one call,
+because the disassembler takes 0.25 s to start. A loop is the code between an instruction and a branch back to it.
+Machine code does not show how often a loop runs, so callers that count executed instructions pass the trip counts.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from hybridtron import compiled
 
 _INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)(.*?);")
 _TARGET = re.compile(r"0x([0-9a-f]+)\s*$")
-_SIZE = 16  # bytes of an instruction
+_SIZE = 16  # bytes per instruction
 
 
 @dataclass(frozen=True)
 class Loop:
-    """Instructions `first` to `last`, `depth` other loops around them."""
+    """A loop over the instructions with indices `first` to `last` (inclusive), nested in `depth` other loops."""
 
     first: int
     last: int
@@ -42,7 +42,15 @@ class Loop:
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """Of one thread: registers, bytes of registers spilled; of a program: warps, bytes of shared memory."""
+    """A kernel's resources, its instructions' names, and its loops.
+
+    registers      registers per thread
+    spilled        spilled registers per thread, in bytes
+    shared         shared memory per program, in bytes
+    warps          warps per program
+    instructions   the instructions' names, in code order
+    loops          the loops among these instructions
+    """
 
     registers: int
     spilled: int
@@ -52,23 +60,24 @@ class CompiledKernel:
     loops: tuple[Loop, ...]
 
     def executed(self, trips: Sequence[int]) -> Counter[str]:
-        """Instructions that a warp executes, where a loop at depth d runs `trips[d]` times for each of the one around.
+        """Return how often a warp executes instructions with each name.
 
-        A loop deeper than that is one that the compiler made of the last.
+        A loop at depth d runs `trips[d]` times in each iteration of the loop around it. Loops at depth len(trips) or
+        more count as one iteration: the compiler makes such loops when it splits a kernel's innermost loop.
         """
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for index, name in enumerate(self.instructions):
             depth = max((loop.depth + 1 for loop in self.loops if loop.first <= index <= loop.last), default=0)
             times = 1
             for trip in trips[:depth]:
                 times *= trip
-            found[name] += times
-        return found
+            counts[name] += times
+        return counts
 
 
 @dataclass(frozen=True)
 class MachineCode:
-    """A kernel as compiled, unread: with the warps of a program and its bytes of shared memory."""
+    """A compiled kernel before disassembly, with the warps and the shared memory (in bytes) that a program uses."""
 
     cubin: bytes
     warps: int
@@ -76,14 +85,19 @@ class MachineCode:
 
 
 def compile_for(capability: tuple[int, int], kernel: Any, arguments: Sequence[Any], options: Any) -> MachineCode:
-    """Compile as a launch with these arguments would, tensors standing for aligned pointers; nothing is launched."""
+    """Compile a kernel for these launch arguments and compiler options, without launching it.
+
+    `capability` is the GPU's compute capability (major, minor). Triton reads no elements of tensor arguments, only
+    their dtypes and their addresses' alignment.
+    """
     target_absent_gpu(capability)
-    made = kernel.run(*arguments, grid=(1,), warmup=True, **options)
-    return MachineCode(made.asm["cubin"], made.metadata.num_warps, made.metadata.shared)
+    compiled_kernel = kernel.run(*arguments, grid=(1,), warmup=True, **options)
+    metadata = compiled_kernel.metadata
+    return MachineCode(compiled_kernel.asm["cubin"], metadata.num_warps, metadata.shared)
 
 
 def target_absent_gpu(capability: tuple[int, int]) -> None:
-    """From here on Triton compiles for this GPU, which need not be there."""
+    """Make Triton compile for this compute capability in the rest of the process; the GPU need not be present."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -95,9 +109,10 @@ def target_absent_gpu(capability: tuple[int, int]) -> None:
 
 
 def compiler_key() -> str | None:
-    """A digest of Triton and its ptxas: kernels compiled elsewhere are found in a cache only where it is the same.
+    """Return a digest of the Triton and ptxas versions, or None if Triton is not installed.
 
-    None where there is no Triton. Kernels' text, arguments and options decide the rest of a cached name.
+    Two machines can share Triton's kernel cache if their digests are equal. Apart from these versions, a cached
+    kernel's name depends only on the kernel's source, arguments and options.
     """
     if importlib.util.find_spec("triton") is None:
         return None
@@ -109,42 +124,45 @@ def compiler_key() -> str | None:
 
 
 def read(capability: tuple[int, int], codes: Sequence[MachineCode]) -> list[CompiledKernel]:
-    """What the machine code of each says. What it was read as is kept in the user's cache."""
+    """Return each kernel's resources, instructions and loops; results are cached in the user's cache folder."""
     known = {cubin: kept for cubin in {code.cubin for code in codes} if (kept := _kept(_remembered(cubin)))}
     unread = [*dict.fromkeys(code.cubin for code in codes if code.cubin not in known)]
     for cubin, (names, loops) in zip(unread, _disassembled(capability, unread), strict=True):
         registers, stack = resource_usage(cubin)
         spans = [dataclasses.astuple(loop) for loop in loops]
-        known[cubin] = found = {"registers": registers, "stack": stack, "names": names, "loops": spans}
-        compiled.build(_remembered(cubin), partial(_write, found))
+        known[cubin] = {"registers": registers, "stack": stack, "names": names, "loops": spans}
+        compiled.build(_remembered(cubin), partial(_write, known[cubin]))
     return [_kernel(code, known[code.cubin]) for code in codes]
 
 
 def _kept(path: Path) -> dict[str, Any] | None:
-    """The record that was written there; None where nothing was, or a part of it is missing."""
+    """Read a cached record; return None if the file is missing or incomplete."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
         return None
 
 
-def _write(found: dict[str, Any], path: Path) -> None:
-    path.write_text(json.dumps(found))
+def _write(record: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(record))
 
 
-def _kernel(code: MachineCode, found: dict[str, Any]) -> CompiledKernel:
-    loops = tuple(Loop(*each) for each in found["loops"])
-    return CompiledKernel(found["registers"], found["stack"], code.shared, code.warps, tuple(found["names"]), loops)
+def _kernel(code: MachineCode, record: dict[str, Any]) -> CompiledKernel:
+    loops = tuple(Loop(*span) for span in record["loops"])
+    return CompiledKernel(record["registers"], record["stack"], code.shared, code.warps, tuple(record["names"]), loops)
 
 
 def _remembered(cubin: bytes) -> Path:
-    """The file that says what this machine code was read as, by this text."""
+    """Return the cache file's path for this machine code.
+
+    The file's name also depends on this Python file's text, so that a change in this code invalidates the cache.
+    """
     text = hashlib.blake2b(Path(__file__).read_bytes() + cubin, digest_size=16).hexdigest()
     return compiled.cache_folder("kernels") / f"{text}.json"
 
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:
-    """Of one thread: registers, and bytes of the stack, where registers are spilled to."""
+    """Return the registers per thread, and the bytes of stack per thread; the stack holds spilled registers."""
     from triton import knobs
 
     text = _answer(cubin, knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
@@ -153,7 +171,7 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
 
 
 def _disassembled(capability: tuple[int, int], cubins: Sequence[bytes]) -> list[tuple[list[str], list[Loop]]]:
-    """Of each the names of all instructions, and the loops among them."""
+    """Return each kernel's instruction names and loops, from one call of the disassembler."""
     from triton import knobs
 
     texts = [instructions_of(cubin) for cubin in cubins]
@@ -165,10 +183,12 @@ def _disassembled(capability: tuple[int, int], cubins: Sequence[bytes]) -> list[
 
 
 def instructions_of(cubin: bytes) -> bytes:
-    """The section of an ELF file that holds the kernel's instructions."""
+    """Return the section with the instructions (.text.*) from a compiled kernel, which is an ELF file."""
+    # the ELF header has at byte 40 the offset of the section table, and from byte 58 on the size of a table entry, the
+    # number of entries, and the index of the section that holds the sections' names
     (table,) = struct.unpack_from("<Q", cubin, 40)
     size, count, names = struct.unpack_from("<HHH", cubin, 58)
-    # of each section: where its name stands among the names, where it begins, how long it is
+    # for each section: the offset of its name, its offset in the file, its length
     sections = [struct.unpack_from("<I20xQQ", cubin, table + index * size) for index in range(count)]
     for name, begin, length in sections:
         if cubin.startswith(b".text.", sections[names][1] + name):
@@ -177,22 +197,26 @@ def instructions_of(cubin: bytes) -> bytes:
 
 
 def disassembled(text: str, sizes: Sequence[int]) -> list[tuple[list[str], list[Loop]]]:
-    """The names of all instructions, and the loops among them, of kernels of these sizes that were printed as one."""
+    """Split the disassembler's output for several kernels; return each kernel's instruction names and loops.
+
+    `sizes` has each kernel's instruction count, in the output's order.
+    """
     lines = filter(None, map(_INSTRUCTION.match, text.splitlines()))
-    found = [(int(line[1], 16) // _SIZE, line[2], line[3]) for line in lines]
-    each: list[tuple[list[str], list[Loop]]] = []
+    instructions = [(int(line[1], 16) // _SIZE, line[2], line[3]) for line in lines]
+    kernels: list[tuple[list[str], list[Loop]]] = []
     start = 0
     for size in sizes:
-        own = found[start : start + size]
-        spans: dict[int, int] = {}  # from where a loop begins to the last branch back to it
-        for index, name, operands in own:
+        kernel = instructions[start : start + size]
+        # key: index of a loop's first instruction; value: index of the last branch back to this instruction
+        spans: dict[int, int] = {}
+        for index, name, operands in kernel:
             target = _TARGET.search(operands) if name.startswith("BRA") else None
             begin = index if target is None else int(target[1], 16) // _SIZE
-            if begin < index:  # a branch to itself pads the end
+            if begin < index:  # a branch to itself is padding after the code, not a loop
                 spans[begin - start] = index - start
-        each.append(([name for _, name, _ in own], _nested(spans)))
+        kernels.append(([name for _, name, _ in kernel], _nested(spans)))
         start += size
-    return each
+    return kernels
 
 
 def _nested(spans: dict[int, int]) -> list[Loop]:
@@ -204,7 +228,7 @@ def _nested(spans: dict[int, int]) -> list[Loop]:
 
 
 def _answer(code: bytes, *command: str) -> str:
-    """What a program prints of the machine code."""
+    """Write machine code to a temporary file, run a command on the file, and return the command's output."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code)
         file.flush()

@@ -1,7 +1,7 @@
-"""What all kernels' launchers share.
+"""Helpers for Triton kernels: launches, the recording of launches in simulations, output layouts and grid sizes.
 
-A launch is typed here, once, as the anything that it is: to a type checker a kernel is the Python function that it is
-written as, and not what takes torch's tensors, plain numbers for constants, and options of the compiler.
+Most kernels are launched by `launch`, whose arguments are untyped. A type checker sees a kernel as the Python function
+in its source, whose parameters are `tl.tensor`, and would refuse the torch tensors and compiler options of a launch.
 """
 
 from __future__ import annotations
@@ -16,48 +16,56 @@ from torch import Tensor
 
 from hybridtron.ops.dispatch import Implementation, untraced
 
-PROCESSORS = 132  # of an H100, and counted on every GPU: the order in which programs' sums are added depends on it
-TRITON = "triton"  # the package, and the name of each implementation that is made of our kernels
+PROCESSORS = 132  # multiprocessors of an H100; used for all GPUs, so that all GPUs add partial sums in the same order
+TRITON = "triton"  # the package, and the name of implementations with our kernels
 
 
 def own_kernels(
     place: str, unsupported_reason: Callable[[Any], str | None] = lambda inputs: None
 ) -> Implementation[Any, Any]:
-    """Triton kernels of our own: the function that `file:function` names, whose file is imported when it is called.
+    """Wrap this project's Triton kernels as an implementation; `place` is `module:function`.
 
-    None of them has float64.
+    The module is imported at the first call. Inputs in float64 are refused, since no kernel takes them. Other inputs
+    are refused if `unsupported_reason` returns a reason (not None).
     """
     file, _, name = place.partition(":")
 
-    @untraced  # the kernels are compiled already, and what is around them is little
+    @untraced  # torch.compile would gain little: the kernels are compiled, and little code around them could be fused
     def call(inputs: tuple[Any, ...]) -> Any:
         return getattr(importlib.import_module(file), name)(inputs)
 
     def reason(inputs: tuple[Any, ...]) -> str | None:
         if any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in inputs):
-            return "the kernels have no float64"
+            return "the kernels do not support float64"
         return unsupported_reason(inputs)
 
     return Implementation(TRITON, call, "cuda", TRITON, reason)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, registers: int | None = None) -> None:
-    """Run as many programs as the grid has places, each by `warps` warps of 32 threads with at most these registers."""
+    """Run one program per grid point, each with `warps` warps of 32 threads.
+
+    The compiler uses at most `registers` registers per thread (None: no limit).
+    """
     kernel[grid](*arguments, num_warps=warps, maxnreg=registers)
 
 
 def programs_at_once(warps: int, resident: int) -> int:
-    """Programs that an H100 runs at a time, where each multiprocessor holds `resident` warps and at least one program.
+    """Return the number of programs that an H100 runs at a time, if a multiprocessor holds `resident` warps.
 
-    More would wait for these to end. Fewer leave too little in flight: a turn of a program waits for memory, and memory
-    is read at its rate only where each multiprocessor has asked for tens of kilobytes.
+    The number is a good grid size. With more programs, some would begin only after others end. With fewer, too few
+    loads would be in flight: an H100 reads memory at full rate only if each multiprocessor has requests for tens of
+    kilobytes. At least one program per multiprocessor is counted.
     """
     return PROCESSORS * max(1, resident // warps)
 
 
 @contextmanager
 def recorded_launches(note: Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
-    """Inside, on every thread, no kernel runs: `note` gets each kernel, its grid, its arguments and its options."""
+    """Inside the block, replace each kernel launch on any thread by a call to `note`.
+
+    `note` gets the kernel, grid, arguments and compiler options. No kernel runs.
+    """
     from triton.runtime.jit import JITFunction
 
     def run(kernel: Any, *arguments: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
@@ -72,7 +80,7 @@ def recorded_launches(note: Callable[[Any, tuple[int, ...], tuple[Any, ...], dic
 
 @contextmanager
 def noted_launches(note: Callable[[Any], object]) -> Iterator[None]:
-    """Inside, on every thread, `note` gets each kernel just before it is launched."""
+    """Inside the block, call `note` with each kernel just before its launch, on any thread; the kernel then runs."""
     from triton.runtime.jit import JITFunction
 
     launched = JITFunction.run
@@ -90,13 +98,16 @@ def noted_launches(note: Callable[[Any], object]) -> Iterator[None]:
 
 
 def kernel_name(kernel: Any) -> str:
-    """`scan.walk`: a kernel of ours by its op and its function."""
+    """Return a name such as `scan.walk`: the op's folder, and the kernel's function without leading underscores."""
     return f"{kernel.fn.__module__.split('.')[-2]}.{kernel.__name__.strip('_')}"
 
 
 @contextmanager
 def tuned_over(most: int) -> Iterator[None]:
-    """Inside, kernels of other packages try this number of their configurations, evenly chosen: all take minutes."""
+    """Inside the block, let the autotuning of other packages' kernels try at most `most` configurations each.
+
+    The configurations are evenly spaced in each kernel's list. To try all would take minutes.
+    """
     from triton.runtime.autotuner import Autotuner
 
     tuned = Autotuner.run
@@ -114,25 +125,49 @@ def tuned_over(most: int) -> Iterator[None]:
 
 
 def last_side_by_side(tensor: Tensor) -> Tensor:
-    """The same, copied if the last axis is not contiguous: the others may have any strides."""
+    """Return the tensor itself if its last axis is contiguous, else a fully contiguous copy."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def empty_in_order(tensor: Tensor) -> Tensor:
-    """An empty tensor of this shape; rows and tokens, its first axes, lie in memory in the order that they have there.
+def heads_side_by_side(tensor: Tensor) -> Tensor:
+    """Return a tensor (B, L, H, P) itself if each token's heads are contiguous, else a fully contiguous copy."""
+    return tensor if tensor.stride()[2:] == (tensor.shape[3], 1) else tensor.contiguous()
 
-    So what projections make, tokens first, is not copied into the order of rows and back.
+
+def empty_in_order(tensor: Tensor) -> Tensor:
+    """Return an uninitialized tensor with the shape of `tensor` and the memory order of its first two axes.
+
+    These axes are rows and tokens. Projections return tensors in which tokens are the outermost axis in memory. If an
+    op's output has the same memory order, no copy is needed between the op and the projections.
     """
     if tensor.stride(0) >= tensor.stride(1):
         return tensor.new_empty(tensor.shape)
     return tensor.new_empty(tensor.transpose(0, 1).shape).transpose(0, 1)
 
 
+def strided(*tensors: Tensor) -> tuple[Any, ...]:
+    """Return each tensor, followed by the strides of its rows and of its tokens, as arguments of kernels."""
+    return tuple(value for tensor in tensors for value in (tensor, *tensor.stride()[:2]))
+
+
+def tile_of_rows(channels: int, elements: int, warp_elements: int) -> tuple[int, int, int]:
+    """Return three numbers: rows per tile, channels rounded up to a power of two, and warps per tile.
+
+    A tile has `elements` elements, or one row if that has more; a warp has `warp_elements`.
+    """
+    block = power_of_2(channels)
+    rows = max(1, elements // block)
+    return rows, block, max(1, rows * block // warp_elements)
+
+
 def ceil_div(size: int, block: int) -> int:
-    """The number of blocks that hold `size` places; since version 3.7 Triton types its `cdiv` for kernels alone."""
+    """Return the number of blocks that cover `size`.
+
+    Triton's own `cdiv` is not used, because its types fit only calls inside kernels from Triton 3.7 on.
+    """
     return -(-size // block)
 
 
 def power_of_2(size: int) -> int:
-    """The least power of two that is not below a size."""
+    """Return the smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()

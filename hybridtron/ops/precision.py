@@ -7,14 +7,17 @@ from torch import Tensor
 
 
 def wide_type(x: Tensor) -> torch.dtype:
-    """Return the dtype of states and sums: float64 for float64 inputs, else fp32."""
+    """Return the dtype for states and reductions: float64 for float64 inputs, else fp32."""
     if x.dtype == torch.float64:
         return torch.float64
     return torch.float32
 
 
-def state_before(state: Tensor | None, tokens: Tensor, *sizes: int) -> Tensor:
-    """Return the state before rows of tokens (B, ...), in the dtype to compute in; zeros (B, *sizes) if it is None."""
+def state_or_zeros(state: Tensor | None, tokens: Tensor, *sizes: int) -> Tensor:
+    """Return the initial state in the dtype to compute in; if it is None, return zeros (B, *sizes).
+
+    `tokens` (B, ...) is the op's input, from which B and the dtype follow.
+    """
     wide = wide_type(tokens)
     if state is None:
         return tokens.new_zeros(tokens.shape[0], *sizes, dtype=wide)
@@ -29,7 +32,10 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 
 def narrower(first: torch.dtype, second: torch.dtype) -> torch.dtype:
-    """Return the narrower of two dtypes: the one whose values the other can hold."""
+    """Return the narrower of two dtypes: `first` if `second` can represent all its values, else `second`.
+
+    For fp16 and bf16, of which neither can represent all values of the other, this is `second`.
+    """
     if torch.promote_types(first, second) == second:
         return first
     return second

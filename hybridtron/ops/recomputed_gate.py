@@ -1,6 +1,7 @@
-"""activation(m gate) * up in torch, with only gate and up saved for backward; m is a multiplier of the configuration.
+"""activation(m * gate) * up in torch, with only gate and up saved for the backward pass.
 
-Plain autograd would also save activation(m gate); here backward computes it again.
+m is a constant of the model's configuration. Plain autograd would also save activation(m * gate); here the backward
+pass recomputes it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybridtron.ops.multiplied import multiplied
+from hybridtron.ops.multiply import multiply
 
 
 class Activation(NamedTuple):
-    """An elementwise function, and its backward: (gradient of the output, input) to the gradient of the input."""
+    """An elementwise function and its backward pass.
+
+    `backward` takes the output's gradient and the input, and returns the input's gradient.
+    """
 
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
@@ -30,7 +34,7 @@ class _RecomputedGate(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
         ctx.multiplier = multiplier
-        return activation.forward(multiplied(gate, multiplier)).mul_(up)
+        return activation.forward(multiply(gate, multiplier)).mul_(up)
 
     @staticmethod
     @once_differentiable
@@ -38,11 +42,11 @@ class _RecomputedGate(torch.autograd.Function):
         (gate, up) = ctx.saved_tensors
         (grad,) = grads
         activation = ctx.activation
-        gate = multiplied(gate, ctx.multiplier)
-        of_gate = multiplied(activation.backward(grad * up, gate), ctx.multiplier)
+        gate = multiply(gate, ctx.multiplier)
+        of_gate = multiply(activation.backward(grad * up, gate), ctx.multiplier)
         return of_gate, activation.forward(gate).mul_(grad), None, None
 
 
 def gated(gate_up: Tensor, activation: Activation, multiplier: float = 1.0) -> Tensor:
-    """Return activation(multiplier * gate) * up; `gate_up` holds gate and up side by side on its last axis."""
+    """Return activation(multiplier * gate) * up; the last axis of `gate_up` is gate's channels, then up's."""
     return _RecomputedGate.apply(*gate_up.chunk(2, dim=-1), activation, multiplier)

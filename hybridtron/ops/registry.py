@@ -1,4 +1,8 @@
-"""All ops by name, and the implementations that a device runs. Modules that compute import single ops instead."""
+"""All ops by name, and the implementations that a device runs.
+
+This file is for code that lists ops or forces their implementations. A module that calls an op imports the op from its
+folder.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +14,21 @@ from hybridtron.ops.conv import causal_conv
 from hybridtron.ops.delta import delta_scan
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.dropout import dropout
-from hybridtron.ops.gated_norm import gated_norm, gated_scale, gated_squares
+from hybridtron.ops.gated_norm import gated_norm, gated_scale, gated_squares, norm_before_gate
 from hybridtron.ops.geglu import geglu
 from hybridtron.ops.gla import gla_scan
 from hybridtron.ops.loss import cross_entropy, linear_cross_entropy
 from hybridtron.ops.norm import add_rms_norm, rms_norm
 from hybridtron.ops.product import linear, matrix_product
 from hybridtron.ops.rope import apply_rope
+from hybridtron.ops.rotations import angles, turn_pairs
 from hybridtron.ops.scan import selective_scan
 from hybridtron.ops.softmax import softmax_gradients, softmax_sums
 from hybridtron.ops.span import span_attention
 from hybridtron.ops.sparse import sparse_attention
 from hybridtron.ops.ssd import decay_scan, ssd_scan
 from hybridtron.ops.swiglu import swiglu
-from hybridtron.ops.turns import angles, turn_pairs
+from hybridtron.ops.token_mix import token_mix
 from hybridtron.problems import Problem, did_you_mean
 
 OPS: dict[str, Op[Any, Any]] = {
@@ -31,21 +36,23 @@ OPS: dict[str, Op[Any, Any]] = {
     for op in (
         add_rms_norm, angles, apply_rope, attention, causal_conv, cross_entropy, decay_scan, delta_scan, dropout,
         gated_norm, gated_scale, gated_squares, geglu, gla_scan, linear, linear_cross_entropy, matrix_product,
-        rms_norm, selective_scan, softmax_gradients, softmax_sums, span_attention, sparse_attention, ssd_scan,
-        swiglu, turn_pairs,
+        norm_before_gate, rms_norm, selective_scan, softmax_gradients, softmax_sums, span_attention, sparse_attention,
+        ssd_scan, swiglu, token_mix, turn_pairs,
     )
 }  # fmt: skip
 
 
 def choices(device: str) -> list[tuple[str, str, str]]:
-    """Return (op, implementation, reason) for every op, for the table at the start of a run."""
+    """Return (op's name, implementation's name, reason for the choice) for every op, for tables of the choices."""
     return [(name, *op.choice(device)) for name, op in OPS.items()]
 
 
 def force_problems(implementations: Mapping[str, str], device: str | None = None) -> list[Problem]:
-    """List the faults of `run.force_ops`: unknown ops and implementations, and those that can't run on a device.
+    """List the faults of the setting `run.force_ops`, which maps ops to implementations.
 
-    `*` stands for all ops, of which each has only `reference`. Without a device, any is right.
+    A fault is an unknown op, an unknown implementation, or an implementation that can't run on the device. The key `*`
+    stands for all ops; its value must be `reference`, the only implementation that every op has. If `device` is None,
+    only names are checked.
     """
     key = "run.force_ops"
     problems = []
@@ -63,15 +70,16 @@ def force_problems(implementations: Mapping[str, str], device: str | None = None
             fault = f"is {wanted!r}{did_you_mean(wanted, names)}, must be one of {', '.join(names)}"
             problems.append(Problem(f"{key}.{name}", "unknown-name", fault))
         elif (reason := names[wanted]) is not None:
-            fault = f"is {wanted}, which can't run here ({reason}): reference runs everywhere"
+            fault = f"is {wanted}, which can't run on this device ({reason}): use reference, which runs everywhere"
             problems.append(Problem(f"{key}.{name}", "unavailable", fault))
     return problems
 
 
 def torch_alone() -> dict[str, str]:
-    """Return `force` arguments that replace compiled C++ and oneDNN on a CPU by implementations in plain torch.
+    """Return arguments for `dispatch.force` that replace compiled C++ and oneDNN on a CPU by plain torch.
 
-    Ops that would use neither are left out.
+    The keys are op names, the values implementation names. Only ops that would run compiled C++ or oneDNN on a CPU
+    have an entry.
     """
     faster = {"native", "onednn"}
     replacements = {}

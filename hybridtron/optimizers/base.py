@@ -1,13 +1,15 @@
-"""The interface of an optimizer: the state it keeps for each weight, and the direction in which it moves the weight.
+"""The interface of optimizers: the state tensors for each weight, and the direction in which a step moves the weight.
 
-State parts are declared like weights (shape, cuts over ranks), so that checkpoints store them under any layout and the
-planner counts them before anything is built. Update rules call only the methods of tensors: this folder does not import
-torch, and does not handle process groups. `engine/update_rules.py` runs the rules inside Megatron's optimizers.
+An optimizer keeps some tensors for each weight, called the weight's state parts (AdamW: two moments). State parts are
+declared like weights, with a shape and with cuts: a cut is the way in which ranks divide one axis. So checkpoints can
+store the parts under any parallel layout, and the planner can count their memory before a model is built. Update rules
+only call methods on tensors: this folder does not import torch, and does not handle process groups.
+`engine/update_rules.py` runs the rules inside Megatron's optimizers.
 
-A part with the shape of its weight is cut like the weight over tensor-parallel ranks, and by the distributed optimizer
-over data-parallel ranks. A part of another shape is cut over tensor-parallel ranks as it declares, and every
-data-parallel rank holds a copy. All parts start at zero. Rules compute with them in fp32; they are stored in the dtype
-of `precision.moments`.
+A part with the weight's shape is divided over tensor-parallel ranks like the weight, and over data-parallel ranks by
+the distributed optimizer. A part with another shape is divided over tensor-parallel ranks by its own cuts, and every
+data-parallel rank holds a copy. All parts start at zero. Rules compute in fp32; the setting `precision.moments` is the
+dtype in which parts are stored.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """Settings of one update: `optim.betas`, `optim.eps`, and the step's number, counted from 1."""
+    """Settings for one update: `optim.betas`, `optim.eps`, and the number of the step, counted from 1."""
 
     betas: tuple[float, float]
     eps: float
@@ -33,42 +35,81 @@ class UpdateSettings:
 
 
 class UpdateRule(ABC):
-    """Base class of optimizers.
+    """Base class for optimizers.
 
-    A rule returns a direction. Its caller applies the learning rate and the decoupled weight decay:
+    A rule computes a direction. The code that calls the rule applies the learning rate and the decoupled weight decay:
 
-    weight <- (1 - lr weight_decay) weight - lr direction
+        weight <- (1 - lr * weight_decay) * weight - lr * direction
+
+    An optimizer with options of its own has a section in `optim` with the optimizer's name. Its class is called with
+    the section's options.
     """
 
     in_megatron: ClassVar[bool] = False  # True if Megatron's own optimizer takes the step instead of `direction`
+    matrix_stage: MatrixStage | None = None  # second stage, which needs full matrices
+    # the keys of `optim` that this optimizer reads, among those that not every optimizer reads
+    reads: ClassVar[frozenset[str]] = frozenset({"betas", "eps"})
+    # the keys of `optim`, with dots, that are decays of running averages in the state
+    decays: ClassVar[tuple[str, ...]] = ("betas",)
 
     @abstractmethod
     def parts(self, name: str, weight: Parameter) -> dict[str, Parameter]:
-        """Declare the state parts of a weight, by the names under which checkpoints store them."""
+        """Declare the state parts of a weight; the keys are the names under which checkpoints store them."""
 
     def needs_whole(self, name: str, weight: Parameter) -> bool:
-        """Return True if the direction of an entry depends on other entries of the weight.
+        """Return True if the direction of an entry depends on the gradients of other entries.
 
-        If True, every rank's `direction` gets the full gradient and full parts, which are gathered at each step. If
-        False, it gets only the entries of this rank's shard, flattened.
+        If True, ranks gather the gradient and the parts at each step, and call `direction` with the full tensors. If
+        False, `direction` is called with this rank's shard of the gradient and of each part, flattened.
         """
         return False
+
+    def lr_factor(self, name: str, weight: Parameter) -> float:
+        """Return the weight's learning rate, as a multiple of the step's learning rate."""
+        return 1.0
 
     @abstractmethod
     def direction(
         self, name: str, weight: Parameter, gradient: Tensor, parts: dict[str, Tensor], settings: UpdateSettings
     ) -> Tensor:
-        """Return the direction of the update. Updates the parts in place and leaves the gradient unchanged."""
+        """Return the direction of the update. The rule updates the parts in place and must not change the gradient."""
+
+    def has_matrix_stage(self, name: str, weight: Parameter) -> bool:
+        """Return True if `direction` returns the input of `matrix_stage` for this weight, not yet the direction.
+
+        The state is then kept for each entry separately, and `direction` is called with this rank's shard.
+        """
+        return False
+
+
+class MatrixStage(ABC):
+    """Second stage of an update rule: from a full matrix of first results to the matrix's direction.
+
+    A weight that is fused from several matrices is cut into them. Each matrix is processed on one rank, its owner. The
+    ranks send their entries to the owner, and the owner sends their directions back (`parallel/matrix_owners.py`).
+    """
+
+    @abstractmethod
+    def narrow(self, update: Tensor) -> Tensor:
+        """Return results of the first stage in the number format in which they are sent and processed."""
+
+    @abstractmethod
+    def direction(self, matrix: Tensor) -> Tensor:
+        """Return the direction for a full matrix, except for its scale, in the matrix's number format."""
+
+    @abstractmethod
+    def scale(self, rows: int, columns: int) -> float:
+        """Return the factor by which the direction of a matrix of this shape is multiplied."""
 
 
 def like(weight: Parameter) -> Parameter:
-    """Declare a state part with a value for each entry of its weight."""
+    """Declare a state part in fp32 with the weight's shape and cuts."""
     return replace(weight, init=Constant(0.0), fp32=True, fp8=False)
 
 
 def per_row(weight: Parameter) -> Parameter:
-    """Declare a state part with a value for each row of a matrix.
+    """Declare a state part in fp32 with one entry for each row of the weight, a matrix.
 
-    Cuts along the rows apply to the part too. Ranks that cut the columns hold the full part.
+    Ranks that divide the matrix by rows divide the part too. Ranks that divide it by columns hold the full part.
     """
     return replace(like(weight), shape=weight.shape[:1], cuts=tuple(cut for cut in weight.cuts if cut.axis == 0))

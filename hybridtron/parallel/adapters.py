@@ -1,12 +1,15 @@
-"""Low-rank adapters (LoRA, DoRA) for the linear layers; `architecture/adapters.py` has their shapes and cuts.
+"""Low-rank adapters (LoRA, DoRA) for linear layers; `architecture/adapters.py` has their shapes and sharding.
 
-An adapter is attached to a layer when the model is built, so mixers need not know about it. The layer adds the
-adapter's outputs to its own before it sums over tensor-parallel ranks, so one sum serves both. With DoRA each rank
-also scales its own partial outputs before that sum (`magnitude.py`).
+    y = W x + scale B A x        W is frozen; the small matrices A and B are trained
 
-The dropout mask is a function of the micro-batch's key, the layer's name, the token and the global channel. Every
-layout therefore draws the same mask, and so does a recomputed forward pass. A hook on the mixer passes the
-micro-batch's `SeqInfo` to the adapter.
+x is the layer's input, y its output, and scale a constant from the configuration. An adapter is attached to a linear
+layer when the model is built, so that attention, MLPs and other sub-layers need no code for adapters. In a row-parallel
+layer every rank adds the adapter's partial output to the layer's partial output. One all-reduce then serves both. With
+DoRA every rank also rescales its partial output before the all-reduce (`dora.py`).
+
+The dropout mask is a function of the micro-batch's random key, the layer's name, the token, and the input channel's
+index in the full layer. So the mask is the same in every parallel layout, and in a recomputed forward pass. The key is
+in the micro-batch's `SeqInfo`, which a forward pre-hook passes to the adapter.
 """
 
 from __future__ import annotations
@@ -23,16 +26,23 @@ from hybridtron.architecture.adapters import AdaptedPart, AdaptersConfig, adapte
 from hybridtron.architecture.base import Parameter
 from hybridtron.data.batch import SeqInfo
 from hybridtron.ops.dropout import DropoutInputs, channel_numbers, dropout, token_numbers
-from hybridtron.parallel.magnitude import factors, row_lengths
+from hybridtron.parallel.dora import factors, row_lengths
 from hybridtron.parallel.mesh import RankGroup
 
 
 @dataclass(frozen=True)
 class AdapterSizes:
-    """Sizes of one rank's shard of an adapter: inputs, output parts, rank, scale and options.
+    """Sizes and options for one rank's adapter shard.
 
-    `first` is the global index of the shard's first input channel. `sharing` holds the ranks that divide the inputs
-    among them; it has size 1 where every rank has all inputs.
+    inputs: number of input channels on this rank
+    first: index of the rank's first input channel among the layer's input channels
+    parts: the parts of the layer's output, such as queries and keys; each has its number of output channels on this
+        rank, and True if the part is adapted
+    rank: the adapter's rank, which is A's number of rows per adapted part
+    scale: factor of B A x
+    dropout: dropout probability
+    dora: True for DoRA, False for LoRA
+    sharing: the ranks that divide the input channels; a single rank if every rank has all input channels
     """
 
     inputs: int
@@ -46,12 +56,13 @@ class AdapterSizes:
 
 
 class Adapter(nn.Module):
-    """Adds scale B A x to each adapted part of a layer's outputs; with DoRA it also rescales the output rows."""
+    """Adds scale B A x to each adapted part of a layer's output; with DoRA it also rescales the output channels."""
 
     def __init__(self, layer: str, sizes: AdapterSizes) -> None:
         super().__init__()
         self.layer = layer
         self.sizes = sizes
+        # A has `rank` rows for each adapted part. B and M have a row for each output channel in the adapted parts.
         rows = self._rows()
         self.A = nn.Parameter(torch.empty(len(rows) * sizes.rank, sizes.inputs))
         self.B = nn.Parameter(torch.empty(sum(rows), sizes.rank))
@@ -62,7 +73,7 @@ class Adapter(nn.Module):
         self.seq: SeqInfo | None = None  # set by `begin` for the current forward pass
 
     def forward(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        """Return the adapted output of a layer with input x, output y and this weight."""
+        """Return the adapted output of a layer with input x, output y and weight `weight`."""
         y = y + self.added(x)
         if self.M is None:
             return y
@@ -81,14 +92,17 @@ class Adapter(nn.Module):
         return torch.cat(products, -1)
 
     def begin(self, _mixer: nn.Module, given: tuple[Any, ...]) -> None:
-        """Store the `SeqInfo` of the pass; a forward pre-hook of the mixer, called again when a pass is recomputed."""
+        """Store the `SeqInfo` of a forward pass, the last argument of the mixer.
+
+        This method is a forward pre-hook of the mixer. It is also called when a forward pass is recomputed.
+        """
         *_, self.seq = given
 
     def _rows(self) -> list[int]:
         return [part.rows for part in self.sizes.parts if part.adapted]
 
     def _factors(self, M: Tensor, weight: Tensor) -> Tensor:
-        """Return DoRA's factor of every output channel; 1 for the parts that are not adapted."""
+        """Return DoRA's factor for every output channel; 1 for the parts that are not adapted."""
         sizes = self.sizes
         rows = self._rows()
         pieces = zip(self.A.split(sizes.rank), self.B.split(rows), M.split(rows), strict=True)
@@ -102,43 +116,45 @@ class Adapter(nn.Module):
         return torch.cat(row_factors)
 
     def _inner(self, x: Tensor) -> Tensor:
-        if not self.sizes.dropout or self.seq is None or self.seq.key is None:  # no dropout outside training
+        if not self.sizes.dropout or self.seq is None or self.seq.key is None:  # inference has no dropout key
             return functional.linear(x, self.A)
         return DroppedProduct.apply(x, self.A, *self._numbers(x, self.seq), self.sizes.dropout)  # type: ignore[return-value]
 
     def _numbers(self, x: Tensor, seq: SeqInfo) -> tuple[Tensor, Tensor]:
-        """Return the random numbers of tokens and channels that decide the dropout mask.
+        """Return a random number for each token and for each channel, from which the dropout mask is computed.
 
-        A layer's input is (B, L, D) or (L, B, D), so its shape decides whether the token numbers are transposed.
-        `config/checks` refuses configurations with B = L, where the two could not be distinguished.
+        x is (B, L, D) or (L, B, D), for B rows (sequences), L tokens per row and D input channels. The numbers for
+        tokens are (B, L), or transposed if x is (L, B, D). `config/checks` refuses configurations in which B = L, since
+        the two shapes could not be distinguished.
         """
         seed = seq.number(f"dropout/{self.layer}")
-        tokens_BL = token_numbers(seed, seq.positions_BL, 0 if seq.share is None else seq.share.first)
+        tokens_BL = token_numbers(seed, seq.positions_BL, 0 if seq.shard is None else seq.shard.first)
         channels = channel_numbers(seed, self.sizes.first, self.sizes.inputs, x.device)
         return tokens_BL if x.shape[:2] == tokens_BL.shape else tokens_BL.T.contiguous(), channels
 
 
 class DroppedProduct(torch.autograd.Function):
-    """Product dropout(x) A^T that saves x undropped and draws the mask again in the backward pass.
+    """Computes dropout(x) A^T. It saves x before dropout, and draws the mask again in the backward pass.
 
-    Other layers save the same x, so it costs no extra memory.
+    The adapted layer saves the same tensor x, so that saving it here needs no extra memory. `probability` is
+    the dropout probability.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, A: Tensor, tokens: Tensor, channels: Tensor, share: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, A: Tensor, tokens: Tensor, channels: Tensor, probability: float) -> Tensor:
         ctx.save_for_backward(x, A, tokens, channels)
-        ctx.share = share
-        return functional.linear(dropout(DropoutInputs(x, tokens, channels, share)), A)
+        ctx.probability = probability
+        return functional.linear(dropout(DropoutInputs(x, tokens, channels, probability)), A)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         (x, A, tokens, channels) = ctx.saved_tensors
         dx = dA = None
-        if ctx.needs_input_grad[0]:  # Megatron all-reduces in place, so this must be contiguous
-            dx = dropout(DropoutInputs(grad @ A, tokens, channels, ctx.share)).contiguous()
+        if ctx.needs_input_grad[0]:  # Megatron all-reduces dx in place, so dx must be contiguous
+            dx = dropout(DropoutInputs(grad @ A, tokens, channels, ctx.probability)).contiguous()
         if ctx.needs_input_grad[1]:
-            dropped = dropout(DropoutInputs(x, tokens, channels, ctx.share))
+            dropped = dropout(DropoutInputs(x, tokens, channels, ctx.probability))
             dA = grad.flatten(0, 1).mT @ dropped.flatten(0, 1)
         return dx, dA, None, None, None
 
@@ -146,9 +162,9 @@ class DroppedProduct(torch.autograd.Function):
 def attach_adapters(
     model: nn.Module, table: Mapping[str, Parameter], adapters: AdaptersConfig | None, tensor: RankGroup
 ) -> None:
-    """Attach an adapter to every adapted layer in a model or pipeline stage, for one tensor-parallel rank.
+    """Attach an adapter to every adapted linear layer in a model or pipeline stage.
 
-    From then on such a layer adds its adapter's outputs to its own.
+    `table` describes the model's weights, and `tensor` is the tensor-parallel group with this rank's index.
     """
     layers = dict(model.named_modules())
     users = mixers_by_layer(model)
@@ -162,7 +178,7 @@ def attach_adapters(
         else:
             ranks = 1
         own_parts = [replace(part, rows=part.rows // ranks) for part in parts]
-        inputs = table[name].share_shape({"tensor": tensor.size})[1]
+        inputs = table[name].shard_shape({"tensor": tensor.size})[1]
         inside = inputs < table[name].shape[1]
         sizes = AdapterSizes(
             inputs,
@@ -180,11 +196,11 @@ def attach_adapters(
             for mixer in users[layer]:
                 mixer.register_forward_pre_hook(adapter.begin)
         if not getattr(layer, "sums_inside", False):
-            layer.register_forward_hook(_add, prepend=True)  # before the hook that sums over ranks
+            layer.register_forward_hook(_add, prepend=True)  # runs before the hook that all-reduces the output
 
 
 def mixers_by_layer(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
-    """Map each layer to the mixers that use it; several if sub-layers share its weights."""
+    """Map each module to the mixers that contain it; there are several mixers if they share the module."""
     users: dict[nn.Module, list[nn.Module]] = {}
     for sub_layer in model.get_submodule("layers").children():
         mixer = sub_layer.get_submodule("mixer")
@@ -199,9 +215,10 @@ def adapter_of(layer: nn.Module) -> Adapter | None:
 
 
 def _add(layer: nn.Module, given: tuple[Any, ...], out: Any) -> Any:
-    """Add the adapter's output to a layer's product; a forward hook.
+    """Add the adapter's output to a linear layer's output, as a forward hook.
 
-    `BranchingLinear` returns its input before the product, and the input passes through unchanged.
+    A `BranchingLinear` returns two tensors, its input and its output. For such a layer the hook returns its input, and
+    its adapted output.
     """
     adapter = adapter_of(layer)
     assert adapter is not None

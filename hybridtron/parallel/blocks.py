@@ -1,8 +1,10 @@
-"""Rectangles that locate a rank's tensor shards in the full tensors, as megatron-core's `ShardedTensor`.
+"""Blocks: rectangular parts of full tensors, as megatron-core's `ShardedTensor` describes them for a checkpoint.
 
-A checkpoint consists of such blocks, so any layout can write it and any other can read it. A fused weight has one key
-for each of its parts. The flat shard that the distributed optimizer keeps of a weight becomes a few rectangles: the
-end of one row, full rows, the start of another row. A block is a view, so reading into it fills the tensor itself.
+A block has a key, the full tensor's shape, and the offset at which its data lies in the full tensor. So a checkpoint
+that was written in one parallel layout can be read in any other layout. A weight that is fused from several matrices
+has a key for each matrix. A shard in the distributed optimizer is a range in a flattened tensor. Such a range becomes a
+few rectangles: the end of one row, several full rows, and the beginning of another row. A block's data is a view of the
+model's or optimizer's tensor, so loading a checkpoint into the block fills this tensor.
 """
 
 from __future__ import annotations
@@ -17,28 +19,32 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor
 
 from hybridtron.architecture.base import Cut, Parameter, StatePart
-from hybridtron.parallel.cut import held_runs
 from hybridtron.parallel.mesh import Mesh, RankGroup
+from hybridtron.parallel.sharding import held_runs
 
 
 class Rectangle(NamedTuple):
-    """Rectangular part of a tensor: the offset of its first entry, and its data."""
+    """Rectangular part of a tensor."""
 
-    offset: tuple[int, ...]
-    data: Tensor
+    offset: tuple[int, ...]  # index of the part's first element in the tensor
+    data: Tensor  # the part's elements
 
 
 def block(key: str, shape: tuple[int, ...], offset: tuple[int, ...], data: Tensor, main: bool) -> ShardedTensor:
-    """Return data as the block at `offset` of a full tensor with this shape; only the `main` copy is written."""
+    """Return data as the block at `offset` in a full tensor with the given shape.
+
+    If several ranks have this block, only the rank on which `main` is True writes it.
+    """
     return ShardedTensor(key, data, data.dtype, tuple(data.shape), shape, offset, None, replica_id=0 if main else 1)
 
 
 def weight_blocks(
     name: str, rectangles: Iterable[Rectangle], parameter: Parameter, mesh: Mesh, main: bool = True
 ) -> list[ShardedTensor]:
-    """Return the blocks for a weight, or an equally large tensor, from rectangles of this rank's shard.
+    """Return the blocks for a weight, or for a tensor with its shape, such as an optimizer's moment.
 
-    `main` is True on the one rank that writes these blocks, among all ranks that hold them.
+    `rectangles` are parts of this rank's shard, and their offsets are those in the shard. If several ranks have the
+    same data, `main` is True on the rank that writes the blocks.
     """
     for cut in parameter.active_cuts(mesh.sizes):
         runs = held_runs(parameter, cut, mesh.dimensions[cut.over])
@@ -55,12 +61,17 @@ def weight_blocks(
     return blocks
 
 
-def lane_blocks(key: str, held: Tensor, part: StatePart, lanes: range, total: int, mesh: Mesh) -> list[ShardedTensor]:
-    """Return the blocks for one state part of this rank's lanes, out of `total` lanes."""
-    shape = [total, *held.shape[1:]]
+def lane_blocks(key: str, states: Tensor, part: StatePart, lanes: range, total: int, mesh: Mesh) -> list[ShardedTensor]:
+    """Return the blocks for one tensor in the carried states.
+
+    A lane is a sequence's index in the global batch. Its state is carried from step to step. `total` is the number of
+    lanes. `states` has the states in this rank's lanes along axis 0; the range `lanes` has the indices of these lanes.
+    `part` describes the tensor.
+    """
+    shape = [total, *states.shape[1:]]
     cuts = part.active_cuts(mesh.sizes)
     first = all(ranks.rank == 0 for ranks in mesh.uncut(cuts))
-    rectangles = [(Rectangle((lanes.start, *[0] * (held.dim() - 1)), held), first)]
+    rectangles = [(Rectangle((lanes.start, *[0] * (states.dim() - 1)), states), first)]
     for cut in cuts:
         axis = 1 + cut.axis  # axis 0 is the lane
         shape[axis] = sum(part.fused_sizes(cut.axis))
@@ -74,9 +85,10 @@ def lane_blocks(key: str, held: Tensor, part: StatePart, lanes: range, total: in
 
 
 def _written_runs(part: StatePart, over: Cut, ranks: RankGroup) -> Iterator[tuple[range, bool]]:
-    """Yield the runs that a rank holds, in its own order, and whether it writes them.
+    """Yield the runs (index ranges) that a rank's shard holds along the axis of the cut `over`, in the shard's order.
 
-    An entry that several ranks hold is written by the first.
+    Each run comes with True if this rank writes it. If several ranks hold an index, the first of them writes it, and
+    runs are split where the writing rank changes.
     """
     before = (held_runs(part, over, RankGroup(ranks.size, rank)) for rank in range(ranks.rank))
     written = {entry for runs in before for run in runs for entry in run}
@@ -88,10 +100,10 @@ def _written_runs(part: StatePart, over: Cut, ranks: RankGroup) -> Iterator[tupl
 
 
 def writes(name: str, mesh: Mesh, cuts: Sequence[Cut], copied: bool = True) -> bool:
-    """Return True on the one rank that writes this tensor, among all its holders.
+    """Return True on the rank that writes the tensor called `name`; other ranks may hold the same data.
 
-    A hash of the name picks the rank, so that names are spread evenly over the holders. Without `copied`, the mesh's
-    copies hold different entries of the tensor, and each writes its own.
+    A hash of the name picks the rank, so that tensors are spread evenly over the ranks. If `copied` is False, the ranks
+    in `mesh.copies` hold different data, and each rank writes its data.
     """
     holders = 1
     own_number = 0
@@ -107,7 +119,10 @@ def full_rectangle(tensor: Tensor) -> Rectangle:
 
 
 def flat_rectangles(flat: Tensor, start: int, shape: Sequence[int]) -> Iterator[Rectangle]:
-    """Yield the entries of a flattened tensor from `start` on, as rectangles of the original shape."""
+    """Yield a range in a flattened tensor as rectangles in the unflattened tensor, which has the given shape.
+
+    `flat` holds consecutive elements; the first has the index `start` in the flattened tensor.
+    """
     if len(shape) == 1:
         yield Rectangle((start,), flat)
         return
@@ -126,10 +141,10 @@ def flat_rectangles(flat: Tensor, start: int, shape: Sequence[int]) -> Iterator[
 
 
 def _in_full(rectangle: Rectangle, axis: int, runs: Sequence[range]) -> Iterator[Rectangle]:
-    """Yield a rectangle of a rank's shard as rectangles of the full tensor, at their global offsets.
+    """Translate a rectangle in a rank's shard to rectangles in the full tensor, with global offsets.
 
-    `runs` are the ranges of `axis` that the shard holds. It stores them side by side: run k begins where run k - 1
-    ends. A rectangle that crosses from one run to the next becomes several rectangles of the full tensor.
+    `runs` are the global index ranges that the shard holds along `axis`; the shard is their concatenation. A rectangle
+    that overlaps several runs becomes several rectangles in the full tensor.
     """
     at = 0
     for run in runs:
@@ -139,13 +154,16 @@ def _in_full(rectangle: Rectangle, axis: int, runs: Sequence[range]) -> Iterator
 
 
 def _within(rectangle: Rectangle, axis: int, entries: range) -> Iterator[Rectangle]:
-    """Yield the part of a rectangle that lies in these entries of an axis, with offsets from the first of them."""
+    """Yield the part that a rectangle has within an index range on one axis, unless this part is empty.
+
+    The part's offset on this axis is counted from the range's start.
+    """
     if (overlap := _overlap(rectangle, axis, entries)) is not None:
         yield _moved(overlap, axis, -entries.start)
 
 
 def _overlap(rectangle: Rectangle, axis: int, entries: range) -> Rectangle | None:
-    """Return the part of a rectangle that lies in a range of one axis, or None if they do not overlap."""
+    """Return the part of a rectangle within a range on one axis, or None if they do not overlap."""
     first = rectangle.offset[axis]
     low = max(first, entries.start)
     high = min(first + rectangle.data.shape[axis], entries.stop)
@@ -155,7 +173,7 @@ def _overlap(rectangle: Rectangle, axis: int, entries: range) -> Rectangle | Non
 
 
 def _moved(rectangle: Rectangle, axis: int, by: int) -> Rectangle:
-    """Return a rectangle with its offset along one axis shifted."""
+    """Return a rectangle with its offset on one axis increased by `by`."""
     offset = list(rectangle.offset)
     offset[axis] += by
     return Rectangle(tuple(offset), rectangle.data)

@@ -1,21 +1,27 @@
-"""Emulated FP8 products for any device: values are rounded as FP8 does, then multiplied in fp32.
+"""Emulated FP8 linear layers for any device: tensors are rounded to FP8, then multiplied in fp32.
 
     y = q(x) q(W)^T        dx = q(dy) q(W)        dW = q(dy)^T q(x)            q(t) = round(clamp(t s)) / s
 
-`round` goes to the nearest value of an eight-bit format: e4m3 (up to 448) for x and W, e5m2 (up to 57344) for dy.
-Values beyond the range are set to its end, infinities too; nan stays nan. Every scale s fills the range, by the rules
-of Transformer Engine 2.x and its defaults:
+x is the input, W the weight, y the output; dx, dW and dy are gradients. t stands for x, W or dy. `round` goes to the
+nearest value in an eight-bit format, whose largest value is F: e4m3 (F = 448) for x and W, e5m2 (F = 57344) for dy.
+`clamp` limits values to -F and F, infinities too; nan stays nan. The scale s maps the largest |t| to F. Transformer
+Engine 2.x has the same rules and defaults:
 
-    fp8_delayed   s = range / largest |t| of the last steps, fixed within a step (`fp8_statistics.py`); 1 at the start
-    fp8_current   s = range / largest |t| of this very tensor; each tensor-parallel rank scales its shard of W or dy
-    fp8_block     s for each tile, rounded down to a power of two: x and dy in runs of 128 along the axis that is summed
-                  over (so they are rounded once for each of their two products), W in tiles of 128 x 128; all in e4m3
+    fp8_delayed   s = F / largest |t| in the last H steps (the history, `fp8_statistics.py`). s is fixed within a step,
+                  and 1 until the first step has ended.
+    fp8_current   s = F / largest |t| in this tensor. If the tensor is sharded over tensor-parallel ranks, each rank
+                  computes s from its shard.
+    fp8_block     Each tile has its own s, rounded down to a power of two. W has tiles with 128 x 128 elements. A
+                  tile in x or dy has 128 elements along the axis over which the matrix product sums. x and dy are
+                  each used in two matrix products that sum over different axes, so they are rounded twice, once for
+                  each product. The format is always e4m3.
 
-s is 1 for zeros, and where the largest value is infinite. Products are summed in fp32 and rounded to the type of x,
-and W's gradient to that of W; a tensor core sums the same exact products in an order of its own. Rounded tensors are
-saved for the backward pass with one byte per value. This is not fast and uses no FP8 hardware.
+s is 1 if the largest |t| is zero or infinite. Matrix products are summed in fp32. y and dx are rounded to x's dtype, dW
+to W's dtype. A GPU's tensor core sums in another order, so its results may differ slightly. Rounded tensors are
+saved for the backward pass with one byte per element. The emulation is slow, and uses no FP8 hardware.
 
-Legend: T tokens of all rows, I input features, O output features.
+Legend: T tokens in all rows (sequences), I input features, O output features, 3 the roles x, W and dy, H steps in a
+history.
 """
 
 from __future__ import annotations
@@ -39,7 +45,7 @@ TILE = 128
 
 
 class Role(IntEnum):
-    """Role of a rounded tensor in its product; also its row in the statistics."""
+    """Role of a rounded tensor in a linear layer. A role's value is its index in the statistics."""
 
     x = 0
     weight = 1
@@ -51,14 +57,14 @@ FORMATS = {Role.x: E4M3, Role.weight: E4M3, Role.dy: E5M2}
 
 @dataclass(frozen=True)
 class Fp8:
-    """Settings of FP8 products: the scaling recipe, the sub-layers that use it, and emulation or Transformer Engine."""
+    """Settings for linear layers in FP8."""
 
-    recipe: Precision
-    layers: range  # projections of the other sub-layers stay in bf16
-    history: int = 1024
-    emulate: bool = True
-    cache_weights: bool = False  # keep rounded weights until `forget`
-    group: ProcessGroup | None = None  # ranks whose maxima delayed scaling combines; None without process groups
+    recipe: Precision  # the scaling recipe
+    layers: range  # sub-layers with FP8, by index; the linear layers in other sub-layers stay in bf16
+    history: int = 1024  # steps over which delayed scaling takes the maximum
+    emulate: bool = True  # False: Transformer Engine computes
+    cache_weights: bool = False  # keep rounded weights until `CachedWeight.forget` is called
+    group: ProcessGroup | None = None  # ranks over which delayed scaling all-reduces its maxima; None for one rank
 
     @property
     def delayed(self) -> bool:
@@ -66,13 +72,13 @@ class Fp8:
 
 
 class Rounded(NamedTuple):
-    """An FP8 tensor, and the inverse scale that maps its values back; `inverse` has one entry, or one per tile."""
+    """An FP8 tensor, and its inverse scale 1 / s; `inverse` has one element, or one for each tile."""
 
     values: Tensor
     inverse: Tensor
 
     def floats(self) -> Tensor:
-        """Return the rounded tensor in fp32."""
+        """Return values / s in fp32."""
         values = self.values.float()
         if self.inverse.dim() == 0:
             return values * self.inverse
@@ -81,7 +87,7 @@ class Rounded(NamedTuple):
 
 
 class CachedWeight:
-    """A projection that can cache its rounded weight as long as the weight stays the same."""
+    """Base class for linear layers that can cache their rounded weight while the weight does not change."""
 
     def forget(self) -> None:
         """Drop the cached weight, because the weight may have changed."""
@@ -89,28 +95,26 @@ class CachedWeight:
 
 
 class Slots(NamedTuple):
-    """Delayed scaling's values for one projection, by role: the largest |t| of this step so far, and this step's
-    scale.
-    """
+    """Delayed scaling's values for one linear layer, by role."""
 
-    greatest_3: Tensor
-    scale_3: Tensor
+    greatest_3: Tensor  # the largest |t| in this step
+    scale_3: Tensor  # the scale s
 
 
 class Part(NamedTuple):
-    """Rectangle of the FP8 statistics for a checkpoint: its key, the full shape, its offset and its data."""
+    """Rectangular part of a tensor with FP8 statistics in a checkpoint."""
 
-    key: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    data: Tensor
+    key: str  # the full tensor's name in the checkpoint
+    shape: tuple[int, ...]  # the full tensor's shape
+    offset: tuple[int, ...]  # index of the part's first element in the full tensor
+    data: Tensor  # the part's elements
 
 
 class ScalingStatistics:
-    """Interface through which an engine drives FP8 statistics. The base class keeps none."""
+    """Interface between an engine and FP8 statistics. This base class serves recipes without statistics."""
 
     def step(self) -> AbstractContextManager[Any]:
-        """Return a context for the forward and backward passes of one step."""
+        """Return a context for one step's forward and backward passes."""
         return nullcontext()
 
     def evaluation(self) -> AbstractContextManager[Any]:
@@ -118,17 +122,21 @@ class ScalingStatistics:
         return nullcontext()
 
     def settle(self, accepted: bool) -> None:
-        """Update the statistics after an accepted step, or discard those of a refused one."""
+        """Update the statistics if the engine has accepted the step, otherwise discard the step's statistics."""
 
     def parts(self) -> Iterable[Part]:
-        """Return all statistics that the next step depends on, as views: `fp8_history.NAME` (3, H) and
-        `fp8_scale.NAME` (3,).
+        """Return views of all statistics that the next step needs.
+
+        A checkpoint has two tensors for each weight NAME: `fp8_history.NAME` (3, H) and `fp8_scale.NAME` (3,).
         """
         return ()
 
 
 def scale_of(greatest: Tensor, largest: float) -> Tensor:
-    """Return the scale that maps the largest value to the end of a format's range; 1 if it is zero or infinite."""
+    """Return the scale that maps `greatest`, the largest |t|, to `largest`, a format's largest value.
+
+    The scale is 1 if `greatest` is zero or infinite.
+    """
     scale = (largest / greatest).clamp(max=torch.finfo(torch.float32).max)
     return torch.where((greatest == 0) | torch.isinf(greatest), 1.0, scale)
 
@@ -140,14 +148,14 @@ def round_by(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Rounded:
 
 
 def round_tiles(tensor: Tensor, tiles: tuple[int, int], dtype: torch.dtype) -> Rounded:
-    """Round a matrix to a format, with a power of two as the scale of each tile.
+    """Round a matrix to a format, with a power of two as each tile's scale.
 
-    Raises ValueError if the tile size does not divide the shape.
+    `tiles` has the numbers of rows and columns in a tile. Raises ValueError if they do not divide the matrix's shape.
     """
     if any(size % tile for size, tile in zip(tensor.shape, tiles, strict=True)):
         tile_shape = f"{tiles[0]} x {tiles[1]}"
         raise ValueError(
-            f"a matrix of {tuple(tensor.shape)} is not made of whole tiles of {tile_shape}, as fp8_block needs"
+            f"a matrix of {tuple(tensor.shape)} can't be divided into tiles of {tile_shape}, which fp8_block needs"
         )
     largest = torch.finfo(dtype).max
     parts = _tiled(tensor.float(), tiles)
@@ -157,7 +165,7 @@ def round_tiles(tensor: Tensor, tiles: tuple[int, int], dtype: torch.dtype) -> R
 
 
 def _tiled(matrix: Tensor, tiles: tuple[int, ...] | list[int]) -> Tensor:
-    """Return a matrix as a view (tile rows, rows per tile, tile columns, columns per tile)."""
+    """Return a view of a matrix with the axes (tiles down, rows per tile, tiles across, columns per tile)."""
     down, across = (max(1, tile) for tile in tiles)
     return matrix.contiguous().view(matrix.shape[0] // down, down, matrix.shape[1] // across, across)
 
@@ -170,14 +178,14 @@ def _power_of_two_below(scale: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rounding:
-    """Rounds one projection's tensors by its recipe. In training it also records their largest values."""
+    """Rounds the tensors of one linear layer by a recipe; in training, delayed scaling also records the largest |t|."""
 
     recipe: Precision
     slots: Slots
     training: bool
 
     def __call__(self, matrix: Tensor, role: Role, summed_axis: int = 1) -> Rounded:
-        """Round a matrix for a product that sums over `summed_axis`."""
+        """Round a matrix for a matrix product that sums over its axis `summed_axis`."""
         if self.recipe == Precision.fp8_block:
             run = (1, TILE) if summed_axis == 1 else (TILE, 1)
             return round_tiles(matrix, (TILE, TILE) if role is Role.weight else run, E4M3)
@@ -191,9 +199,10 @@ class Rounding:
         return round_by(matrix, self.slots.scale_3[role], dtype)
 
     def again(self, matrix: Tensor, role: Role, before: Rounded) -> Rounded:
-        """Return a matrix rounded for the product that sums over tokens.
+        """Return a matrix rounded for the matrix product that sums over tokens.
 
-        Only fp8_block rounds again, because its tiles lie along the summed axis; other recipes reuse `before`.
+        `before` is this matrix, rounded for the matrix product that sums over channels. Only fp8_block rounds again,
+        because its tiles lie along the summed axis; other recipes reuse `before`.
         """
         if self.recipe == Precision.fp8_block:
             return self(matrix, role, summed_axis=0)
@@ -207,7 +216,10 @@ def _greatest(matrix: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """Product of x (T, I) and W (O, I) -> y (T, O), with both rounded to FP8."""
+    """Linear layer with x (T, I) and W (O, I), both rounded to FP8; the output is y (T, O).
+
+    `kept` is the rounded weight if it is cached, otherwise None.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, rounding: Rounding, kept: Rounded | None) -> Tensor:
@@ -217,28 +229,34 @@ class _Product(torch.autograd.Function):
         else:
             weight = kept
         y_TO = x.floats() @ weight.floats().T
-        # Tiles along the tokens serve W's gradient alone, so without training the number of tokens is arbitrary.
+        # x is saved only for W's gradient. For fp8_block it is rounded again in tiles along the tokens, so that the
+        # number of tokens must be a multiple of the tile size. A frozen W does not need this.
         if rounding.training:
-            ctx.save_for_backward(*rounding.again(x_TI, Role.x, x), *weight)
+            learns = ctx.needs_input_grad[1]
+            ctx.save_for_backward(*weight, *(rounding.again(x_TI, Role.x, x) if learns else ()))
             ctx.rounding = rounding
             ctx.dtypes = (x_TI.dtype, weight_OI.dtype)
         return y_TO.to(x_TI.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x_values, x_inverse, weight_values, weight_inverse = ctx.saved_tensors
+    def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        weight_values, weight_inverse, *x = ctx.saved_tensors
         x_dtype, weight_dtype = ctx.dtypes
+        dx_TI = dweight_OI = None
         dy = ctx.rounding(dy_TO, Role.dy)
-        dx_TI = dy.floats() @ Rounded(weight_values, weight_inverse).floats()
-        dy = ctx.rounding.again(dy_TO, Role.dy, dy)
-        dweight_OI = dy.floats().T @ Rounded(x_values, x_inverse).floats()
-        return dx_TI.to(x_dtype), dweight_OI.to(weight_dtype), None, None
+        if ctx.needs_input_grad[0]:
+            dx_TI = (dy.floats() @ Rounded(weight_values, weight_inverse).floats()).to(x_dtype)
+        if ctx.needs_input_grad[1]:
+            x_values, x_inverse = x
+            dy = ctx.rounding.again(dy_TO, Role.dy, dy)
+            dweight_OI = (dy.floats().T @ Rounded(x_values, x_inverse).floats()).to(weight_dtype)
+        return dx_TI, dweight_OI, None, None
 
 
 class Fp8Linear(CachedWeight, nn.Module):
-    """One rank's x @ weight.T in emulated FP8, without a bias."""
+    """Linear layer without a bias, x @ weight.T, in emulated FP8 on one rank."""
 
-    rounded: Rounded | None = None
+    rounded: Rounded | None = None  # the cached rounded weight
 
     def __init__(self, in_features: int, out_features: int, fp8: Fp8) -> None:
         super().__init__()

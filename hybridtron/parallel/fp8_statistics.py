@@ -1,14 +1,20 @@
-"""Statistics of delayed FP8 scaling: every projection's largest |x|, |W| and |dy| over the last steps.
+"""Statistics of delayed FP8 scaling: the largest |x|, |W| and |dy| of every linear layer over the last steps.
 
-    history_3H    by role; the first entry is the current step's maximum, the others those of the steps before it,
-                  the newest last (Transformer Engine's order)
-    scale_3       range / max(history), as of the last accepted step
+A linear layer (projection) has three tensors with the roles input x, weight W and output gradient dy. For the tensor t
+in each role, the projection has
 
-Within a step scales are fixed and maxima only rise. A forward pass that runs again (recomputation, the chunks of TBTT,
-micro-batches) therefore changes nothing that the first pass has not changed. When the step is accepted, maxima are
-reduced over all tensor- and data-parallel ranks, which therefore hold the same values: a weight's maximum is that of
-the full weight, in every layout. Then the new scales are computed, and the histories shift by one step. Refused steps
-and evaluations leave no trace. A maximum that is zero or not finite leaves the scale unchanged.
+    history    the largest |t| in each of the last H steps. Entry 0 belongs to the current step, and the other
+               entries to earlier steps, with the newest at the end (Transformer Engine's order).
+    scale      the FP8 format's largest value, divided by the history's largest entry
+
+Within a step, scales are fixed and maxima only increase. So a forward pass that is repeated for recomputation does not
+change the statistics. If the engine accepts the step, the maxima are all-reduced over all tensor- and data-parallel
+ranks. So the maxima are the same in every layout, as if one rank had the full weights and all rows (sequences). After
+that the scales are computed, and the histories shift by one step. After a refused step and after an evaluation,
+histories and scales keep their earlier values. A scale also keeps its value if the history's largest entry is zero or
+not finite.
+
+Legend: P projections, R roles, H steps in the history.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ ROLES = len(FORMATS)
 
 
 class Delayed(ScalingStatistics):
-    """Statistics of emulated projections, by weight name; kept in two tensors, so that one collective suffices."""
+    """Statistics for emulated projections. All projections share two tensors, so that one all-reduce suffices."""
 
     def __init__(self, projections: Mapping[str, Fp8Linear], fp8: Fp8, device: torch.device) -> None:
         self.names = list(projections)
@@ -59,7 +65,7 @@ class Delayed(ScalingStatistics):
 
 
 def statistics_of(modules: Iterable[tuple[str, Any]], fp8: Fp8 | None, device: torch.device) -> ScalingStatistics:
-    """Build the statistics for all FP8 projections among named modules."""
+    """Build the statistics for all FP8 projections among `modules`, which are pairs (name, module)."""
     if fp8 is None or not fp8.delayed:
         return ScalingStatistics()
     if not fp8.emulate:
@@ -69,20 +75,25 @@ def statistics_of(modules: Iterable[tuple[str, Any]], fp8: Fp8 | None, device: t
 
 
 def statistics_blocks(statistics: ScalingStatistics, writes: Callable[[str], bool]) -> list[Any]:
-    """Return the statistics as checkpoint blocks. They are replicated on tensor- and data-parallel ranks; one rank
-    writes each.
+    """Return the statistics as blocks for a checkpoint.
+
+    Tensor- and data-parallel ranks hold the same statistics; `writes` returns True on the rank that writes a key.
     """
     return [block(part.key, part.shape, part.offset, part.data, writes(part.key)) for part in statistics.parts()]
 
 
 def known_blocks(blocks: Iterable[Any], shapes: Mapping[str, tuple[int, ...]]) -> list[Any]:
-    """Return the blocks that a checkpoint holds; projections that were in bf16 before start with an empty history.
+    """Return those blocks whose keys a checkpoint has; `shapes` has the shapes in the checkpoint by key.
 
-    Raises ConfigError if the checkpoint's history has another length than `precision.history`.
+    A projection that was in bf16 has no keys in the checkpoint. Its history starts with zeros. Raises ConfigError if
+    the checkpoint's history has another length than `precision.history`.
     """
     stored_blocks = [entry for entry in blocks if entry.key in shapes]
     for entry in stored_blocks:
         if entry.key.startswith("fp8_history.") and (stored_length := shapes[entry.key][1]) != entry.global_shape[1]:
-            message = f"is {entry.global_shape[1]}, but the checkpoint remembers {stored_length} steps: set it so"
+            message = (
+                f"is {entry.global_shape[1]}, but the checkpoint's history has {stored_length} steps: "
+                f"set precision.history={stored_length}"
+            )
             raise ConfigError([Problem("precision.history", "changed", message)])
     return stored_blocks

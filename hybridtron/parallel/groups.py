@@ -1,6 +1,7 @@
 """Process groups of a layout: tensor, pipeline, data and context parallel.
 
-Megatron-core keeps the groups in module globals. Only this file forms and reads them; other files get them as values.
+Megatron-core keeps process groups in global variables. Only this file creates and reads these variables; other files
+get a `Groups` object.
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybridtron.architecture.base import DENSE
-from hybridtron.config.layout import ProcessLaunch, launched
+from hybridtron.config.pipeline_layout import ProcessLaunch, launched
 from hybridtron.config.schema import ParallelConfig
-from hybridtron.data.row_parts import RowPart
+from hybridtron.data.sequence_shard import ShardIndex
 from hybridtron.device import compute_device, megatron_context
-from hybridtron.parallel.context import ContextGroup
-from hybridtron.parallel.linear import Products, TensorGroup
+from hybridtron.parallel.linear import LinearBackend, TensorGroup
 from hybridtron.parallel.mesh import Mesh, RankGroup
 from hybridtron.parallel.plain_values import all_gather_values
 from hybridtron.problems import ConfigError, Problem
@@ -34,33 +34,40 @@ from hybridtron.problems import ConfigError, Problem
 
 @dataclass(frozen=True)
 class Groups:
-    """This process's place in the layout: the ranks along each dimension, and its index among them.
+    """This process's groups, and its rank in each group.
 
-    `stage` are all ranks of this pipeline stage. `meshes` has the ranks that cut and copy the weights of each family.
+    tensor, pipeline, data, context: the ranks along each dimension of the parallel layout
+    stage: all ranks in this pipeline stage
+    meshes: the ranks that shard and replicate weights, by weight family (`mesh.py`)
+    rank, world_size: this process's global rank, and the number of processes
     """
 
     tensor: TensorGroup
     pipeline: RankGroup
     data: RankGroup
-    context: ContextGroup
+    context: RankGroup
     stage: RankGroup
     meshes: Mapping[str, Mesh]
     rank: int
     world_size: int
 
     @property
-    def part(self) -> RowPart:
-        """Part of each row that this rank reads."""
-        return RowPart(self.context.rank, self.context.size)
+    def shard_index(self) -> ShardIndex:
+        """Index of the sequence shard that this rank reads, with the number of shards in each row (sequence)."""
+        return ShardIndex(self.context.rank, self.context.size)
 
     @property
     def dense(self) -> Mesh:
-        """Mesh of the dense weights, whose copies are the data-parallel ranks, each with its context-parallel ones."""
+        """Mesh for the dense weights, which are replicated over all ranks along the data and context dimensions."""
         return self.meshes[DENSE]
 
     @property
     def states(self) -> Mesh:
-        """Mesh of the carried states. They have no copies: data-parallel ranks have different lanes."""
+        """Mesh for recurrent states that are carried from step to step.
+
+        States can be sharded over the context dimension. There are no copies to reduce: data-parallel ranks carry
+        states for different rows (sequences).
+        """
         return Mesh({**self.dense.dimensions, "context": self.context})
 
     @property
@@ -76,10 +83,11 @@ def start(
     fake: bool = False,
     timeout_s: float = 1800,
 ) -> Groups:
-    """Join the other processes, form the process groups of the layout, and return this process's place.
+    """Join the other processes, form the layout's process groups, and return them.
 
-    With `fake` a single process acts as one rank of many, without communication. `timeout_s` limits how long the
-    others may take to join, and also how long any collective may take (rounded up to full minutes).
+    `launch` has this process's rank and the number of processes; if it is None, they come from the environment. With
+    `fake` a single process acts as one among many ranks, without communication. `timeout_s` limits how long the other
+    processes may take to join. It also limits how long a collective may take, rounded up to full minutes.
     """
     launch = launch or launched()
     with megatron_context():
@@ -97,15 +105,14 @@ def start(
 
 
 def _place(parallel: ParallelConfig, launch: ProcessLaunch) -> Groups:
-    """Return this process's place in the groups that Megatron has formed."""
+    """Return the groups that Megatron has formed, with this process's rank in each group."""
     tensor_ranks = _ranks(parallel_state.get_tensor_model_parallel_group())
-    context_ranks = _ranks(parallel_state.get_context_parallel_group())
     tensor = TensorGroup(
         tensor_ranks.size,
         tensor_ranks.rank,
         tensor_ranks.group,
         sequence=parallel.sequence and parallel.tensor > 1,
-        products=Products(parallel.transformer_engine),
+        backend=LinearBackend(parallel.transformer_engine),
         regather=parallel.regather,
     )
     copies = _ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
@@ -113,7 +120,7 @@ def _place(parallel: ParallelConfig, launch: ProcessLaunch) -> Groups:
         tensor=tensor,
         pipeline=_ranks(parallel_state.get_pipeline_model_parallel_group()),
         data=_ranks(parallel_state.get_data_parallel_group()),
-        context=ContextGroup(context_ranks.size, context_ranks.rank, context_ranks.group),
+        context=_ranks(parallel_state.get_context_parallel_group()),
         stage=_ranks(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)),
         meshes={DENSE: Mesh({"tensor": tensor}, copies)},
         rank=launch.rank,
@@ -122,13 +129,16 @@ def _place(parallel: ParallelConfig, launch: ProcessLaunch) -> Groups:
 
 
 def _ranks(group: Any) -> RankGroup:
-    """Return the ranks of a process group, and this rank's index among them."""
+    """Return a process group as a RankGroup, with its size and this rank's index."""
     return RankGroup(group.size(), group.rank(), group)
 
 
 @contextmanager
 def without_gloo_groups() -> Iterator[None]:
-    """Have Megatron use its data-parallel group in place of those over gloo, which a fake start does not form."""
+    """Let the block run without gloo groups, which `start(fake=True)` does not form.
+
+    Megatron's functions for the gloo groups return the data-parallel group instead.
+    """
     core: Any = parallel_state
     names = ("get_data_parallel_group_gloo", "get_expert_data_parallel_group_gloo")
     formed = [getattr(core, name) for name in names]
@@ -142,42 +152,42 @@ def without_gloo_groups() -> Iterator[None]:
 
 
 def _join(launch: ProcessLaunch, init_method: str, fake: bool, timeout: timedelta) -> None:
-    """Initialise torch.distributed: gloo, and NCCL for a GPU's tensors; a fake backend if `fake`."""
+    """Initialize torch.distributed with gloo for CPU tensors and NCCL for GPU tensors, or with a fake backend."""
     if compute_device().type == "cpu":
         backend = "gloo"
     else:
         backend = "cpu:gloo,cuda:nccl"
-    place = {"rank": launch.rank, "world_size": launch.world_size, "timeout": timeout}
+    options = {"rank": launch.rank, "world_size": launch.world_size, "timeout": timeout}
     if fake:
-        dist.init_process_group("fake", store=FakeStore(), **place)
-    elif launch.world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), **place)
+        dist.init_process_group("fake", store=FakeStore(), **options)
+    elif launch.world_size == 1:  # no other process to find, so no address or port is needed
+        dist.init_process_group(backend, store=dist.HashStore(), **options)
     else:
         if init_method == "env://":
             _check_meeting_place(os.environ)
-        dist.init_process_group(backend, init_method=init_method, **place)
+        dist.init_process_group(backend, init_method=init_method, **options)
 
 
 def _check_meeting_place(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError if the rendezvous address is not set; torchrun sets it, srun does not."""
+    """Raise ConfigError if the rendezvous address is not set; torchrun sets the address, srun does not."""
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]:
-        cure = "export the first node's address and a free port, or submit with hybridtron submit, whose script does"
+        cure = "export the first node's address and a free port, or use hybridtron submit, whose script exports both"
         raise ConfigError(
             [Problem(name, "missing", f"is not set, so that ranks can't connect: {cure}") for name in missing]
         )
 
 
 def stop() -> None:
-    """Destroy the groups, so that others can be formed."""
+    """Destroy this process's groups, so that new groups can be formed."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def abort() -> None:
-    """Destroy the groups after an error, without waiting for other ranks, which may be waiting for this one.
+    """Destroy the groups after an error, without waiting for other ranks.
 
-    `stop` would first complete this rank's collectives under NCCL.
+    With NCCL, `stop` would first wait for this rank's collectives, which may never complete after an error.
     """
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
@@ -191,7 +201,7 @@ def barrier() -> None:
 
 
 def all_reduce_max(values: list[float]) -> list[float]:
-    """Return the maximum of each value over all processes.
+    """Return each value's maximum over all processes.
 
     The reduction runs over gloo, so that no process waits for its device.
     """
@@ -203,5 +213,5 @@ def all_reduce_max(values: list[float]) -> list[float]:
 
 
 def host_pids() -> list[tuple[str, int]]:
-    """All-gather the host name and process id of every rank."""
+    """All-gather every rank's host name and process id."""
     return [(host, process) for host, process in all_gather_values([socket.gethostname(), os.getpid()])]

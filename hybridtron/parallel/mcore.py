@@ -1,4 +1,4 @@
-"""Translates our configuration into Megatron-core's. No other file builds a config of Megatron-core."""
+"""Builds Megatron-core's configs from hybridtron's configuration. No other file builds a Megatron-core config."""
 
 from __future__ import annotations
 
@@ -10,29 +10,33 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from hybridtron.config.choices import KeptFormat
 from hybridtron.config.schema import OptimConfig, ParallelConfig
 from hybridtron.device import compute_device
 
 
-def layer_config(tensor: int, sequence: bool) -> ModelParallelConfig:
-    """Return the config of one parallel linear layer."""
+def layer_config(tp_size: int, sequence: bool) -> ModelParallelConfig:
+    """Return the config for a linear layer or embedding that is sharded over `tp_size` tensor-parallel ranks."""
     return ModelParallelConfig(
-        tensor_model_parallel_size=tensor,
+        tensor_model_parallel_size=tp_size,
         sequence_parallel=sequence,
         params_dtype=torch.get_default_dtype(),
-        use_cpu_initialization=True,  # torch's device context decides where weights are allocated
-        perform_initialization=False,  # model/init.py fills them
-        gradient_accumulation_fusion=False,
+        use_cpu_initialization=True,  # makes Megatron allocate weights on torch's default device
+        perform_initialization=False,  # model/init.py initializes the weights
+        gradient_accumulation_fusion=False,  # Megatron's fusion needs CUDA; fused_grad_accumulation.py replaces it
     )
 
 
-def schedule_config(width: int, dtype: torch.dtype, sent: torch.dtype, parallel: ParallelConfig) -> TransformerConfig:
-    """Return the config that Megatron's schedules and data parallelism need for our model.
+def schedule_config(
+    width: int, dtype: torch.dtype, pipeline_dtype: torch.dtype, parallel: ParallelConfig
+) -> TransformerConfig:
+    """Return the config for Megatron's pipeline schedules and its data parallelism.
 
-    `sent` is the type of the tensors sent between stages. The model is not built of Megatron's layers, so layer and
-    head counts are placeholders that pass Megatron's checks.
+    Weights have the dtype `dtype`. Pipeline stages send tensors with the dtype `pipeline_dtype` to each other. The
+    model does not use Megatron's transformer layers. So the numbers of layers and heads are placeholders that pass
+    Megatron's checks.
     """
     interleaved = parallel.virtual_pipeline > 1
     on_cuda = compute_device().type == "cuda"
@@ -48,9 +52,9 @@ def schedule_config(width: int, dtype: torch.dtype, sent: torch.dtype, parallel:
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
         sequence_parallel=parallel.sequence and parallel.tensor > 1,
         params_dtype=dtype,
-        pipeline_dtype=sent,
+        pipeline_dtype=pipeline_dtype,
         bf16=dtype == torch.bfloat16,
-        calculate_per_token_loss=True,
+        calculate_per_token_loss=True,  # losses are sums over tokens; engine/stage.py divides the gradients
         use_cpu_initialization=True,
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -62,17 +66,19 @@ def schedule_config(width: int, dtype: torch.dtype, sent: torch.dtype, parallel:
         apply_rope_fusion=False,
         deallocate_pipeline_outputs=True,
         overlap_p2p_comm=interleaved and on_cuda,
-        # Over gloo, batched sends and receives of interleaved stages receive messages meant for one another.
+        # Megatron can't batch sends and receives that overlap with computation. Over gloo, batched receives of
+        # interleaved stages would get each other's messages.
         batch_p2p_comm=on_cuda and not interleaved,
-        batch_p2p_sync=False,  # streams are in order: the host need not wait for each exchange
+        batch_p2p_sync=False,  # a CUDA stream runs in order, so the host need not wait for each exchange
     )
 
 
 def data_parallel_config(
     parallel: ParallelConfig, gradients: KeptFormat, dtype: torch.dtype
 ) -> DistributedDataParallelConfig:
-    """Return the data-parallel config. Gradients of bf16 weights are summed as `gradients` says, others in their own
-    type.
+    """Return the config for data parallelism with weights in `dtype`.
+
+    If `dtype` is bf16 and `gradients` is fp32, gradients are accumulated and reduced in fp32, otherwise in `dtype`.
     """
     return DistributedDataParallelConfig(
         use_distributed_optimizer=parallel.distributed_optimizer,
@@ -83,7 +89,7 @@ def data_parallel_config(
 
 
 def optimizer_config(optim: OptimConfig, parallel: ParallelConfig, dtype: torch.dtype) -> OptimizerConfig:
-    """Return the config of AdamW. Its learning rate is a placeholder, because each step sets its own."""
+    """Return the config for AdamW. The learning rate here is a placeholder: every step sets its learning rate."""
     return OptimizerConfig(
         optimizer="adam",
         lr=1.0,
@@ -100,11 +106,44 @@ def optimizer_config(optim: OptimConfig, parallel: ParallelConfig, dtype: torch.
 
 
 def gradients_for_norm(optimizer: Any) -> list[Tensor]:
-    """Return the gradients that count in the norm on this rank, each once over all ranks.
+    """Return this rank's gradients for the norm over all ranks; a replicated gradient is returned on one rank only.
 
-    Megatron-core 0.19 renamed the method.
+    Megatron-core 0.19 renamed `get_main_grads_for_grad_norm` to `get_grads_for_grad_norm`.
     """
-    newer = getattr(optimizer, "get_grads_for_grad_norm", None)
-    if newer is None:
+    renamed = getattr(optimizer, "get_grads_for_grad_norm", None)
+    if renamed is None:
         return optimizer.get_main_grads_for_grad_norm()
-    return newer()
+    return renamed()
+
+
+def copy_masters_together(optimizer: Any) -> None:
+    """Make Megatron's distributed optimizer copy all masters to the weights by one call.
+
+    Megatron calls `copy_` for each weight, and a GPU would start a kernel for each call.
+    """
+    copy_each = optimizer._copy_main_params_to_model_params
+
+    def copy_all() -> None:
+        with _CollectedCopies() as copies:
+            copy_each()
+        if copies.targets:
+            torch._foreach_copy_(copies.targets, copies.sources)
+
+    optimizer._copy_main_params_to_model_params = copy_all
+
+
+class _CollectedCopies(TorchFunctionMode):
+    """Inside the block, collects the arguments of `Tensor.copy_` on this thread; nothing is copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets: list[Tensor] = []
+        self.sources: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.copy_:
+            return func(*args, **(kwargs or {}))
+        target, source = args
+        self.targets.append(target)
+        self.sources.append(source)
+        return target

@@ -1,7 +1,7 @@
-"""The mesh: ranks along named dimensions, over which the weights of a family are cut and copied.
+"""The mesh: ranks along named dimensions, over which a family of weights is sharded and replicated.
 
-Every family has a mesh of its own, because one mesh says for each of its dimensions that a weight is either cut over it
-or copied along it. `parallel/groups.py` makes all meshes of a layout.
+A family consists of weights that the same ranks shard and replicate, such as the dense weights. Each family has its own
+mesh. `parallel/groups.py` creates a layout's meshes.
 """
 
 from __future__ import annotations
@@ -16,28 +16,37 @@ from hybridtron.architecture.base import DENSE, Cut, groups_of_heads
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks along one dimension of the layout, and this rank's index among them."""
+    """Ranks along one dimension in the layout, and this rank's index among them."""
 
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
 
     def share(self, total: int) -> int:
-        """Return how many of `total` channels or heads this rank holds; the number of ranks must divide it."""
-        assert total % self.size == 0, f"{total} can't be shared by {self.size} ranks; config/check.py refuses it"
+        """Return how many of `total` channels or heads this rank holds; the rank count must divide `total`."""
+        assert total % self.size == 0, f"{total} can't be shared by {self.size} ranks; config/check.py refuses this"
         return total // self.size
 
     def groups_used(self, heads: int, groups: int) -> slice | list[int]:
-        """Return the indices of the replicated head groups that this rank's heads use (`groups_of_heads`)."""
+        """Return the indices for the head groups that this rank's heads use.
+
+        The heads in one group share something, such as keys and values. `heads` says how many heads the ranks divide
+        among them, and `groups` is the number of head groups.
+        """
         share = self.share(heads)
         return groups_of_heads(range(self.rank * share, (self.rank + 1) * share), heads, groups)
 
 
+ONE_RANK = RankGroup()
+"""The rank along a dimension with only one rank."""
+
+
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks of one family of weights: `dimensions` cut them, by the names that a `Cut` uses.
+    """The ranks that shard and replicate one weight family.
 
-    The ranks of `copies` hold equal shards. They compute on different tokens, and sum the gradients.
+    dimensions: the ranks along each dimension over which weights can be sharded, by the name that a `Cut` refers to
+    copies: ranks that hold equal shards, compute on different tokens, and reduce their gradients
     """
 
     dimensions: Mapping[str, RankGroup] = field(default_factory=dict)
@@ -45,20 +54,31 @@ class Mesh:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Number of ranks in each dimension."""
+        """Number of ranks along each dimension."""
         return {dimension: ranks.size for dimension, ranks in self.dimensions.items()}
 
     def uncut(self, cuts: Sequence[Cut]) -> list[RankGroup]:
-        """Return the ranks of each dimension along which a tensor with these cuts is replicated."""
+        """Return the ranks along each dimension over which a tensor with these cuts is replicated."""
         cut_dimensions = {cut.over for cut in cuts}
         return [ranks for dimension, ranks in self.dimensions.items() if dimension not in cut_dimensions]
 
+    def at(self, index: int) -> Mesh:
+        """Return the mesh of another rank in the pipeline stage, without process groups.
+
+        index: the rank's index in the stage, counted along the first dimension first, and along the copies last
+        """
+        dimensions = {}
+        for name, ranks in self.dimensions.items():
+            index, rank = divmod(index, ranks.size)
+            dimensions[name] = RankGroup(ranks.size, rank)
+        return Mesh(dimensions, RankGroup(self.copies.size, index))
+
     def without_groups(self) -> Mesh:
-        """Return the mesh without process groups, as another process can read it."""
+        """Return the mesh without its process groups, which exist only in this process."""
         dimensions = {name: RankGroup(ranks.size, ranks.rank) for name, ranks in self.dimensions.items()}
         return Mesh(dimensions, RankGroup(self.copies.size, self.copies.rank))
 
 
 def single_rank() -> dict[str, Mesh]:
-    """Return the meshes of one process, which holds all weights in full."""
+    """Return the meshes for a single process, which holds all weights in full."""
     return {DENSE: Mesh()}

@@ -1,10 +1,11 @@
 """Messages between ranks without pickle: plain values as JSON, and named tensors as bytes.
 
-torch's own collectives for objects pickle them, and unpickling runs code that a peer sends. A peer is any process that
-reaches the ports of a job, so this file only parses numbers and text. Messages travel over gloo, in host memory.
+torch's collectives for objects use pickle, and unpickling a message may run code that the sender has put into it. Any
+process that reaches a job's ports may send messages. So the functions here parse only JSON and the bytes of tensors.
+The messages are sent over gloo from host memory.
 
-A plain value is None, a boolean, a number, text, a list, or a dictionary with string keys. A tuple arrives as a list,
-even with one process.
+A plain value is None, a boolean, a number, text, a list, or a dictionary with string keys. The values are converted to
+JSON and back even with one process, so a tuple always becomes a list.
 """
 
 from __future__ import annotations
@@ -23,28 +24,29 @@ TYPES = {str(dtype): dtype for dtype in (*_FLOATS, *_INTEGERS)}
 
 
 def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """All-gather plain values over a group; return them by rank."""
-    return [json.loads(_text(sent)) for sent in _all_gather_bytes(_bytes(value), group)]
+    """All-gather a plain value from each rank in a group; return the values by rank."""
+    return [json.loads(_text(message)) for message in _all_gather_bytes(_bytes(value), group)]
 
 
 def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
-    """Broadcast a plain value from the process with global rank `source` to its group, and return it on every rank."""
-    sent = _bytes(value)
+    """Broadcast a plain value from the process with global rank `source`, and return it on every rank in the group."""
+    message = _bytes(value)
     if dist.get_world_size(group) > 1:
-        size = torch.tensor([sent.numel()])
+        size = torch.tensor([message.numel()])
         dist.broadcast(size, source, group=group)
         if dist.get_rank() != source:
-            sent = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(sent, source, group=group)
-    return json.loads(_text(sent))
+            message = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(message, source, group=group)
+    return json.loads(_text(message))
 
 
 def all_gather_tensors(
     tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
 ) -> list[dict[str, Tensor]]:
-    """All-gather named tensors over a group to the CPU, by rank and name. Names and shapes may differ between ranks.
+    """All-gather named tensors over a group; return a dictionary for each rank, with the tensors on the CPU.
 
-    Raises TypeError on the sender if a tensor's dtype is not in TYPES.
+    Names, dtypes and shapes may differ between ranks. Raises TypeError on the sending rank if a tensor's dtype is not
+    in TYPES.
     """
     for name, tensor in tensors.items():
         if str(tensor.dtype) not in TYPES:
@@ -55,32 +57,32 @@ def all_gather_tensors(
     )
     flat = [tensor.reshape(-1).view(torch.uint8) for tensor in on_cpu.values()]
     gathered = _all_gather_bytes(torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8), group)
-    return [_taken_apart(sent, about) for sent, about in zip(gathered, described, strict=True)]
+    return [_taken_apart(message, about) for message, about in zip(gathered, described, strict=True)]
 
 
-def _taken_apart(sent: Tensor, described: Sequence[tuple[str, str, list[int]]]) -> dict[str, Tensor]:
-    """Split received bytes into named tensors, by their described types and shapes."""
+def _taken_apart(message: Tensor, described: Sequence[tuple[str, str, list[int]]]) -> dict[str, Tensor]:
+    """Split the received bytes `message` into tensors; `described` has the name, dtype and shape of each tensor."""
     tensors: dict[str, Tensor] = {}
     first = 0
     for name, dtype, shape in described:
         whole = torch.empty(shape, dtype=TYPES[dtype])
         size = whole.numel() * whole.element_size()
-        whole.reshape(-1).view(torch.uint8).copy_(sent[first : first + size])
+        whole.reshape(-1).view(torch.uint8).copy_(message[first : first + size])
         tensors[name] = whole
         first += size
     return tensors
 
 
-def _all_gather_bytes(sent: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """All-gather byte tensors of different lengths; shorter ones are padded for the transfer."""
+def _all_gather_bytes(message: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """All-gather byte tensors whose lengths may differ; they are padded for the transfer only."""
     count = dist.get_world_size(group)
     if count == 1:
-        return [sent]
+        return [message]
     sizes = [torch.empty(1, dtype=torch.int64) for _ in range(count)]
-    dist.all_gather(sizes, torch.tensor([sent.numel()]), group=group)
+    dist.all_gather(sizes, torch.tensor([message.numel()]), group=group)
     longest = int(max(sizes))
     padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: sent.numel()] = sent
+    padded[: message.numel()] = message
     gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(count)]
     dist.all_gather(gathered, padded, group=group)
     return [tensor[: int(size)] for tensor, size in zip(gathered, sizes, strict=True)]
@@ -91,6 +93,6 @@ def _bytes(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
-def _text(sent: Tensor) -> bytes:
+def _text(message: Tensor) -> bytes:
     """Return a byte tensor's content."""
-    return sent.numpy().tobytes()
+    return message.numpy().tobytes()

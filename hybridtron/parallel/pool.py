@@ -1,8 +1,9 @@
-"""Runs a function on n gloo processes of this machine: layouts without a cluster, a GPU or a launcher.
+"""Runs a function on several processes on this machine, to use parallel layouts without torchrun.
 
-Workers are forked from a server that has imported torch and megatron-core once, and each forks again for every job.
-All state of a job (groups, threads, settings) ends with its process, so there is no teardown that could fail. A failed
-job raises the traceback of the process that failed first, and its workers are replaced.
+Worker processes are forked from a server process, which has imported torch and megatron-core once. To run a job, each
+worker forks a child process. The child runs the job's function and exits, so that its process groups, threads and
+settings need no teardown. If a job fails, `Pool.run` raises WorkerError with the first failed process's traceback, and
+the job's workers are killed.
 """
 
 from __future__ import annotations
@@ -25,36 +26,36 @@ from typing import Any, NoReturn
 
 import torch
 
-from hybridtron.config.layout import ProcessLaunch
+from hybridtron.config.pipeline_layout import ProcessLaunch
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.device import megatron_context
 from hybridtron.parallel import groups
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.rendezvous import LOOPBACK
 
-GRACE_S = 3.0  # after a failure, time for the job's other processes to report theirs
-START_S = 120.0  # time for new processes to import their modules
-STOP_S = 30.0  # time for killed processes to end
+GRACE_S = 3.0  # after a process has failed, seconds until the job's other processes are killed
+START_S = 120.0  # seconds in which a new worker must be ready for jobs
+STOP_S = 30.0  # seconds in which killed workers must end
 
 
 class WorkerError(RuntimeError):
-    """Raised when a job fails; the message ends with the traceback of the failed process."""
+    """Raised when a job fails; if a process raised an exception, the message ends with its traceback."""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """A process's place in a job; the first argument of the job's function."""
+    """A process's rank and device in a job; the first argument of the job's function."""
 
     rank: int
     world_size: int
-    meeting_file: str
+    meeting_file: str  # file through which torch.distributed connects the job's processes
     gpu: str = ""  # value of CUDA_VISIBLE_DEVICES
 
     @contextmanager
     def groups(self, parallel: ParallelConfig) -> Iterator[Groups]:
-        """Form the process groups of a layout over this job, within megatron-core's context.
+        """Form a layout's process groups from all processes in this job; the block runs in `megatron_context`.
 
-        The groups live until the process ends.
+        The groups exist until the process ends.
         """
         with megatron_context():
             yield groups.start(parallel, f"file://{self.meeting_file}", ProcessLaunch(self.rank, self.world_size))
@@ -67,9 +68,10 @@ class _Worker:
 
 
 class Pool:
-    """Worker processes that start when a job first needs them, until `close` stops them.
+    """Worker processes for jobs. They are started when a job needs them, and run until `close` is called.
 
-    With `gpus` each process of a job gets one of these GPUs, and the processes communicate over NCCL.
+    `gpus` has a GPU for each rank, as a value of CUDA_VISIBLE_DEVICES. With `gpus` the processes in a job communicate
+    over NCCL. If `gpus` is empty, they have no GPU and communicate over gloo.
     """
 
     def __init__(self, gpus: Sequence[str] = ()) -> None:
@@ -81,10 +83,10 @@ class Pool:
         self._workers: list[_Worker] = []
 
     def run(self, function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120) -> list[Any]:
-        """Run `function(seat, *arguments)` on every process, and return the results by rank.
+        """Run `function(seat, *arguments)` on `world_size` processes, and return the results by rank.
 
-        The function must be importable, because it is pickled by name. Raises WorkerError if a process fails, dies or
-        exceeds `timeout_s`.
+        The function must be importable, because it is pickled by name. Raises WorkerError if a process fails or dies,
+        or if the job takes longer than `timeout_s` seconds.
         """
         self._workers = [worker for worker in self._workers if worker.process.is_alive()]
         try:
@@ -121,14 +123,14 @@ class Pool:
             worker.connection.recv_bytes()
 
     def _stop(self, count: int) -> None:
-        """Kill the first `count` workers, and any job in them. Warn if a worker is still alive after STOP_S."""
+        """Kill the first `count` workers and their child processes; warn if a worker is alive STOP_S seconds later."""
         stopped = self._workers[:count]
         self._workers = self._workers[count:]
         for worker in stopped:
             worker.connection.close()
             with suppress(ProcessLookupError):
-                os.killpg(worker.process.pid, signal.SIGKILL)  # the group includes a running job's process
-            worker.process.kill()  # a worker that is still starting has no group yet
+                os.killpg(worker.process.pid, signal.SIGKILL)  # the process group includes a running job's child
+            worker.process.kill()  # a worker that is still starting has no process group yet
         deadline = time.monotonic() + STOP_S
         for worker in stopped:
             worker.process.join(max(0.0, deadline - time.monotonic()))
@@ -137,7 +139,11 @@ class Pool:
 
 
 def _collect(job: list[_Worker], deadline: float) -> dict[int, Any]:
-    """Return the results by rank. Raises WorkerError for the first exception, a dead process, or a timeout."""
+    """Wait for the results that a job's workers send, and return them by rank.
+
+    `deadline` is in seconds on the monotonic clock. Raises WorkerError if a process raises an exception or dies, or if
+    the deadline has passed.
+    """
     results: dict[int, Any] = {}
     failure = None
     waiting = {worker.connection: rank for rank, worker in enumerate(job)}
@@ -164,7 +170,7 @@ def _collect(job: list[_Worker], deadline: float) -> dict[int, Any]:
 
 
 def _serve(connection: Connection) -> None:
-    """Serve jobs in a worker until the pool closes the connection; each job runs in a forked process."""
+    """Run jobs in this worker until the pool closes the connection; each job runs in a child process."""
     os.setpgid(0, 0)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
@@ -189,9 +195,10 @@ def _serve(connection: Connection) -> None:
 
 
 def _do(connection: Connection, function: Callable[..., Any], seat: Seat, arguments: tuple[Any, ...]) -> NoReturn:
-    """Run one job in its forked process, send the answer, and exit without teardown."""
-    # After a fork, torch's thread pool has lost its threads, and the next call replaces it. If several threads call
-    # at once, as checkpoint writers do, one may find no pool ("Invalid thread pool!"). So make the first call here.
+    """Run one job in a child process, send the result or the traceback, and exit without teardown."""
+    # After a fork, torch's thread pool has no threads, and the next torch call creates a new pool. If several threads
+    # make this call at once, as checkpoint writers do, one of them may find no pool ("Invalid thread pool!"). So this
+    # thread makes the first call.
     torch.set_num_threads(1)
     os.environ["CUDA_VISIBLE_DEVICES"] = seat.gpu  # read at the first use of a device
     try:

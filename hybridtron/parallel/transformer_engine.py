@@ -1,19 +1,22 @@
-"""Transformer Engine's linear layers in place of megatron-core's, and its FP8.
+"""Transformer Engine's linear layers, with or without FP8; they replace megatron-core's linear layers.
 
-Each rank's product is Transformer Engine's; communication stays as in `linear.py`. An FP8 projection opens the
-package's FP8 region itself, because `parallel.recompute` may run it again in the backward pass, when the region around
-the forward pass is closed. Its formats are e4m3 and e5m2 (fp8_block: e4m3), as in `fp8.py`.
+The package transformer_engine computes each rank's matrix products; `linear.py` adds the communication. The package
+multiplies in FP8 inside an FP8 region (its context manager `autocast`). Every FP8 layer opens a region in `forward`. A
+region around the model's forward pass would not suffice, because `parallel.recompute` runs layers again in backward.
 
-Delayed scaling shifts its amax histories whenever an outermost region ends. To shift them once a step, over any number
-of micro-batches and chunks, an outer region stays open around the whole step, and projections nest theirs inside. A
-refused step or an evaluation is undone by restoring a copy of the statistics. Checkpoints store them in the layout of
-`fp8_statistics.py`, so that an emulated run can continue with Transformer Engine.
+Delayed scaling computes scales from amax histories: a tensor's largest absolute values in the last steps. The package
+shifts all histories by one entry whenever an outermost region ends. The histories must be shifted once per step,
+whatever the number of micro-batches. So delayed scaling needs an outer region, which stays open during the full step,
+and in which the layers' regions are nested. A refused step (whose update is discarded) and an evaluation must not
+change the statistics, so a copy is restored after them. Checkpoints store the statistics as `fp8_statistics.py` does,
+so that a run can change between emulated FP8 and Transformer Engine.
 
-A projection's amax of a step is the maximum over its micro-batches: the package's casts raise the stored maximum
-(`atomicMaxFloat`), and only the end of the region clears it. The histories of gradients shift in the backward pass of
-the first micro-batch, not of the last, so that the maxima of the other micro-batches count for the next step.
+A layer's amax in a step is the maximum over its micro-batches: the package only increases the stored maximum
+(`atomicMaxFloat`), until the outermost region's end clears it. Output gradients are an exception: the package shifts
+their histories in the backward pass of the first micro-batch. So the maxima of the step's other micro-batches count for
+the next step.
 
-Tests use a stub of the package, as the real one needs a GPU (`tests/test_gpu.py`).
+Tests use a stub of the package, because the real package needs a GPU (`tests/test_gpu.py`).
 """
 
 from __future__ import annotations
@@ -38,31 +41,34 @@ RECIPES = {
     Precision.fp8_block: "Float8BlockScaling",
 }
 QUANTIZATION = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")  # the latter before 2.9
-# keys of the package; columns: x 0 and W 1, dy 0
+# Keys of the package's statistics. FORWARD has columns for x (0) and W (1), and BACKWARD has a column for dy (0).
 FORWARD = "scaling_fwd"
 BACKWARD = "scaling_bwd"
 
 
 class InFp8(CachedWeight):
-    """Marks layers that multiply in FP8. Transformer Engine caches a weight that was rounded in a first micro-batch."""
+    """Base class of layers that multiply in FP8. They can cache the weight that the first micro-batch has rounded."""
 
-    is_first = True
+    is_first = True  # the next micro-batch is the first since the weight has changed
 
     def forget(self) -> None:
         self.is_first = True
 
 
 def local_linear(in_features: int, out_features: int, fp8: Fp8 | None = None, accumulate: bool = False) -> nn.Module:
-    """Build one rank's Transformer Engine linear layer, without a bias and uninitialised.
+    """Build one rank's Transformer Engine linear layer, without a bias.
 
-    With `accumulate` it adds its weight's gradient to Megatron's buffer.
+    With `accumulate` the layer adds its weight's gradient to Megatron's gradient buffer.
     """
     options = {"bias": False, "params_dtype": torch.get_default_dtype(), "fuse_wgrad_accumulation": accumulate}
     return _class(fp8)(in_features, out_features, **options)
 
 
 def region(fp8: Fp8) -> AbstractContextManager[Any]:
-    """Return the context in which the package's layers multiply in FP8; its name depends on the package's version."""
+    """Return the context manager in which the package's layers multiply in FP8.
+
+    The context manager and its parameters have names that depend on the package's version.
+    """
     package = _package()
     if hasattr(package, "autocast"):
         enter = package.autocast
@@ -79,7 +85,7 @@ def region(fp8: Fp8) -> AbstractContextManager[Any]:
 
 
 def fp8_fault(recipe: Precision) -> str | None:
-    """Return why this process can't multiply in FP8, or None if it can."""
+    """Return the reason why this process can't multiply in FP8 with a recipe, or None if it can."""
     package = optional_package("transformer_engine.pytorch")
     recipes = optional_package(RECIPE_PACKAGE)
     if package.module is None or recipes.module is None:
@@ -94,13 +100,17 @@ def fp8_fault(recipe: Precision) -> str | None:
 
 
 class TransformerEngineStatistics(ScalingStatistics):
-    """Delayed scaling's statistics in the package's own layers; see `fp8_statistics.py` for their layout."""
+    """Delayed scaling's statistics, which the package keeps in its layers; `fp8_statistics.py` defines their shapes.
+
+    `step` opens the outer FP8 region.
+    """
 
     def __init__(self, modules: Iterable[tuple[str, Any]], fp8: Fp8) -> None:
         self.fp8 = fp8
         self.layers: dict[str, Any] = {
             f"{name}.weight": module for name, module in modules if isinstance(module, InFp8)
         }
+        # copies from before the current step: history and scale, by weight name and FORWARD or BACKWARD
         self._before: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
 
     @contextmanager
@@ -124,6 +134,7 @@ class TransformerEngineStatistics(ScalingStatistics):
             if FORWARD not in layer.fp8_meta:
                 with region(self.fp8):
                     layer.init_fp8_metadata()
+            # kind: key of the statistics; first: the role in column 0; count: the number of columns that are used
             for kind, first, count in ((FORWARD, Role.x, 2), (BACKWARD, Role.dy, 1)):
                 statistics = layer.fp8_meta[kind]
                 roles = len(Role)
@@ -132,22 +143,20 @@ class TransformerEngineStatistics(ScalingStatistics):
                 yield Part(f"fp8_scale.{name}", (roles,), (first,), statistics.scale[:count])
 
     def _kept(self) -> Iterator[tuple[tuple[str, str], Any]]:
-        """Yield the package's statistics of every layer, by layer and direction."""
+        """Yield the package's statistics, each after its key (weight's name, FORWARD or BACKWARD)."""
         for name, layer in self.layers.items():
             for kind in (FORWARD, BACKWARD):
                 if kind in layer.fp8_meta:  # missing before the first forward pass
                     yield (name, kind), layer.fp8_meta[kind]
 
     def _copies(self) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
-        return {
-            place: (statistics.amax_history.clone(), statistics.scale.clone()) for place, statistics in self._kept()
-        }
+        return {key: (statistics.amax_history.clone(), statistics.scale.clone()) for key, statistics in self._kept()}
 
     def _put_back(self, copies: dict[tuple[str, str], tuple[Tensor, Tensor]]) -> None:
-        """Restore copied statistics; those that did not exist yet are reset to their initial values."""
-        for place, statistics in self._kept():
-            if place in copies:
-                history, scale = copies[place]
+        """Restore copied statistics. Statistics without a copy are reset to their initial values."""
+        for key, statistics in self._kept():
+            if key in copies:
+                history, scale = copies[key]
                 statistics.amax_history.copy_(history)
                 statistics.scale.copy_(scale)
             else:
@@ -156,7 +165,7 @@ class TransformerEngineStatistics(ScalingStatistics):
 
 
 def _class(fp8: Fp8 | None) -> Any:
-    """Return the package's linear layer, or a subclass that opens the FP8 region around its product."""
+    """Return the package's class for linear layers, or for FP8 a subclass that opens an FP8 region in `forward`."""
     base: Any = _package().Linear
     if fp8 is None:
         return base
@@ -165,7 +174,7 @@ def _class(fp8: Fp8 | None) -> Any:
         def forward(self, x: Tensor) -> Tensor:
             tokens = x.numel() // x.shape[-1]
             if tokens % FP8_MULTIPLES[fp8.recipe] and not torch.is_grad_enabled():
-                return super().forward(x)  # generation, with token counts that FP8 can't multiply: stay in bf16
+                return super().forward(x)  # generation, with a number of tokens that FP8 can't multiply: use bf16
             with region(fp8):
                 if not (fp8.cache_weights and torch.is_grad_enabled()):
                     return super().forward(x)
@@ -186,7 +195,10 @@ def _package() -> Any:
 
 @functools.cache
 def _recipe(fp8: Fp8) -> Any:
-    """Return one recipe object per run, because the package distinguishes recipes by identity."""
+    """Return the package's recipe object for these settings.
+
+    Equal settings give the same object, because the package compares recipes by identity.
+    """
     recipes = optional_package(RECIPE_PACKAGE)
     if recipes.module is None:
         raise RuntimeError(f"{RECIPE_PACKAGE} is asked for, but it is {recipes.reason}")

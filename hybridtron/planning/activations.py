@@ -1,17 +1,25 @@
-"""Activations of a pipeline rank at the peak of a step: an estimate from one number per mixer.
+"""Estimate of the activation memory on a pipeline rank at a training step's peak.
 
-    kept       by a sub-layer from its forward to its backward pass, per token: the norm's input, the norm's output as
-               the projections read it, and what the mixer keeps inside (`MixerSpec.activation_values`). Tensor-parallel
-               ranks share the inside out, sequence parallelism the norm's input, and `parallel.regather` its output. A
-               recomputed sub-layer keeps its norm's input alone.
-    frozen     projections that don't learn keep no input, unless an adapter reads it; DoRA keeps the outputs it scales
-    received   context-parallel ranks keep the states, keys and values that came from others (`row_shares.py`)
-    working    a sub-layer's backward pass holds half as many gradients as the mixer keeps values, by rehearsals of all
-               kinds of mixers, and the stream's gradient. Recomputed, it makes the kept values again as well.
-    in flight  chunk passes whose backward pass is still to come, at the peak of Megatron's schedule
-    offloaded  sub-layers at the start of a stage keep nothing on the device, but the values of two are there at a time
+A sub-layer is a norm, a mixer (a scan, attention or an MLP) and the addition to the residual stream. The estimate
+counts elements per token:
 
-The peak is at the loss, or in the backward pass of the sub-layer that makes most, whichever is more.
+    kept       elements that a sub-layer saves in its forward pass for its backward pass: the norm's input, the norm's
+               output, and elements inside the mixer (`MixerSpec.activation_values`). Tensor-parallel ranks divide the
+               elements inside the mixer. With sequence parallelism they also divide the norm's input, and with
+               `parallel.regather` the norm's output. A sub-layer that is recomputed saves only its norm's input.
+    frozen     a frozen projection does not save its input, unless an adapter reads the same input. DoRA (adapters that
+               also learn each weight row's norm) saves the outputs that it scales.
+    received   context-parallel ranks save the states, keys and values that other ranks sent (`context_traffic.py`)
+    working    elements that exist only while a sub-layer's backward pass runs: the residual stream's gradient, and
+               gradients inside the mixer. The latter are estimated as half of the elements that the mixer saves, a
+               ratio found by rehearsing all kinds of mixers. In a recomputed sub-layer, the recomputed elements are
+               working elements.
+    offloaded  with `parallel.offload`, a stage's first sub-layers save their elements in host memory. The device then
+               holds the elements of at most two of these sub-layers at a time.
+
+Several micro-batches are in flight, which means that they wait for their backward pass. Their number at the peak
+follows from Megatron's pipeline schedule. The peak is either at the loss, or in the backward pass of the sub-layer that
+needs the most memory.
 """
 
 from __future__ import annotations
@@ -19,36 +27,49 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hybridtron.architecture.adapters import adapter_key, is_adaptable
+from hybridtron.architecture.adapters import adapter_key
 from hybridtron.architecture.base import MixerSpec, ModelSizes, Parameter
-from hybridtron.architecture.table import architecture
 from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.schema import Config, ParallelConfig, Recompute
 from hybridtron.planning.count import FP32_BYTES, VALUE_BYTES
 
 MARGIN = 0.1
-"""Relative error of the planned memory: a rehearsed peak of a gigabyte or more is within it."""
+"""Maximum relative error of the estimate, compared with peaks of at least `MARGIN_FROM` in `hybridtron rehearse`."""
+
+MARGIN_FROM = 1e9
+"""Smallest peak in bytes to which `MARGIN` applies; the peaks of smaller models are in buffers of single kernels."""
 
 
 @dataclass(frozen=True)
 class SublayerUse:
-    """Activations of one sub-layer on one device, in values per token of the type that is computed in."""
+    """One sub-layer's activations on one device, in elements per token.
 
-    kept: int  # from the forward to the backward pass
-    working: int  # besides, while its backward pass runs
-    offloaded: int = 0  # in the host's memory, instead of kept
+    An element has the dtype of the precision. With bf16, an fp32 element counts as two elements.
+
+    kept: elements on the device, from the forward to the backward pass
+    working: additional elements on the device while the sub-layer's backward pass runs
+    offloaded: elements in host memory, from the forward to the backward pass
+    """
+
+    kept: int
+    working: int
+    offloaded: int = 0
 
     def with_more(self, values: int, is_recomputed: bool) -> SublayerUse:
-        """Return a sub-layer whose forward pass keeps this many values more."""
+        """Return a copy with `values` more elements: working if the sub-layer is recomputed, else kept."""
         if is_recomputed:
             return replace(self, working=self.working + values)
         return replace(self, kept=self.kept + values)
 
 
-def sublayer_uses(config: Config) -> tuple[SublayerUse, ...]:
-    """Return the activations of each sub-layer of the model."""
-    arch = architecture(config.model)
+def sublayer_uses(phase: ResolvedPhase) -> tuple[SublayerUse, ...]:
+    """Return every sub-layer's activations, without the effects that frozen weights and context parallelism have.
+
+    `with_frozen` and `with_received` add these effects.
+    """
+    arch = phase.arch
+    config = phase.config
     wide = FP32_BYTES // VALUE_BYTES[config.precision.name]
     sizes = replace(arch.sizes, wide=wide, tensor=config.parallel.tensor)
     by_letter = {letter: _sublayer_use(spec, sizes, config) for letter, spec in arch.by_letter.items()}
@@ -60,10 +81,10 @@ def _sublayer_use(spec: MixerSpec, sizes: ModelSizes, config: Config) -> Sublaye
     regathers = gathers_again(spec, config)
     stream = stream_values(config) * (1 + spec.feeds_next)
     normed = shared(spec.input_width(sizes), parallel.tensor if regathers else 1)
-    if spec.beside:
+    if spec.beside:  # the sub-layer reads the previous sub-layer's normed input
         stream = 0
         if regathers or not parallel.sequence:
-            normed = 0  # kept by the sub-layer before it, unless each gathers it for itself
+            normed = 0  # counted in the previous sub-layer, since both save the same tensor
     inside = shared(spec.activation_values(sizes), parallel.tensor)
     gradients = stream + inside // 2
     if not is_recomputed(spec, sizes, parallel.recompute):
@@ -75,10 +96,10 @@ def _sublayer_use(spec: MixerSpec, sizes: ModelSizes, config: Config) -> Sublaye
 def with_frozen(
     uses: Sequence[SublayerUse], phase: ResolvedPhase, table: Mapping[str, Parameter]
 ) -> tuple[SublayerUse, ...]:
-    """Take off the inputs of frozen projections, and add the outputs that DoRA scales."""
+    """Return `uses` without the inputs to frozen projections, and with the outputs that DoRA saves."""
     if phase.trained is None:
         return tuple(uses)
-    arch = architecture(phase.model)
+    arch = phase.arch
     recompute = phase.config.parallel.recompute
     return tuple(
         use.with_more(_adapted_values(layer, phase, table), is_recomputed(arch.specs[layer], arch.sizes, recompute))
@@ -87,32 +108,43 @@ def with_frozen(
 
 
 def _adapted_values(layer: int, phase: ResolvedPhase, table: Mapping[str, Parameter]) -> int:
-    """Return the difference in kept values per token to a sub-layer whose projections all learn."""
-    arch = architecture(phase.model)
+    """Return the change in a sub-layer's kept elements per token, compared with learning all projections.
+
+    Frozen projections decrease the number, and adapters increase it.
+    """
+    arch = phase.arch
     adapters = phase.model.adapters
     parallel = phase.config.parallel
     more = 0
     reads_input = False
+    is_input_adapted = False
     for name, weight in arch.mixer_weights(layer).items():
-        if not is_adaptable(weight):
+        if not weight.is_mixer_projection:
             continue
         is_adapted = adapter_key(name, "A") in table
         keeps_input = is_adapted or phase.learns(name)
-        reads_inside = any(cut.axis == 1 for cut in weight.cuts)
+        reads_inside = is_row_parallel(weight)
         if reads_inside and not keeps_input:
             more -= shared(weight.shape[1], parallel.tensor)
         elif keeps_input and not reads_inside:
             reads_input = True
+            is_input_adapted = is_input_adapted or is_adapted
         if is_adapted and adapters is not None and adapters.dora:
-            more += weight.share_shape(parallel.mesh_sizes)[0]
+            more += weight.shard_shape(parallel.mesh_sizes)[0]
     spec = arch.specs[layer]
+    if is_input_adapted and gathers_again(spec, phase.config):  # adapters save the gathered input, with all tokens
+        kept = 0 if spec.beside else shared(spec.input_width(arch.sizes), parallel.tensor)
+        more += spec.input_width(arch.sizes) - kept
     if not reads_input and not spec.beside:
         more -= shared(spec.input_width(arch.sizes), parallel.tensor if gathers_again(spec, phase.config) else 1)
     return more
 
 
 def with_offload(uses: Sequence[SublayerUse], count: int, received: int) -> tuple[SublayerUse, ...]:
-    """Offload the first sub-layers of a stage, but for the stream that the stage received."""
+    """Return the uses with a stage's first `count` sub-layers offloaded.
+
+    received: elements per token in the residual stream that the previous stage sent. They stay on the device.
+    """
     stays = [received, *[0] * len(uses)]
     offloaded = [
         replace(use, kept=stay, offloaded=max(0, use.kept - stay))
@@ -122,21 +154,25 @@ def with_offload(uses: Sequence[SublayerUse], count: int, received: int) -> tupl
 
 
 def working_values(uses: Sequence[SublayerUse]) -> int:
-    """Return the values per token that a chunk's passes hold at most, beyond those kept."""
+    """Return the most elements per token that a stage needs in addition to the kept elements.
+
+    The maximum is over the sub-layers' passes. An offloaded sub-layer and the previous one are on the device together.
+    """
     before = [0, *(use.offloaded for use in uses)]
     return max(use.working + use.offloaded + earlier for use, earlier in zip(uses, before, strict=False))
 
 
 def held_micro_batches(parallel: ParallelConfig, rank: int, micro_batches: int) -> Iterator[tuple[int, ...]]:
-    """Yield the micro-batches that a rank holds of each virtual stage, after every forward pass of the schedule."""
+    """Yield how many micro-batches each virtual stage has in flight, after each forward pass on a rank."""
     pipeline = parallel.pipeline
     stages = parallel.virtual_pipeline
-    micro_batches = min(micro_batches, 4 * pipeline)  # a few rounds of all stages show the peak
+    micro_batches = min(micro_batches, 4 * pipeline)  # the peak occurs within this number of micro-batches
     total = micro_batches * stages
-    # 1F1B: a rank runs forward until the first micro-batch has come back from the last rank, p - rank - 1 passes, and
-    # then one forward for each backward. Interleaved, micro-batches pass each virtual stage in groups of p: the first
-    # comes back after all stages but the last have run forward for a group, and the way to the last rank and back
-    # takes two passes for each rank in between.
+    # The schedule is 1F1B: warm-up forward passes, then one backward pass after each forward pass. With p pipeline
+    # ranks and one stage per rank, the warm-up has p - rank - 1 forward passes. With v virtual stages per rank the
+    # schedule is interleaved: p micro-batches run through a virtual stage, then through the next virtual stage. The
+    # warm-up is then (v - 1) p forward passes for all virtual stages but the last, and 2 (p - rank - 1) forward passes
+    # until the first gradient arrives from the last rank.
     warm_up = pipeline - rank - 1
     if stages > 1:
         warm_up = 2 * warm_up + (stages - 1) * pipeline
@@ -149,39 +185,72 @@ def held_micro_batches(parallel: ParallelConfig, rank: int, micro_batches: int) 
 
 
 def is_recomputed(spec: MixerSpec, sizes: ModelSizes, recompute: Recompute) -> bool:
-    """Return True if the backward pass runs a sub-layer again; mixers along the sequence are those with a state."""
+    """Return whether the backward pass runs a sub-layer's forward pass again.
+
+    With `parallel.recompute=layer` it does so for all sub-layers, with `selective` for sub-layers that have a state
+    (recurrences and attention), and with `none` for no sub-layer.
+    """
     return recompute == Recompute.layer or (recompute == Recompute.selective and bool(spec.state_parts(sizes)))
 
 
 def chunks_run_again(phase: ResolvedPhase) -> bool:
-    """Return True if the chunks of a lane, run through time, run again in the backward pass, one at a time."""
+    """Return True if a forward pass runs several chunks per row, and the backward pass recomputes each chunk.
+
+    This is the case with `states.through_time` (backpropagation through a step's chunks) and recomputation.
+    """
     return phase.chunks_together > 1 and phase.config.parallel.recompute != Recompute.none
 
 
 def hides_traffic(spec: MixerSpec, config: Config) -> bool:
-    """Return True if exchanges for the gradient of a mixer's input run beside products (`parallel/entered.py`)."""
-    own_products = not config.parallel.transformer_engine and config.precision.name not in FP8_MULTIPLES
-    return config.parallel.tensor > 1 and spec.projects_input and own_products
+    """Return whether matrix multiplications overlap the reduction of the mixer's input gradient.
+
+    `parallel/overlapped_linear.py` implements the overlap, for projections that use neither FP8 nor Transformer Engine.
+    """
+    is_supported = not config.parallel.transformer_engine and config.precision.name not in FP8_MULTIPLES
+    return config.parallel.tensor > 1 and spec.projects_input and is_supported
 
 
 def gathers_again(spec: MixerSpec, config: Config) -> bool:
-    """Return True if a mixer keeps its rank's share of its input, and gathers the tokens again in the backward pass."""
+    """Return whether a rank saves only its own tokens of a mixer's input, and all-gathers the input in backward."""
     return config.parallel.sequence and config.parallel.regather and hides_traffic(spec, config)
 
 
+def gathers_in_backward(layer: int, phase: ResolvedPhase) -> bool:
+    """Return whether a sub-layer all-gathers its input a second time, in the backward pass.
+
+    The gathered input is needed for the weight gradients of its input projections. So it is not gathered if all of
+    these projections are frozen, or if adapters have saved the gathered input.
+    """
+    if not gathers_again(phase.arch.specs[layer], phase.config):
+        return False
+    weights = phase.arch.mixer_weights(layer)
+    names = [name for name, weight in weights.items() if weight.is_mixer_projection and not is_row_parallel(weight)]
+    if any(adapter_key(name, "A") in phase.table for name in names):
+        return False
+    return any(phase.learns(name) for name in names)
+
+
+def is_row_parallel(weight: Parameter) -> bool:
+    """Return whether tensor-parallel ranks divide a projection's input channels, instead of its output channels."""
+    return any(cut.axis == 1 for cut in weight.cuts)
+
+
 def stream_values(config: Config) -> int:
-    """Return the values per token of the residual stream on one device; an fp32 one beside bf16 counts twice."""
+    """Return the residual stream's elements per token on one device; an fp32 element beside bf16 counts twice."""
     width = shared(config.model.width, config.parallel.tensor if config.parallel.sequence else 1)
     if config.model.residual_fp32:
         return width * FP32_BYTES // VALUE_BYTES[config.precision.name]
     return width
 
 
-def sent_values(config: Config) -> int:
-    """Return the values per token that a stage sends on: the stream, and the embedding if later sub-layers read it."""
-    return stream_values(config) * (1 + architecture(config.model).carries_embedding)
+def sent_values(phase: ResolvedPhase) -> int:
+    """Return the elements per token that a pipeline stage sends to the next stage.
+
+    They are the residual stream, and the embedding if later sub-layers read it.
+    """
+    return stream_values(phase.config) * (1 + phase.arch.carries_embedding)
 
 
 def shared(amount: int, ranks: int) -> int:
-    """Return the share of the fullest of `ranks` ranks."""
+    """Return the amount divided by the number of ranks, rounded up."""
     return -(-amount // ranks)

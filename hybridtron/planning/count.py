@@ -1,11 +1,15 @@
-"""Parameters and FLOPs of a configuration, known without building it; bytes of gradients, moments and the loss.
+"""Parameters and FLOPs of a model, computed from its configuration, and the loss's memory.
 
-FLOPs are per token of a sequence of `seq_len`, a multiply-add counting 2; training costs 3 times the forward pass
-(once for the values, twice for the gradients). Counted are the projections, the head (2 width vocab_size, tied or
-not), attention over the positions that a token really sees (causal, within its window), the convolutions, and the
-recurrence of each mixer (the part `scan`, which is elementwise: it is bound by memory, not by arithmetic). Not
-counted are the embedding, which is a lookup, and norms, activations, rotary positions and the optimizer, which are
-far below 1% together.
+FLOPs are an average per token in a row with `seq_len` tokens. A multiply-add counts as 2 FLOPs. A training step costs 3
+times the forward pass: once in the forward pass, and twice in the backward pass. These parts are counted:
+
+- the projections
+- the head, with 2 * width * vocab_size FLOPs, whether its weight is tied to the embedding or not
+- attention to the tokens that a token sees: the row's previous tokens within the window
+- the convolutions
+- each mixer's recurrence (the part `scan`), although its time depends on memory bandwidth rather than on FLOPs
+
+The embedding, norms, activation functions, rotary positions and the optimizer are not counted.
 """
 
 from __future__ import annotations
@@ -14,30 +18,31 @@ from collections import Counter
 from dataclasses import dataclass
 
 from hybridtron.architecture.base import MixerSpec, ModelSizes
-from hybridtron.architecture.model import ModelConfig
-from hybridtron.architecture.table import architecture
+from hybridtron.architecture.table import Architecture
 from hybridtron.config.choices import FP8_MULTIPLES, Precision
 from hybridtron.config.schema import PrecisionConfig
 
-BACKWARD_AND_FORWARD = 3
+BACKWARD_AND_FORWARD = 3  # FLOPs of a training step divided by FLOPs of its forward pass
 
-VALUE_BYTES = {Precision.fp32: 4, Precision.bf16: 2} | dict.fromkeys(FP8_MULTIPLES, 2)
+VALUE_BYTES = {Precision.fp32: 4, Precision.bf16: 2} | dict.fromkeys(FP8_MULTIPLES, 2)  # bytes per weight or activation
 FP32_BYTES = 4
-"""Bytes of a weight or an activation in the computing type, by precision; and of values that stay in fp32."""
 
 LOGITS_BYTES = 2**28
-"""Bytes of logits that the loss makes at a time, on one device.
+"""Maximum bytes of logits that the loss computes at a time, on one device.
 
-Each time costs a sum over the gradient of the head's weight: 12 bytes of traffic per weight in bf16 against 6 FLOPs per
-weight and token, so a thousand tokens are too few for a GPU.
+To save memory, the loss is computed for some of the tokens at a time. Each time, the gradient of the head's weight is
+added to an fp32 accumulator, which moves about 12 bytes per weight. The computation has 6 FLOPs per weight and token.
+With much fewer tokens at a time, a GPU would spend more time on moving these bytes than on the FLOPs.
 """
 
 
 @dataclass(frozen=True)
 class LayerCount:
-    """One residual sub-layer: its mixer, its parameters including its norm's, and its forward FLOPs per token by part.
+    """Counts for one residual sub-layer, which is a norm, a mixer (a scan, attention or an MLP) and an addition.
 
-    Weights shared by the places of a letter count at the first of them.
+    letter: the sub-layer's letter in the layer pattern
+    parameters: parameters in the mixer and the norm; weights that sub-layers share count only in the first one
+    flops: forward FLOPs per token, by part
     """
 
     letter: str
@@ -54,18 +59,23 @@ class LayerCount:
 
 @dataclass(frozen=True)
 class ModelCount:
-    """The whole model at one sequence length: sub-layers, embedding, last norm and head."""
+    """Counts for the full model at one sequence length.
+
+    embedding, head, norm: parameters in the embedding, in the head (0 if it is tied to the embedding), and in the norm
+        before the head
+    head_flops: the head's forward FLOPs per token
+    """
 
     layers: tuple[LayerCount, ...]
     seq_len: int
-    embedding: int  # parameters of the embedding
-    head: int  # parameters of the head, 0 when it is tied to the embedding
-    norm: int  # parameters of the last norm
-    head_flops: float  # forward, per token
+    embedding: int
+    head: int
+    norm: int
+    head_flops: float
 
     @property
     def parameters(self) -> int:
-        """Parameters of the model; a tied head counts once."""
+        """Number of parameters in the model. A weight that embedding and head share counts once."""
         return self.embedding + self.head + self.norm + sum(layer.parameters for layer in self.layers)
 
     @property
@@ -83,13 +93,13 @@ class ModelCount:
 
     @property
     def flops_per_token(self) -> float:
-        """FLOPs per token of a training step, forward and backward."""
+        """FLOPs per token in a training step, forward and backward."""
         return BACKWARD_AND_FORWARD * self.forward_flops
 
 
-def count(model: ModelConfig, seq_len: int) -> ModelCount:
-    """Count parameters and FLOPs of a model whose options are checked."""
-    arch = architecture(model)
+def count(arch: Architecture, seq_len: int) -> ModelCount:
+    """Count a model's parameters, and its FLOPs at this sequence length."""
+    model = arch.model
     layers = tuple(
         LayerCount(
             letter=letter,
@@ -112,22 +122,33 @@ def count(model: ModelConfig, seq_len: int) -> ModelCount:
 
 
 def _parameters(spec: MixerSpec, sizes: ModelSizes, is_later: bool) -> int:
-    """Count a sub-layer's parameters with its norm's; a later place of a letter leaves out the shared ones."""
-    own = (weight for weight in spec.parameters(sizes).values() if not (weight.shared and is_later))
-    return sizes.width * spec.has_norm + sum(weight.size for weight in own)
+    """Return how many parameters a sub-layer and its norm have.
+
+    is_later: whether an earlier sub-layer has the same letter. Weights that the two share are then not counted.
+    """
+    counted = (weight for weight in spec.parameters(sizes).values() if not (weight.shared and is_later))
+    return sizes.width * spec.has_norm + sum(weight.size for weight in counted)
 
 
 def logits_at_a_time(tokens: int, vocabulary: int, value_bytes: int) -> int:
-    """Return how many tokens' logits the loss makes at a time; the last time at most as many."""
+    """Return for how many tokens the loss computes logits at a time.
+
+    vocabulary: vocabulary size, or the size of the rank's vocabulary shard
+    """
     most = max(1, LOGITS_BYTES // (vocabulary * value_bytes))
     return -(-tokens // -(-tokens // most))
 
 
 def loss_bytes(tokens: int, width: int, vocabulary: int, value_bytes: int, learns: bool = True) -> int:
-    """Return the bytes that the loss holds for these tokens and one device's part of the vocabulary.
+    """Return the loss's peak memory on one device, in bytes.
 
-    The gradient of the head's weight, if it learns, is added up in fp32 where it is made in several parts. It is
-    narrowed after the last of them, when no logits are left.
+    tokens: how many tokens the rank has in one pass
+    vocabulary: size of the rank's vocabulary shard
+    learns: whether the head's weight is trained
+
+    The memory holds gradients for the head's input and for the head's weight, and the logits. If the logits are
+    computed in several parts, the weight's gradient is accumulated in fp32. It is converted to the compute dtype after
+    the last part, when the logits are already freed.
     """
     at_a_time = logits_at_a_time(tokens, vocabulary, value_bytes)
     several = at_a_time < tokens
@@ -141,12 +162,12 @@ def loss_bytes(tokens: int, width: int, vocabulary: int, value_bytes: int, learn
 
 
 def moment_bytes(precision: PrecisionConfig) -> int:
-    """Return the bytes of one entry of an optimizer's state."""
+    """Return the bytes per element in an optimizer's moments."""
     return VALUE_BYTES[Precision(precision.moments)]
 
 
 def gradient_bytes(precision: PrecisionConfig, weight_is_fp32: bool) -> int:
-    """Return the bytes of one entry of a gradient in the format in which it is added up."""
+    """Return the bytes per element of a gradient, in the dtype in which micro-batches are accumulated."""
     is_wide = weight_is_fp32 or "fp32" in (precision.name, precision.gradients)
     if is_wide:
         return FP32_BYTES

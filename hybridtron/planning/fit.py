@@ -1,12 +1,18 @@
-"""Layouts that fit a number of devices, fastest first by a model of their time. Only a run can say which is fastest.
+"""Finds parallel layouts that fit into the memory of a number of GPUs, sorted by an estimated step time.
 
-Tried are tensor 1, 2, 4, 8, pipelines of up to 16 ranks that the world and the layers allow, 1, 2 or 4 virtual stages,
-rows shared out over up to 64 ranks, 2,048 tokens or more to each, micro-batches of 1 to 16 rows, of short ones as many
-as have 65,536 tokens, and the least recomputation that fits into the memory, less a tenth of it for the allocator, the
-network's buffers and the kernels' workspaces.
+All combinations of these sizes are tried, as far as the GPU count and the model allow them:
 
-The time is that of `step_seconds.py`, by the rates of `rates.py`, which nobody has measured. Layouts with the same
-time, to three digits, are in order of the ranks that share a model, of recomputation, and of memory.
+- 1, 2, 4 or 8 tensor-parallel ranks
+- 1 to 16 pipeline ranks, with 1, 2 or 4 virtual stages each
+- 1 to 64 context-parallel ranks, with at least 2,048 tokens of a row each
+- micro-batches with 1 to 16 rows, and up to 1,024 rows if a micro-batch has at most 65,536 tokens
+
+For each combination, the smallest amount of recomputation is taken with which the estimated memory is at most 90% of
+the GPU's. The remaining tenth is left for the allocator, network buffers and kernel workspaces.
+
+The step time is an estimate by `step_time.py`, so only a measurement can show which layout is fastest. Layouts whose
+times agree to three digits are sorted by how many ranks divide a model, then by the amount of recomputation, then by
+memory.
 """
 
 from __future__ import annotations
@@ -16,59 +22,70 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hybridtron.architecture.table import architecture
 from hybridtron.config.checks.parallel import parallel_problems, uncuttable
 from hybridtron.config.checks.precision import precision_problems
-from hybridtron.config.resolve import ResolvedPhase, resolve
+from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.config.schema import Config, ParallelConfig, Recompute
 from hybridtron.planning.memory import Plan, largest_phase, plan
 from hybridtron.planning.rates import GPU, GPUS, HEAD_ROOM
-from hybridtron.planning.step_seconds import step_seconds
+from hybridtron.planning.step_time import step_seconds
 
 TENSOR_SIZES = (1, 2, 4, 8)
 _CONTEXT_SIZES = (1, 2, 4, 8, 16, 32, 64)
-_LEAST_SHARE = 2048  # tokens: with fewer a rank hands over much for little work
+_LEAST_SHARE = 2048  # minimum tokens per context-parallel rank; with fewer, communication would dominate
 _MAX_PIPELINE = 16
 _VIRTUAL = (1, 2, 4)
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _MORE_MICRO_BATCHES = (32, 64, 128, 256, 512, 1024)
-_MOST_TOKENS = 65_536  # of these
+_MOST_TOKENS = 65_536  # maximum tokens in a micro-batch whose size is in _MORE_MICRO_BATCHES
 
 
 @dataclass(frozen=True)
 class FittingLayout:
-    """A layout that fits, with its settings, its plan and its modelled time."""
+    """A layout that fits into memory.
+
+    plan: estimated memory and traffic
+    seconds: a step's estimated time
+    rehearsed: peak memory in bytes that `hybridtron rehearse` counted on the pipeline rank with the most memory; None
+        if the step was not rehearsed
+    """
 
     parallel: ParallelConfig
     micro_batch: int
     plan: Plan
-    seconds: float  # of a step, as a model
-    rehearsed: int | None = None  # bytes of the fullest pipeline rank's tensors, if the step was rehearsed
+    seconds: float
+    rehearsed: int | None = None
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that the busiest device sends in a step."""
+        """Most bytes that any device sends in a step."""
         return max(rank.traffic.total for rank in self.plan.ranks)
 
     @property
     def order(self) -> tuple[float, int, int, int]:
-        """Sort key: time to three digits, ranks that share a model, recomputation, memory."""
+        """Sort key: time to three digits, ranks that divide a model, recomputation, memory."""
         recompute = list(Recompute).index(self.parallel.recompute)
         return float(f"{self.seconds:.3g}"), self.parallel.model_ranks, recompute, self.plan.fullest.memory.total
 
 
-def fit(config: Config, gpus: int, memory_bytes: float, gpu: GPU = GPUS["h100"]) -> list[FittingLayout]:
-    """Return the layouts that keep every rule and fit into each device's memory, fastest first by the model."""
+def fit(run_plan: RunPlan, gpus: int, memory_bytes: float, gpu: GPU = GPUS["h100"]) -> list[FittingLayout]:
+    """Return the valid layouts that fit into memory, sorted by estimated step time.
+
+    memory_bytes: one GPU's memory
+    """
     fitting = [
         layout
-        for parallel in _layouts(config, gpus)
-        for layout in _fitting(config, parallel, gpus, (1 - HEAD_ROOM) * memory_bytes, gpu)
+        for parallel in _layouts(run_plan, gpus)
+        for layout in _fitting(run_plan, parallel, gpus, (1 - HEAD_ROOM) * memory_bytes, gpu)
     ]
     return sorted(fitting, key=lambda layout: layout.order)
 
 
 def settings_of(layout: FittingLayout, config: Config) -> list[str]:
-    """Return the arguments that turn this configuration into the layout; keys at their defaults are left out."""
+    """Return the command-line arguments that set a layout and its micro-batch.
+
+    A key is left out if its value in the layout is the default, and the configuration has the same value.
+    """
     defaults = ParallelConfig()
     chosen = [
         f"parallel.{field.name}={_text(value)}"
@@ -79,13 +96,14 @@ def settings_of(layout: FittingLayout, config: Config) -> list[str]:
     return chosen + [f"phases.{index}.micro_batch={layout.micro_batch}" for index in range(len(config.phases))]
 
 
-def _layouts(config: Config, gpus: int) -> Iterator[ParallelConfig]:
-    """Yield the layouts into which these devices can be arranged."""
-    layers = len(architecture(config.model).specs)
+def _layouts(run_plan: RunPlan, gpus: int) -> Iterator[ParallelConfig]:
+    """Yield the layouts that are possible with this many GPUs and the model's sizes."""
+    config = run_plan.config
+    layers = len(run_plan.arch.specs)
     shortest = min(phase.seq_len for phase in config.phases)
     contexts = [size for size in _CONTEXT_SIZES if size == 1 or shortest // size >= _LEAST_SHARE]
     for tensor in TENSOR_SIZES:
-        if uncuttable(config.model, tensor):
+        if uncuttable(run_plan.arch, tensor):
             continue
         pipelines = range(1, min(layers, gpus // tensor, _MAX_PIPELINE) + 1)
         for pipeline, context in itertools.product(pipelines, contexts):
@@ -104,14 +122,13 @@ def _layouts(config: Config, gpus: int) -> Iterator[ParallelConfig]:
 
 
 def _fitting(
-    config: Config, parallel: ParallelConfig, gpus: int, memory_bytes: float, gpu: GPU
+    run_plan: RunPlan, parallel: ParallelConfig, gpus: int, memory_bytes: float, gpu: GPU
 ) -> Iterator[FittingLayout]:
-    """Yield this layout with every micro-batch that fits, under the least recomputation."""
-    longest = max(phase.seq_len for phase in config.phases)
+    """Yield a layout for each micro-batch size that fits, with as little recomputation as necessary."""
+    longest = max(phase.seq_len for phase in run_plan.config.phases)
     for micro_batch in (*_MICRO_BATCHES, *(rows for rows in _MORE_MICRO_BATCHES if rows * longest <= _MOST_TOKENS)):
-        phases = [dataclasses.replace(phase, micro_batch=micro_batch) for phase in config.phases]
-        tried = dataclasses.replace(config, parallel=parallel, phases=phases)
-        if any(_is_refused(phase, gpus) for phase in resolve(tried)):
+        tried = run_plan.with_layout(parallel, micro_batch)
+        if any(_is_refused(phase, gpus) for phase in tried.phases):
             continue
         fitting = next(
             (
@@ -122,7 +139,7 @@ def _fitting(
             None,
         )
         if fitting is None:
-            return  # larger ones need more
+            return  # larger micro-batches need more memory
         phase, layout_plan = fitting
         seconds = step_seconds(layout_plan, phase, gpu)
         yield FittingLayout(phase.config.parallel, phase.settings.micro_batch, layout_plan, seconds)
@@ -134,14 +151,14 @@ def _is_refused(phase: ResolvedPhase, gpus: int) -> bool:
     return any(parallel_problems(phase, gpus)) or any(precision_problems(phase))
 
 
-def _recomputing(config: Config, gpus: int) -> Iterator[tuple[ResolvedPhase, Plan]]:
-    """Yield the layout with ever more recomputation, so ever less memory."""
+def _recomputing(run_plan: RunPlan, gpus: int) -> Iterator[tuple[ResolvedPhase, Plan]]:
+    """Yield the largest phase and its plan for each amount of recomputation, from least to most."""
     amounts = list(Recompute)
-    if config.parallel.offload:
+    parallel = run_plan.config.parallel
+    if parallel.offload:
         amounts = [Recompute.none]
     for recompute in amounts:
-        parallel = dataclasses.replace(config.parallel, recompute=recompute)
-        phase = largest_phase(dataclasses.replace(config, parallel=parallel))
+        phase = largest_phase(run_plan.with_layout(dataclasses.replace(parallel, recompute=recompute)))
         yield phase, plan(phase, gpus)
 
 

@@ -1,35 +1,41 @@
-"""Memory and traffic of each pipeline rank of a layout: an estimate, from the configuration alone.
+"""Estimate of each pipeline rank's memory and traffic in a parallel layout, from the configuration alone.
 
-With t tensor-parallel, p pipeline and d data-parallel ranks (times those that share the rows, where tokens are counted
-on one of these), v virtual stages, and m micro-batches a step:
+With t tensor-parallel ranks, p pipeline ranks with v virtual stages each, and m micro-batches per step:
 
-    weights, gradients   of the rank's chunks, cut by t where `Parameter.cuts` says so; gradients in the format of
-                         `precision.gradients`, of weights that learn, as is the optimizer. A tied embedding is held by
-                         the first rank and by the last.
-    optimizer            moments as `precision.moments`, fp32 masters of narrower weights; by d if distributed
-    activations          kept by every chunk pass in flight (`activations.py`). Chunks of a lane that run through time
-                         are all kept; if anything is recomputed, only the streams and states between them are, and
-                         one chunk's activations exist while it runs again.
-    logits               on the last rank, by t: as many as the loss makes at a time, however many tokens there are;
-                         besides, the gradients of the head and of its input, which the loss makes with them
-    backward             made by one sub-layer's backward pass, as far as it is more than the logits
-    states               carried ones, of the rank's lanes and layers and by t: a step's first, and last until accepted
-    traffic              of a step, by the kind of ranks (`traffic.py`)
-    bubble               (p - 1) / (v m + p - 1) of the pipeline's time, if stages are equally long
+    weights, gradients   The weights in the rank's stages. Tensor-parallel ranks divide most weights (`Parameter.cuts`).
+                         Gradients have the dtype that `precision.gradients` selects. Frozen weights have neither
+                         gradients nor optimizer states. An embedding that is tied to the head is on both the first and
+                         the last pipeline rank.
+    optimizer            Moments in the dtype that `precision.moments` selects, and fp32 master weights if weights have
+                         a narrower dtype. A distributed optimizer divides both among the data- and context-parallel
+                         ranks.
+    activations          Saved by the forward passes for all micro-batches in flight (`activations.py`). With
+                         `states.through_time`, one pass runs several chunks per row, one after another. All chunks'
+                         activations are then saved; or, with recomputation, only each chunk's input and initial states,
+                         and one chunk's activations while it is recomputed.
+    logits               On the last pipeline rank: the logits that the loss computes at a time, the gradient for the
+                         head's weight, and the gradient for its input. Tensor-parallel ranks divide logits and weight.
+    backward             Working memory in one sub-layer's backward pass, if it is larger than the logits' memory; only
+                         the difference counts, because logits and working memory do not exist at the same time.
+    states               Recurrent states that are carried between steps. Both the states before a step and the states
+                         after it exist until the step is accepted.
+    traffic              Bytes that a device sends in a step (`traffic.py`).
+    bubble               Fraction of the time in which a pipeline rank waits: (p - 1) / (v m + p - 1), if all stages
+                         take equally long.
 
-The total is within `activations.MARGIN` of the rehearsed peak. Left out are buffers of the allocator, of the kernels
-and of the network, and the inputs of products that FP8 keeps in one byte.
+The total is within `activations.MARGIN` of the peak that `hybridtron rehearse` counts. It does not include buffers that
+the allocator, the kernels and the network use, and the inputs that FP8 matrix multiplications save in one byte per
+element.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridtron.architecture.base import Parameter
-from hybridtron.architecture.table import architecture, parameter_table
-from hybridtron.config.layout import chunks_on, data_parallel, layer_costs, stage_layers
-from hybridtron.config.resolve import ResolvedPhase, resolve
+from hybridtron.config.pipeline_layout import chunks_on, data_parallel, layer_costs, stage_layers
+from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.config.schema import Config
 from hybridtron.planning.activations import (
     SublayerUse,
@@ -43,36 +49,41 @@ from hybridtron.planning.activations import (
     with_offload,
     working_values,
 )
+from hybridtron.planning.context_traffic import sent_by_layers, with_received
 from hybridtron.planning.count import VALUE_BYTES, gradient_bytes, loss_bytes
-from hybridtron.planning.row_shares import sent_by_layers, with_received
 from hybridtron.planning.states import carried_bytes
 from hybridtron.planning.traffic import Traffic, exchanged_values, summed_over_stages
-from hybridtron.planning.weights import WeightBytes, cached_bytes, held_names, local_size, weight_bytes
+from hybridtron.planning.weights import WeightBytes, cached_bytes, local_size, weight_bytes, weights_by_rank
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes that one process holds while it trains."""
+    """Bytes that one device needs at the peak of a training step."""
 
-    weights: int  # as the forward pass reads them
-    gradients: int  # as they are added up
-    optimizer: int  # moments, and fp32 master weights where the weights are narrower
-    activations: int  # kept for the backward pass by all chunk passes in flight
-    logits: int  # as many as the loss makes at a time, and the gradients that it makes of its input and the head
-    rounded: int = 0  # weights that FP8 products keep over micro-batches, with `precision.cache_weights`
-    states: int = 0  # carried ones: a step's first and last
-    backward: int = 0  # made by one sub-layer's backward pass, as far as it is more than the logits
+    weights: int  # in the dtype that the forward pass reads
+    gradients: int  # in the dtype in which micro-batches are accumulated
+    optimizer: int  # moments and fp32 master weights
+    activations: int  # saved for the backward pass, for all micro-batches in flight
+    logits: int  # logits that the loss computes at a time, with the gradients of the head's weight and input
+    rounded: int = 0  # copies of weights in FP8, with `precision.cache_weights`
+    states: int = 0  # carried states before and after a step
+    backward: int = 0  # working memory of one sub-layer's backward pass, minus `logits`
 
     @property
     def total(self) -> int:
-        """All of it together."""
+        """Sum over all fields."""
         kept = self.activations + self.logits + self.states
         return self.weights + self.rounded + self.gradients + self.optimizer + kept + self.backward
 
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """Consecutive sub-layers on one rank, and their forward cost per token as `layout.py` weighs it."""
+    """A pipeline stage: consecutive sub-layers on one rank.
+
+    index: the stage's number in the model, from 0
+    layers: its sub-layers' indices
+    forward_cost: estimated forward cost per token in its sub-layers (`config/pipeline_layout.py`)
+    """
 
     index: int
     layers: range
@@ -81,48 +92,56 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One pipeline rank; its tensor- and data-parallel copies are alike."""
+    """Estimates for one pipeline rank.
+
+    rank: the rank's index in its pipeline. All devices with this index have equal estimates.
+    chunks: the rank's virtual stages
+    parameters: how many parameters one device has
+    in_flight: number of forward passes through one of the stages whose activations are saved at the peak
+    """
 
     rank: int
-    chunks: tuple[PlannedStage, ...]  # virtual stage 0, 1, ...
-    parameters: int  # on one device
-    in_flight: int  # chunk passes whose activations are held at the peak
+    chunks: tuple[PlannedStage, ...]
+    parameters: int
+    in_flight: int
     memory: DeviceMemory
     traffic: Traffic
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout on a number of devices, in one phase."""
+    """Estimates for a parallel layout in one phase."""
 
     world_size: int
     data: int  # data-parallel ranks
-    micro_batches: int  # of each of them, in a step
-    bubble: float  # share of the pipeline's time in which a rank waits
+    micro_batches: int  # per data-parallel rank and step
+    bubble: float  # fraction of the time in which a pipeline rank waits
     ranks: tuple[RankPlan, ...]
 
     @property
     def fullest(self) -> RankPlan:
-        """The rank that needs the most memory."""
+        """The pipeline rank that needs the most memory."""
         return max(self.ranks, key=lambda rank: rank.memory.total)
 
 
-def largest_phase(config: Config) -> ResolvedPhase:
+def largest_phase(run_plan: RunPlan) -> ResolvedPhase:
     """Return the phase with the most tokens in one forward pass."""
-    return max(resolve(config), key=lambda p: p.settings.micro_batch * p.settings.seq_len * p.chunks_together)
+    return max(run_plan.phases, key=lambda p: p.settings.micro_batch * p.settings.seq_len * p.chunks_together)
 
 
 def plan(phase: ResolvedPhase, world_size: int) -> Plan:
-    """Plan what every pipeline rank holds and sends in a phase of a configuration checked for this world size."""
+    """Estimate every pipeline rank's memory and traffic in a phase.
+
+    world_size: number of devices, for which the configuration must be valid
+    """
     config = phase.config
     settings = phase.settings
     parallel = config.parallel
-    model = config.model
     data = data_parallel(parallel, world_size)
     seq_len = max(phase_settings.seq_len for phase_settings in config.phases)
-    costs = layer_costs(model, seq_len)
-    stages = stage_layers(model, parallel, seq_len)
-    table = parameter_table(model)
+    costs = layer_costs(phase.arch, seq_len)
+    stages = stage_layers(phase.arch, parallel, seq_len)
+    table = phase.table
     step = _Step(
         config=config,
         phase=phase,
@@ -131,12 +150,12 @@ def plan(phase: ResolvedPhase, world_size: int) -> Plan:
         chunks=tuple(
             PlannedStage(index, stage, sum(costs[stage.start : stage.stop])) for index, stage in enumerate(stages)
         ),
-        uses=with_received(with_frozen(sublayer_uses(config), phase, table), phase),
+        uses=with_received(with_frozen(sublayer_uses(phase), phase, table), phase),
         exchanged=exchanged_values(phase),
         carried=carried_bytes(phase),
         handed_over=sent_by_layers(phase),
         table=table,
-        held=held_names(table, architecture(model).letters, stages, parallel.pipeline),
+        weights_by_rank=weights_by_rank(table, phase.arch.letters, stages, parallel.pipeline),
     )
     waiting = parallel.pipeline - 1
     return Plan(
@@ -150,7 +169,7 @@ def plan(phase: ResolvedPhase, world_size: int) -> Plan:
 
 @dataclass(frozen=True)
 class _Step:
-    """Values that all ranks have in common in an optimizer step."""
+    """Inputs that the estimates for all pipeline ranks have in common."""
 
     config: Config
     phase: ResolvedPhase
@@ -158,43 +177,43 @@ class _Step:
     micro_batches: int
     chunks: tuple[PlannedStage, ...]
     uses: tuple[SublayerUse, ...]
-    exchanged: tuple[int, ...]  # values per token between tensor-parallel ranks, by sub-layer
-    carried: dict[int, int]  # bytes of one lane's state, by sub-layer
-    handed_over: tuple[int, ...]  # bytes between context-parallel ranks for a micro-batch, by sub-layer
-    table: dict[str, Parameter]
-    held: list[list[str]]  # the names in the table that each pipeline rank holds
+    exchanged: tuple[int, ...]  # elements per token that tensor-parallel ranks exchange, by sub-layer
+    carried: dict[int, int]  # bytes of the state that one row carries, by sub-layer
+    handed_over: tuple[int, ...]  # bytes that a context-parallel rank sends in a micro-batch, by sub-layer
+    table: Mapping[str, Parameter]
+    weights_by_rank: list[list[str]]  # for each pipeline rank, the names of its weights
 
     @property
     def copies(self) -> int:
-        """Ranks that hold the same share of the weights."""
+        """Number of ranks that hold the same weight shards."""
         return self.data * self.config.parallel.context
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of one activation for every token of a micro-batch's chunk."""
+        """Bytes of a tensor with one element for each token that a rank has in one pass."""
         return VALUE_BYTES[self.config.precision.name] * self.phase.tokens_of_rank
 
     def sublayers(self, chunk: PlannedStage) -> tuple[SublayerUse, ...]:
-        """Return the activations of a chunk's sub-layers."""
-        received = sent_values(self.config) * (chunk.index > 0)
+        """Return the activations of a stage's sub-layers, after offloading."""
+        received = sent_values(self.phase) * (chunk.index > 0)
         uses = [self.uses[layer] for layer in chunk.layers]
         return with_offload(uses, self.config.parallel.offload, received)
 
     def lane_bytes(self, chunk: PlannedStage) -> int:
-        """Return the bytes of one lane's carried state in a chunk of the model."""
+        """Return the bytes of the state that one row carries in a stage's sub-layers."""
         return sum(self.carried.get(layer, 0) for layer in chunk.layers)
 
 
 def _rank_plan(step: _Step, rank: int) -> RankPlan:
     parallel = step.config.parallel
     chunks = tuple(step.chunks[index] for index in chunks_on(parallel, rank))
-    weights = {name: step.table[name] for name in step.held[rank]}
+    weights = {name: step.table[name] for name in step.weights_by_rank[rank]}
     kept = [_kept(step, chunk) for chunk in chunks]
     in_flight = max(
         held_micro_batches(parallel, rank, step.micro_batches),
-        key=lambda held: sum(number * size for number, size in zip(held, kept, strict=True)),
+        key=lambda counts: sum(number * size for number, size in zip(counts, kept, strict=True)),
     )
-    held = weight_bytes(step.phase, step.copies, weights)
+    resident = weight_bytes(step.phase, step.copies, weights)
     logits = _logits(step, chunks)
     return RankPlan(
         rank=rank,
@@ -202,25 +221,25 @@ def _rank_plan(step: _Step, rank: int) -> RankPlan:
         parameters=sum(local_size(weight, parallel) for weight in weights.values()),
         in_flight=sum(in_flight),
         memory=DeviceMemory(
-            weights=held.stored,
-            rounded=cached_bytes(step.config, weights),
-            gradients=held.gradients,
-            optimizer=held.optimizer,
+            weights=resident.stored,
+            rounded=cached_bytes(step.phase, weights),
+            gradients=resident.gradients,
+            optimizer=resident.optimizer,
             activations=sum(number * size for number, size in zip(in_flight, kept, strict=True)),
             logits=logits,
             states=2 * step.phase.lanes // step.data * sum(step.lane_bytes(chunk) for chunk in chunks),
             backward=_streams(step, rank) + max(0, *(_working(step, chunk) - logits for chunk in chunks)),
         ),
-        traffic=_traffic(step, rank, chunks, held),
+        traffic=_traffic(step, rank, chunks, resident),
     )
 
 
 def _kept(step: _Step, chunk: PlannedStage) -> int:
-    """Return the bytes that a chunk of the model keeps of a micro-batch from its forward to its backward pass."""
+    """Return the bytes that a stage saves per micro-batch, from its forward to its backward pass."""
     together = step.phase.chunks_together
     is_last = chunk is step.chunks[-1]
-    if chunks_run_again(step.phase):  # what stands between the chunks of a lane, and the stream that the loss reads
-        between = sent_values(step.config) + step.config.model.width * is_last
+    if chunks_run_again(step.phase):  # save each chunk's input and initial states, and on the last stage its output
+        between = sent_values(step.phase) + step.config.model.width * is_last
         states = step.phase.settings.micro_batch * step.lane_bytes(chunk)
         return (between * step.value_bytes + states) * together
     last_norm = (stream_values(step.config) + step.config.model.width) * is_last
@@ -228,7 +247,7 @@ def _kept(step: _Step, chunk: PlannedStage) -> int:
 
 
 def _working(step: _Step, chunk: PlannedStage) -> int:
-    """Return the bytes that the passes of a chunk of the model hold at most, beyond those kept."""
+    """Return the most bytes that a stage's passes need in addition to `_kept`."""
     uses = step.sublayers(chunk)
     values = working_values(uses)
     if chunks_run_again(step.phase):
@@ -237,13 +256,17 @@ def _working(step: _Step, chunk: PlannedStage) -> int:
 
 
 def _streams(step: _Step, rank: int) -> int:
-    """Return the bytes of streams that the schedule holds: a received one with its gradient; interleaved, sent ones."""
-    held = 2 * (rank > 0) + 2 * (step.config.parallel.virtual_pipeline > 1)
-    return held * sent_values(step.config) * step.value_bytes * step.phase.chunks_together
+    """Return the bytes that residual streams take in the pipeline schedule's buffers.
+
+    Every rank but the first has a received stream and its gradient. With virtual stages, a rank also has a sent stream
+    and its gradient.
+    """
+    num_streams = 2 * (rank > 0) + 2 * (step.config.parallel.virtual_pipeline > 1)
+    return num_streams * sent_values(step.phase) * step.value_bytes * step.phase.chunks_together
 
 
 def _logits(step: _Step, chunks: Sequence[PlannedStage]) -> int:
-    """Return the bytes that the loss makes."""
+    """Return the bytes for logits and for the loss's gradients; 0 on every pipeline rank but the last."""
     if chunks[-1] is not step.chunks[-1]:
         return 0
     model = step.config.model
@@ -253,27 +276,27 @@ def _logits(step: _Step, chunks: Sequence[PlannedStage]) -> int:
     return loss_bytes(tokens, model.width, vocabulary, VALUE_BYTES[step.config.precision.name], learns)
 
 
-def _traffic(step: _Step, rank: int, chunks: Sequence[PlannedStage], held: WeightBytes) -> Traffic:
+def _traffic(step: _Step, rank: int, chunks: Sequence[PlannedStage], resident: WeightBytes) -> Traffic:
     parallel = step.config.parallel
     model = step.config.model
     is_first = rank == 0
     is_last = rank == parallel.pipeline - 1
     layers = [layer for chunk in chunks for layer in chunk.layers]
     values = step.value_bytes * step.phase.chunks_together * step.micro_batches
-    # the embedding's output is summed, and the gradient of the head's input
+    # tensor-parallel ranks also all-reduce the embedding's output and the gradient of the head's input
     exchanged = sum(step.exchanged[layer] for layer in layers) + 2 * (is_first + is_last) * model.width
-    borders = 0
+    num_boundaries = 0
     if parallel.pipeline > 1:
-        borders = 2 * len(chunks) - is_first - is_last
+        num_boundaries = 2 * len(chunks) - is_first - is_last
     is_tied = model.tie_embeddings and is_first != is_last and step.phase.learns("embedding.weight")
     tied = gradient_bytes(step.config.precision, False) * model.vocab_size * model.width // parallel.tensor
-    between_stages = tied * is_tied + summed_over_stages(step.phase, step.table, step.held)
+    between_stages = tied * is_tied + summed_over_stages(step.phase, step.table, step.weights_by_rank)
     sharded = parallel.distributed_optimizer
     return Traffic(
         tensor=(parallel.tensor - 1) * exchanged * values // parallel.tensor,
-        pipeline=borders * sent_values(step.config) * values,
-        gradients=(1 if sharded else 2) * held.gradients * (step.copies - 1) // step.copies + between_stages,
-        parameters=held.learning * (step.copies - 1) // step.copies if sharded else 0,
+        pipeline=num_boundaries * sent_values(step.phase) * values,
+        gradients=(1 if sharded else 2) * resident.gradients * (step.copies - 1) // step.copies + between_stages,
+        parameters=resident.learning * (step.copies - 1) // step.copies if sharded else 0,
         context=step.micro_batches * sum(step.handed_over[layer] for layer in layers),
         host=2 * values * sum(use.offloaded for chunk in chunks for use in step.sublayers(chunk)),
     )

@@ -1,33 +1,41 @@
-"""Rates of GPUs: peaks of each kind, and the share of them that real kernels reach.
+"""Rates for each kind of GPU, from which step times are estimated: peak rates, and rates that kernels reach.
 
-Peaks are from the vendor's data sheets (dense, without sparsity). The reached rates are published measurements,
-rounded; only BESIDE_S was measured with this package, so every time computed from them is a model's. A number changes
-only with a source for the new one.
+Peak rates are from the vendor's data sheets, for dense matrices. The reached rates are rounded published measurements.
+No number is fitted to steps that were measured with this package, so that measured steps can test the model
+(benchmarks/step_model.md). A number may be changed only if a source supports the new number.
 
-    products        600 of 989 TFLOP/s: bf16 products of a training step's shapes in cuBLAS on an H100 SXM (550 to 700
-                    in public tables of training frameworks, by shape)
+    products        bf16 matrix multiplications with a training step's shapes: 600 of 989 TFLOP/s with cuBLAS on an H100
+                    SXM (550 to 700 in training frameworks' public tables, depending on the shape)
     attention       300 TFLOP/s: FlashAttention 2 on an H100, forward and backward (arXiv:2407.08608, Figures 5 and 6:
                     about 350 forward)
-    GAINS           FlashAttention 3 beside 2 on Hopper: 1.5 to 2 times forward, 1.5 to 1.75 backward (arXiv:2407.08608,
-                    section 4). FlashAttention 4: up to 1,613 TFLOP/s forward on a B200, 71% of its peak (its authors;
-                    version 3 has up to 75% of Hopper's), taken as 1.5 times what is assumed of version 2 there and on
-                    Hopper, for which no table was found. FP8 products with their casts counted apart: peaks are twice
-                    those of bf16, of which 1.7 is assumed
-    bandwidth       85% of the data sheet's: copies and elementwise kernels of large tensors
-    LAUNCH_S        host time of one operation of torch, with autograd; kernels run meanwhile. The low end of
-                    published ones: 5 to 25 us from Python's call to the GPU's queue (jiahuanglin.xyz, "From PyTorch op
-                    to kernel launch"), 4 to 6 us measured for a launch in C++ (xiaguan/cuda-kernel-launch-lab)
-    BESIDE_S        measured time of steps on an H200 beyond the rehearsal's model, for each launch: 17 to 36 us in six
-                    recipes. With 29 the model is within 8% of all of them (benchmarks/gpu.md). It is not known
-                    whether the host needs it or the device
-    LAUNCHES        launches of both passes of a sub-layer, roughly: the rehearsal counts 22 for plain attention and
-                    MLPs, 50 for delta rules, 75 for Mamba and 95 for Mamba-2
-    HEAD_ROOM       a guess: context, NCCL's buffers and workspaces take 2 to 4 GB of 80, fragmentation the rest
-    WAIT_S          time that a wait of the host costs: its device stands still until the next kernel is launched
-    host            80%, a guess, of the 64 GB/s in each direction of PCIe 5.0 with 16 lanes (data sheets of H100, H200
-                    and B200: 128 GB/s both ways), to pinned memory; GPUs that share a switch have less
-    links           rates that a ring reaches over NVLink inside a node, and over one adapter of 400 Gbit/s a GPU
-                    between nodes
+    GAINS           FlashAttention 3 against 2 on Hopper: 1.5 to 2 times forward, 1.5 to 1.75 backward
+                    (arXiv:2407.08608, section 4). FlashAttention 4 reaches up to 1,613 TFLOP/s forward on a B200, 71%
+                    of its peak, by its authors' numbers (FlashAttention 3: up to 75% of Hopper's peak). The factor 1.5
+                    is assumed for both GPUs; no published table was found for Hopper. FP8 matrix multiplications have
+                    twice the peak of bf16, and the factor 1.7 is assumed; casts to FP8 are not included
+    bandwidth       85% of the data sheet's value, for copies and elementwise kernels on large tensors
+    HOST_S          host time per operation, while kernels run: 19 us for a torch operation with autograd and Megatron,
+                    and 2.5 us for the driver. Real steps took this time on a 2.6 GHz Xeon (Sapphire Rapids class), with
+                    tiny widths and launches that do nothing. Published values are 5 to 25 us (jiahuanglin.xyz, "From
+                    PyTorch op to kernel launch")
+    TRITON_S        additional host time per launch of a Triton kernel, from the same steps: Triton's launcher in Python
+    FLOOR_S         shortest time of a kernel on the device
+    GAP_S           time between two kernels on the device. Both together are 3.5 us. NVIDIA's forum gives 3 us for
+                    kernels that do nothing, one after another (forums.developer.nvidia.com, thread 233645)
+    MEMORY_S        latency of a load from the GPU's memory: 288 ns on an H100 SXM, by a chain of dependent loads
+                    (github.com/ahmadsharif1/cuda_study, commit f2e2f70)
+    CACHE_S         latency of a load from the L2 cache: 131 ns, from the same measurement
+    CACHE           size of the L2 cache on Hopper, from the data sheet, in bytes
+    LAUNCHES        roughly how many kernel launches a sub-layer's forward and backward pass have together:
+                    `hybridtron rehearse` counts 22 for plain attention and MLPs, 50 for delta rules, 75 for Mamba and
+                    95 for Mamba-2
+    HEAD_ROOM       a guess: CUDA's context, NCCL's buffers and workspaces take 2 to 4 GB of 80, and the allocator's
+                    fragmentation takes the rest
+    WAIT_S          time per synchronization, while the device idles until the host has launched the next kernel
+    host            50 GB/s to pinned memory. This is about 80% (a guess) of PCIe 5.0's 64 GB/s per direction with 16
+                    lanes (data sheets for H100, H200 and B200: 128 GB/s both ways). GPUs that share a switch have less
+    inside_node     rate in a ring over NVLink
+    between_nodes   rate in a ring over one 400 Gbit/s network adapter per GPU
 """
 
 from __future__ import annotations
@@ -40,31 +48,49 @@ TFLOP = 1e12
 
 @dataclass(frozen=True)
 class GPU:
-    """One kind of GPU. Bytes, FLOPs and seconds."""
+    """One kind of GPU.
+
+    capability: CUDA compute capability
+    memory: bytes
+    peak: peak FLOP/s in dense bf16 matrix multiplications
+    products: FLOP/s that bf16 matrix multiplications reach
+    attention: FLOP/s that FlashAttention 2 reaches in bf16
+    bandwidth: bytes per second that kernels reach in the GPU's memory
+    processors: how many streaming multiprocessors the GPU has
+    clock: cycles per second under load
+    inside_node, between_nodes: bytes per second that each rank in a ring sends
+    node: GPUs per node
+    host: bytes per second between the GPU and its host, in each direction
+    """
 
     name: str
     capability: tuple[int, int]
     memory: float
-    peak: float  # dense bf16
-    products: float  # bf16, reached
-    attention: float  # bf16, reached by FlashAttention 2
-    bandwidth: float  # reached
-    processors: int  # streaming multiprocessors
-    clock: float  # cycles a second under load
-    inside_node: float  # bytes a second that a ring sends, inside a node
+    peak: float
+    products: float
+    attention: float
+    bandwidth: float
+    processors: int
+    clock: float
+    inside_node: float
     between_nodes: float
-    node: int = 8  # GPUs of a node
-    host: float = 50 * GB  # bytes a second between the GPU and its host, in each direction
+    node: int = 8
+    host: float = 50 * GB
 
     def rate(self, kind: str, maker: str) -> float | None:
-        """Return the FLOPs a second of products or attention by a maker's kernel; None for other kinds of work."""
+        """Return the FLOP/s that a kernel reaches.
+
+        kind: "product" (a matrix multiplication) or "attention"; None is returned for other kinds
+        maker: the kernel's implementation, such as "flash-3"; if it is a key in GAINS, the rate is multiplied by its
+            factor
+        """
         rate = {"product": self.products, "attention": self.attention}.get(kind)
         if rate is None:
             return None
         return rate * GAINS.get(maker, 1.0)
 
     def link(self, ranks: int) -> float:
-        """Return the bytes a second that each of this number of neighbouring ranks sends."""
+        """Return the bytes per second that each rank sends in a ring with `ranks` consecutive ranks."""
         if ranks <= self.node:
             return self.inside_node
         return self.between_nodes
@@ -78,20 +104,32 @@ GPUS = {
             inside_node=360 * GB, between_nodes=45 * GB),
         GPU("h200", **HOPPER, memory=141 * GB, bandwidth=0.85 * 4800 * GB, processors=132, clock=1.7e9,
             inside_node=360 * GB, between_nodes=45 * GB),
-        # FlashAttention 2 is not written for Blackwell; the same share of the peak is assumed as on Hopper
+        # For the B200 the fractions of the peak are assumed to be those of the H100, also for FlashAttention 2.
         GPU("b200", (10, 0), 180 * GB, 2250 * TFLOP, 1365 * TFLOP, 680 * TFLOP, 0.85 * 8000 * GB, 148, 1.8e9,
             720 * GB, 45 * GB),
     )
 }  # fmt: skip
 
 GAINS = {"flash-3": 1.6, "flash-4": 1.5, "fp8": 1.7}
-"""Factors of the rate of attention by FlashAttention 2, or of products in bf16."""
+"""Speed of faster kernels: attention relative to FlashAttention 2, and FP8 matrix multiplications relative to bf16."""
 HEAD_ROOM = 0.1
-"""Share of a GPU's memory that `inspect --fit` leaves for buffers and other memory outside tensors."""
+"""Fraction of a GPU's memory that `inspect --fit` leaves for memory outside tensors, which `UNSEEN` lists."""
 UNSEEN = (
     "CUDA's context and libraries (0.5 to 1 GB), NCCL's buffers, cuBLAS's workspaces, fragmentation of the allocator"
 )
-LAUNCH_S = 6e-6
-BESIDE_S = 29e-6
+HOST_S = 21.5e-6
+TRITON_S = 16e-6
+FLOOR_S = 2.5e-6
+GAP_S = 1e-6
+
+
+def occupied_seconds(seconds: float) -> float:
+    """Return how long a kernel occupies the device: its time or the floor, and the gap before the next kernel."""
+    return max(seconds, FLOOR_S) + GAP_S
+
+
+MEMORY_S = 288e-9
+CACHE_S = 131e-9
+CACHE = 50e6
 LAUNCHES = 50
 WAIT_S = 25e-6

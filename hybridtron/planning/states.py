@@ -1,7 +1,8 @@
-"""States that rows carry from one to the next: which parts of which sub-layers, and their bytes on one device.
+"""Parts and sizes of the states that training carries from a row to the next row in the same lane.
 
-`StatePart` says how tensor-parallel ranks share a state out. Of the heads of keys and values a rank holds those that
-its own query heads read.
+A lane is one row index in the batch. A state is all that a layer needs from previous tokens: a recurrent state, a
+convolution's last inputs, or keys and values. `StatePart` describes how tensor-parallel ranks divide a state. A rank
+holds the key and value heads that its own query heads read, so one rank may hold more heads than another rank.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import math
 
 from hybridtron.architecture.base import Cut, StatePart, groups_of_heads
-from hybridtron.architecture.table import architecture
 from hybridtron.config.resolve import NOISE, ResolvedPhase
 from hybridtron.config.schema import ParallelConfig, StateMode
 from hybridtron.planning.count import FP32_BYTES, VALUE_BYTES
@@ -18,11 +18,14 @@ INT64_BYTES = 8
 
 
 def carried_parts(phase: ResolvedPhase) -> dict[int, dict[str, StatePart]]:
-    """Return the carried or drawn parts of each sub-layer's state; sub-layers with none are left out."""
+    """Return, for each sub-layer, the parts of its initial state that are carried from row to row or drawn at random.
+
+    The result has the parts by sub-layer index and part name, without the sub-layers that have no such parts.
+    """
     states = phase.states
     if states.mode is StateMode.zero:
         return {}
-    arch = architecture(phase.model)
+    arch = phase.arch
     kinds = phase.carried_kinds
     if states.layers is None:
         layers = range(len(arch.specs))
@@ -36,9 +39,9 @@ def carried_parts(phase: ResolvedPhase) -> dict[int, dict[str, StatePart]]:
 
 
 def carried_bytes(phase: ResolvedPhase) -> dict[int, int]:
-    """Return the bytes of one lane's carried state on the fullest tensor-parallel rank, by sub-layer.
+    """Return, for each sub-layer, the bytes of one lane's carried state on the tensor-parallel rank with most bytes.
 
-    Noise is drawn and not carried.
+    States that are drawn at random are not carried, and take no memory.
     """
     if phase.states.mode in NOISE:
         return {}
@@ -48,13 +51,13 @@ def carried_bytes(phase: ResolvedPhase) -> dict[int, int]:
 
 
 def part_bytes(part: StatePart, phase: ResolvedPhase) -> int:
-    """Return the bytes that the fullest rank holds of one lane's state part."""
+    """Return the most bytes that one lane's state part takes on any tensor-parallel rank."""
     value_bytes = {None: VALUE_BYTES[phase.precision.name], "float32": FP32_BYTES, "int64": INT64_BYTES}[part.dtype]
     return value_bytes * state_values(part, phase.config.parallel)
 
 
 def state_values(part: StatePart, parallel: ParallelConfig) -> int:
-    """Return the values that the fullest rank holds of one lane's state part."""
+    """Return the most elements that one lane's state part has on any tensor-parallel rank."""
     values = math.prod(length or 0 for length in part.shape)
     for cut in part.active_cuts(parallel.mesh_sizes):
         whole = sum(part.fused_sizes(cut.axis))
@@ -63,7 +66,10 @@ def state_values(part: StatePart, parallel: ParallelConfig) -> int:
 
 
 def _most_held(cut: Cut, whole: int, ranks: int) -> int:
-    """Return how many of the entries along an axis the fullest rank holds."""
+    """Return a shard's maximum length over all ranks, for an axis with length `whole` that is divided by `cut`.
+
+    `cut.readers` is how many query heads read the heads along the axis; None if the axis is divided evenly.
+    """
     if cut.readers is None:
         return whole // ranks
     share = cut.readers // ranks

@@ -1,18 +1,20 @@
-"""Traffic of a pipeline rank's devices in an optimizer step, in bytes: an estimate.
+"""Estimate of the bytes that a device sends in an optimizer step, by the parallel layout's dimensions.
 
-With t tensor-parallel, p pipeline and d data-parallel ranks:
+With t tensor-parallel and d data-parallel ranks:
 
-    tensor      a sub-layer sums its output (forward) and its input's gradient (backward), and what it sums inside
-                (Mamba's dt, B and C) in both; once more where it is recomputed. Summing n bytes sends 2 (t - 1) / t n;
-                gathering and scattering under sequence parallelism send the same together. With `parallel.regather`
-                the input is gathered once more.
-    pipeline    the stream (by t under sequence parallelism), and the embedding where sub-layers read it, forward, and
-                gradients back, for every border
-    gradients   scattered over the data-parallel ranks, (d - 1) / d of them sent, if the optimizer is distributed, else
-                summed; gradients of shared weights are summed over their stages
-    parameters  weights, gathered from the data-parallel ranks if the optimizer is distributed
-    context     what context-parallel ranks hand over (`row_shares.py`), of the busiest of them
-    host        offloaded activations, both ways
+    tensor      A sub-layer all-reduces its output in the forward pass, and its input's gradient in the backward pass.
+                Some mixers also all-reduce a projection in both passes (Mamba: dt, B and C). Recomputation repeats the
+                all-reduces in the forward pass. An all-reduce of n bytes sends 2 n (t - 1) / t bytes. With sequence
+                parallelism, an all-gather and a reduce-scatter replace each all-reduce, and together send as many
+                bytes. With `parallel.regather` the input is all-gathered once more in the backward pass.
+    pipeline    At every stage boundary, the forward pass sends the residual stream (divided by t with sequence
+                parallelism), and the embedding if later sub-layers read it. The backward pass sends their gradients.
+    gradients   With a distributed optimizer, n bytes of gradients are reduce-scattered over the data-parallel ranks,
+                which sends n (d - 1) / d bytes. Without it, they are all-reduced, which sends twice as many bytes.
+                Gradients for weights that several stages share are also all-reduced over these stages.
+    parameters  With a distributed optimizer, updated weights are all-gathered over the data-parallel ranks.
+    context     Most bytes that any context-parallel rank sends (`context_traffic.py`).
+    host        Offloaded activations, to the host and back.
 """
 
 from __future__ import annotations
@@ -22,51 +24,60 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridtron.architecture.base import MixerSpec, ModelSizes, Parameter
-from hybridtron.architecture.table import architecture
 from hybridtron.config.resolve import ResolvedPhase
-from hybridtron.planning.activations import chunks_run_again, gathers_again, is_recomputed
+from hybridtron.planning.activations import chunks_run_again, gathers_in_backward, is_recomputed, is_row_parallel
 from hybridtron.planning.count import gradient_bytes
 from hybridtron.planning.weights import local_size
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one device sends in an optimizer step."""
+    """Bytes that one device sends in an optimizer step; the module's docstring describes the fields."""
 
     tensor: int
     pipeline: int
     gradients: int
     parameters: int
-    host: int = 0  # to its host and from it
-    context: int = 0  # between the ranks that share the rows
+    host: int = 0
+    context: int = 0
 
     @property
     def total(self) -> int:
-        """All of it together."""
+        """Sum over all fields."""
         return self.tensor + self.pipeline + self.gradients + self.parameters + self.host + self.context
 
 
 def exchanged_values(phase: ResolvedPhase) -> tuple[int, ...]:
-    """Return the values per token that tensor-parallel ranks gather or scatter for each sub-layer."""
-    arch = architecture(phase.model)
+    """Return, for each sub-layer, the elements per token that tensor-parallel ranks gather or scatter."""
+    arch = phase.arch
     if phase.config.parallel.tensor == 1:
         return (0,) * len(arch.specs)
     by_letter = {letter: _exchanged(spec, arch.sizes, phase) for letter, spec in arch.by_letter.items()}
-    return tuple(by_letter[letter] for letter in arch.letters)
+    return tuple(
+        by_letter[letter] + gathers_in_backward(layer, phase) * arch.sizes.width
+        for layer, letter in enumerate(arch.letters)
+    )
 
 
 def _exchanged(spec: MixerSpec, sizes: ModelSizes, phase: ResolvedPhase) -> int:
-    """Return them for one sub-layer: a sum counts twice, as a gather and a scatter."""
-    # one of the row-parallel projections writes to the stream; the others are summed inside the mixer
-    rows = [weight.shape[0] for weight in spec.parameters(sizes).values() if any(cut.axis == 1 for cut in weight.cuts)]
+    """Return the elements per token that a sub-layer gathers or scatters; an all-reduce counts as both.
+
+    The outputs of row-parallel projections are all-reduced: the mixer's output, and projections inside the mixer.
+    """
+    rows = [weight.shape[0] for weight in spec.parameters(sizes).values() if is_row_parallel(weight)]
     passes = 2 + is_recomputed(spec, sizes, phase.config.parallel.recompute) + chunks_run_again(phase)
-    return 2 * passes * sum(rows) + gathers_again(spec, phase.config) * sizes.width
+    return 2 * passes * sum(rows)
 
 
-def summed_over_stages(phase: ResolvedPhase, table: Mapping[str, Parameter], held: Sequence[Sequence[str]]) -> int:
-    """Return the bytes that a rank sends of the gradients of weights shared by places on several stages."""
-    ranks = len(held)
-    homes = Counter(name for names in held for name in names if table[name].shared and phase.learns(name))
+def summed_over_stages(
+    phase: ResolvedPhase, table: Mapping[str, Parameter], names_by_rank: Sequence[Sequence[str]]
+) -> int:
+    """Return the bytes that a rank sends to all-reduce gradients of weights shared by several pipeline ranks.
+
+    names_by_rank: for each pipeline rank, the names of its weights
+    """
+    ranks = len(names_by_rank)
+    homes = Counter(name for names in names_by_rank for name in names if table[name].shared and phase.learns(name))
     summed = sum(
         gradient_bytes(phase.config.precision, table[name].fp32) * local_size(table[name], phase.config.parallel)
         for name, count in homes.items()

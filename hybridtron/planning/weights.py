@@ -1,4 +1,4 @@
-"""Weights of a pipeline rank: which it holds, and the bytes of them, their gradients and their optimizer state."""
+"""Memory for the weights on a pipeline rank, for their gradients, and for their optimizer states."""
 
 from __future__ import annotations
 
@@ -8,33 +8,43 @@ from typing import NamedTuple
 
 from hybridtron.architecture.base import LayerOwner, LetterOwner, ModelOwner, Parameter
 from hybridtron.config.choices import FP8_MULTIPLES
-from hybridtron.config.layout import fp8_layers
+from hybridtron.config.pipeline_layout import fp8_layers
 from hybridtron.config.resolve import ResolvedPhase
-from hybridtron.config.schema import Config, ParallelConfig
-from hybridtron.optimizers import OPTIMIZERS
+from hybridtron.config.schema import ParallelConfig
+from hybridtron.config.update_rule import update_rule
 from hybridtron.planning.count import FP32_BYTES, VALUE_BYTES, gradient_bytes, moment_bytes
 
 
 class WeightBytes(NamedTuple):
-    """Bytes of one device's weights and of all that stands beside them."""
+    """Bytes on one device.
+
+    stored: all weights
+    learning: the weights that are trained
+    gradients, optimizer: gradients and optimizer states for the trained weights
+    """
 
     stored: int
-    learning: int  # those of the weights that learn
+    learning: int
     gradients: int
     optimizer: int
 
 
-def held_names(
+def weights_by_rank(
     table: Mapping[str, Parameter], letters: Sequence[str], stages: Sequence[range], pipeline: int
 ) -> list[list[str]]:
-    """List the weights of every pipeline rank, as `parameter_table` names them; a tied embedding has two homes.
+    """Return, for every pipeline rank, its weights' names in the parameter table.
 
-    Weights that the places of a letter share are held by every rank with a place; `letters` are the sub-layers'.
+    letters: each sub-layer's letter in the layer pattern
+    stages: each stage's sub-layers; stage n is on rank n modulo `pipeline`
+    pipeline: how many pipeline ranks there are
+
+    An embedding that is tied to the head is on the first and the last rank. Weights that all sub-layers with a letter
+    share are on every rank that has such a sub-layer.
     """
     last = pipeline - 1
     tied = all(weight.owner != ModelOwner("head") for weight in table.values())
     rank_of = {layer: chunk % pipeline for chunk, stage in enumerate(stages) for layer in stage}
-    held: list[list[str]] = [[] for _ in range(pipeline)]
+    names_by_rank: list[list[str]] = [[] for _ in range(pipeline)]
     for name, weight in table.items():
         match weight.owner:
             case LayerOwner(layer):
@@ -48,21 +58,25 @@ def held_names(
             case _:
                 ranks = {last}
         for rank in sorted(ranks):
-            held[rank].append(name)
-    return held
+            names_by_rank[rank].append(name)
+    return names_by_rank
 
 
 def local_size(parameter: Parameter, parallel: ParallelConfig) -> int:
-    """Return the number of values that one rank holds of a weight."""
-    return math.prod(parameter.share_shape(parallel.mesh_sizes))
+    """Return how many elements one rank's shard of a weight has."""
+    return math.prod(parameter.shard_shape(parallel.mesh_sizes))
 
 
 def weight_bytes(phase: ResolvedPhase, copies: int, weights: Mapping[str, Parameter]) -> WeightBytes:
-    """Return the bytes of one pipeline rank's weights, which `copies` ranks hold alike; frozen ones are only stored."""
+    """Return the bytes of a pipeline rank's weights, their gradients and their optimizer states on one device.
+
+    copies: how many ranks hold the same weight shards. A distributed optimizer divides its states among them.
+    weights: the rank's weights by name. Frozen weights have neither gradients nor optimizer states.
+    """
     config = phase.config
     parallel = phase.config.parallel
-    rule = OPTIMIZERS[phase.optim.name]()
-    stored = learning = gradients = follows = others = 0
+    rule = update_rule(phase.optim)
+    stored = learning = gradients = divided = undivided = 0
     for name, weight in weights.items():
         size = local_size(weight, parallel)
         width = VALUE_BYTES[config.precision.name]
@@ -74,22 +88,26 @@ def weight_bytes(phase: ResolvedPhase, copies: int, weights: Mapping[str, Parame
         learning += width * size
         gradients += gradient_bytes(config.precision, weight.fp32) * size
         if width < FP32_BYTES:
-            follows += FP32_BYTES * size
+            divided += FP32_BYTES * size
         for part in rule.parts(name, weight).values():
             part_bytes = moment_bytes(config.precision) * local_size(part, parallel)
-            if part.shape == weight.shape:  # cut over data-parallel ranks as the weight is
-                follows += part_bytes
+            if part.shape == weight.shape:  # only such states are divided among the copies
+                divided += part_bytes
             else:
-                others += part_bytes
+                undivided += part_bytes
     ranks = copies if parallel.distributed_optimizer else 1
-    return WeightBytes(stored, learning, gradients, -(-follows // ranks) + others)
+    return WeightBytes(stored, learning, gradients, -(-divided // ranks) + undivided)
 
 
-def cached_bytes(config: Config, weights: Mapping[str, Parameter]) -> int:
-    """Return the bytes of weights that FP8 products keep rounded; Transformer Engine keeps them transposed too."""
+def cached_bytes(phase: ResolvedPhase, weights: Mapping[str, Parameter]) -> int:
+    """Return the bytes of weights in FP8 that are kept during a step; 0 without `precision.cache_weights`.
+
+    Transformer Engine keeps a second copy of each, transposed. FP8 emulation keeps one copy.
+    """
+    config = phase.config
     if config.precision.name not in FP8_MULTIPLES or not config.precision.cache_weights:
         return 0
-    layers = fp8_layers(config)
+    layers = fp8_layers(phase.arch, config.precision)
     in_fp8 = (
         weight
         for weight in weights.values()

@@ -1,7 +1,11 @@
 """Shared parts of all benchmarks: interleaved timing of several forms, and the report that a benchmark fills.
 
-A report has tables of ratios, goals with the measured values, and console lines with absolute times. Absolute times
-mean nothing on another machine, so they are never written to a page for a CPU.
+A form is a function that a benchmark compares with others: for example, one implementation of an op. A setting is a
+condition under which all forms are measured: for example, a sequence length or a model.
+
+A report has tables of ratios, goals with measured values, and console lines with absolute times. The report's page has
+the tables and the goals. Console lines are only printed, because absolute times on a CPU say nothing about another
+machine.
 """
 
 from __future__ import annotations
@@ -25,14 +29,14 @@ from hybridtron.requirements import installed
 
 VERSIONS = ("torch", "transformers", "numpy")
 SLOW = 2.0  # seconds; a warm-up that takes longer counts as the first round
-TOLERANCE = 1e-5  # maximum difference of forms, relative to each tensor's largest entry
+TOLERANCE = 1e-5  # limit on the difference between the results of two forms, relative to the largest expected element
 MIB = 2**20
-Place = TypeVar("Place")
+Setting = TypeVar("Setting")
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Rounds of one form, in seconds."""
+    """One form's durations in all rounds, in seconds."""
 
     seconds: tuple[float, ...]
 
@@ -42,7 +46,7 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Excess of the median round over the fastest, as a fraction."""
+        """Difference between the median and the fastest time, divided by the fastest time."""
         return sorted(self.seconds)[len(self.seconds) // 2] / self.fastest - 1
 
     def __str__(self) -> str:
@@ -50,10 +54,10 @@ class Timing:
 
 
 class Timings(dict[str, Timing]):
-    """Rounds of several forms, by name."""
+    """Timings of several forms, by the form's name."""
 
     def ratio(self, form: str, other: str) -> float:
-        """Return how many times as long `form` took as `other`."""
+        """Return the fastest time of `form`, divided by the fastest time of `other`."""
         return self[form].fastest / self[other].fastest
 
     @property
@@ -62,15 +66,19 @@ class Timings(dict[str, Timing]):
 
 
 class Seconds(float):
-    """Return type of a form that times itself; any other number is a result, such as a loss."""
+    """Duration that a form returns if it times itself.
 
-
-def interleaved(forms: Mapping[Place, Callable[[], object]], rounds: int) -> dict[Place, Timing]:
-    """Time all forms in turns, round by round. Every form is warmed up once, unless that run was slow; then it counts.
-
-    A form that returns `Seconds` has timed itself, so that its preparation is left out.
+    A form may also return a plain float. This is then a result, such as a loss, and not a duration.
     """
-    durations: dict[Place, list[float]] = {name: [] for name in forms}
+
+
+def time_in_turns(forms: Mapping[Setting, Callable[[], object]], rounds: int) -> dict[Setting, Timing]:
+    """Time all forms in turns: each round runs every form once. Return the timings by form.
+
+    Before the first round, every form runs once as a warm-up. A warm-up that takes longer than SLOW counts as the
+    form's first round. If a form returns `Seconds`, this value replaces the measured time.
+    """
+    durations: dict[Setting, list[float]] = {name: [] for name in forms}
     for name, run in forms.items():
         first = _seconds(run)
         if first > SLOW:
@@ -92,7 +100,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def now() -> float:
-    """Return the current time in seconds, after all work of the device is done."""
+    """Wait until the device has finished all its work, and return the clock's time in seconds."""
     synchronize()
     if processor_time():
         return time.process_time()
@@ -100,13 +108,16 @@ def now() -> float:
 
 
 def processor_time() -> bool:
-    """Return True if processor time is measured: on a CPU with one thread it does not depend on other load."""
+    """Return whether processor time is measured, and not wall-clock time.
+
+    Processor time is measured on a CPU with one thread, because other processes on the machine do not change it.
+    """
     return compute_device().type == "cpu" and torch.get_num_threads() == 1
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A wanted number and its measured value."""
+    """A limit on a measured value: `text` describes the value, and `wanted` is the limit as text, such as `>= 2`."""
 
     text: str
     wanted: str
@@ -116,7 +127,10 @@ class Goal:
 
 @dataclass(frozen=True)
 class BenchTable:
-    """A table of the report; cells are text. `picture` is a file next to the page that is shown below the table."""
+    """A table in the report, with text cells by row and column.
+
+    `picture` names an image file in the page's folder. The page shows the image below the table.
+    """
 
     title: str
     header: tuple[str, ...]
@@ -126,7 +140,17 @@ class BenchTable:
 
 @dataclass
 class BenchReport:
-    """Options of the command line (`recipe` holds its key=value arguments), and the results that a benchmark adds."""
+    """A benchmark's options from the command line, and its results.
+
+    quick        whether sizes are tiny (option)
+    repetitions  how many rounds are run (option)
+    recipe       key=value arguments that select a recipe (option)
+    device       device on which the benchmark runs (option)
+    tables       tables on the page
+    goals        goals on the page
+    notes        lines in the list at the top of the page
+    console      lines that are only printed
+    """
 
     title: str
     quick: bool = False
@@ -138,21 +162,25 @@ class BenchReport:
     notes: list[str] = field(default_factory=list)
     console: list[str] = field(default_factory=list)
 
-    def pick(self, *, full: Place, quick: Place) -> Place:
-        """Return `quick` in a quick report, whose sizes are tiny, and `full` otherwise."""
+    def pick(self, *, full: Setting, quick: Setting) -> Setting:
+        """Return the value `quick` if this report is quick, else the value `full`. Quick reports have tiny sizes."""
         if self.quick:
             return quick
         return full
 
-    def sweep(self, forms: Mapping[Place, Mapping[str, Callable[[], object]]]) -> dict[Place, Timings]:
-        """Time all forms at all places (lengths, models) in turns, because places are compared as well."""
-        runs_by_place = {(place, name): run for place, runs in forms.items() for name, run in runs.items()}
-        timed = interleaved(runs_by_place, self.repetitions)
-        self.console += [f"{place}, {name}: {timing}" for (place, name), timing in timed.items()]
-        return {place: Timings({name: timed[place, name] for name in runs}) for place, runs in forms.items()}
+    def sweep(self, forms: Mapping[Setting, Mapping[str, Callable[[], object]]]) -> dict[Setting, Timings]:
+        """Time all forms at all settings, and return the timings by setting.
+
+        `forms` maps a setting to its forms by name. Each round runs every form at every setting once, because a
+        benchmark compares settings as well as forms.
+        """
+        runs_by_setting = {(setting, name): run for setting, runs in forms.items() for name, run in runs.items()}
+        timed = time_in_turns(runs_by_setting, self.repetitions)
+        self.console += [f"{setting}, {name}: {timing}" for (setting, name), timing in timed.items()]
+        return {setting: Timings({name: timed[setting, name] for name in runs}) for setting, runs in forms.items()}
 
     def timed(self, forms: Mapping[str, Callable[[], object]]) -> Timings:
-        """Time these forms in turns, at one place."""
+        """Time these forms in turns, at a single setting, and return their timings."""
         return self.sweep({self.title: forms})[self.title]
 
     def table(self, title: str, header: tuple[str, ...], cells: Iterable[Sequence[str]], picture: str = "") -> None:
@@ -161,26 +189,31 @@ class BenchReport:
     def ratios(
         self,
         title: str,
-        place: str,
-        measured: Mapping[Place, Timings],
+        setting: str,
+        measured: Mapping[Setting, Timings],
         pairs: Sequence[tuple[str, str]],
         more: Mapping[str, Sequence[str]],
     ) -> None:
-        """Add a table with a row for each place: ratios of two forms' times, if both were measured, and further
-        columns.
+        """Add a table of ratios with a row for each setting. `setting` is the first column's header.
+
+        A pair of forms in `pairs` gives a column: the first form's time divided by the second form's time. A cell is
+        empty if either form was not measured. `more` maps headers to further columns, each with a cell for every
+        setting.
         """
         forms = " / ".join(max(measured.values(), key=len))
-        header = (place, *(f"{form} / {base}" for form, base in pairs), *more, f"median over fastest, {forms}")
+        header = (setting, *(f"{form} / {base}" for form, base in pairs), *more, f"median over fastest, {forms}")
         cells = []
-        for index, (row_place, timings) in enumerate(measured.items()):
+        for index, (row_setting, timings) in enumerate(measured.items()):
             ratios = [times(timings.ratio(*pair)) if timings.keys() >= set(pair) else "" for pair in pairs]
-            cells.append((str(row_place), *ratios, *(column[index] for column in more.values()), timings.spreads))
+            cells.append((str(row_setting), *ratios, *(column[index] for column in more.values()), timings.spreads))
         self.table(title, header, cells)
 
     def at_least(self, text: str, limit: float, value: float) -> None:
+        """Add the goal that the measured `value` is at least `limit`."""
         self.goals.append(Goal(text, f">= {limit:g}", value, value >= limit))
 
     def at_most(self, text: str, limit: float, value: float) -> None:
+        """Add the goal that the measured `value` is at most `limit`."""
         self.goals.append(Goal(text, f"<= {limit:g}", value, value <= limit))
 
 
@@ -194,24 +227,25 @@ def times(ratio: float) -> str:
 
 
 def per_token(measured: Mapping[int, Timings], form: str) -> list[str]:
-    """Return a form's time per token at each length, relative to the first length."""
+    """Return a form's time per token at each sequence length, as a multiple of this time at the first length."""
     per_length = [timings[form].fastest / length for length, timings in measured.items()]
     return [times(seconds / per_length[0]) for seconds in per_length]
 
 
-def difference(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
-    """Return the largest difference of any entry, relative to its tensor's largest entry.
+def difference(computed: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
+    """Return the largest difference between computed and expected elements.
 
-    Raises AssertionError above TOLERANCE, because times of different results can't be compared.
+    Differences are relative to the largest absolute element in each expected tensor. A result above TOLERANCE raises
+    AssertionError, because the times of two forms can be compared only if their results agree.
     """
-    pairs = zip(found, expected, strict=True)
-    largest = max(((ours - theirs).abs().max() / theirs.abs().max()).item() for ours, theirs in pairs)
-    assert largest <= TOLERANCE, f"the forms differ by {largest:.1e}"
+    pairs = zip(computed, expected, strict=True)
+    largest = max(((actual - wanted).abs().max() / wanted.abs().max()).item() for actual, wanted in pairs)
+    assert largest <= TOLERANCE, f"the results of two forms differ by {largest:.1e}; at most {TOLERANCE:g} is allowed"
     return largest
 
 
 def publish(report: BenchReport, command: str, output: Path | None) -> None:
-    """Print the page and the absolute times, and write the page to `output` if it is given."""
+    """Print the report's page and console lines, and write the page to the file `output` if one is given."""
     page = markdown(report, command)
     console = Console(width=None if sys.stdout.isatty() else 180)
     console.print(Markdown(page))
@@ -223,12 +257,12 @@ def publish(report: BenchReport, command: str, output: Path | None) -> None:
 
 
 def markdown(report: BenchReport, command: str) -> str:
-    """Return the report as a Markdown page, with the command, machine and versions."""
+    """Return the report's page in Markdown, with the command, the machine and the package versions."""
     lines = [f"# {report.title}", "", f"`{command}`", ""]
     lines += [f"- {note}" for note in (f"machine: {machine(report)}", f"versions: {versions()}", *report.notes)]
-    for rows in report.tables:
-        lines += ["", f"## {rows.title}", "", *grid(rows.header, rows.cells)]
-        lines += ["", f"![{rows.title}]({rows.picture})"] if rows.picture else []
+    for table in report.tables:
+        lines += ["", f"## {table.title}", "", *grid(table.header, table.cells)]
+        lines += ["", f"![{table.title}]({table.picture})"] if table.picture else []
     if report.goals:
         cells = [(g.text, g.wanted, f"{g.value:.3g}", "yes" if g.reached else "**no**") for g in report.goals]
         lines += ["", "## Goals", "", *grid(("goal", "wanted", "measured", "reached"), cells)]
@@ -236,14 +270,15 @@ def markdown(report: BenchReport, command: str) -> str:
 
 
 def grid(header: tuple[str, ...], cells: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table."""
+    """Return a Markdown table's lines."""
     return [f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *cells)]
 
 
 def machine(report: BenchReport) -> str:
-    """Describe the machine: the GPU, or the processor with its vector width, and for timings its threads and load.
+    """Describe the machine: the GPU, or the processor with the vector instructions that torch uses.
 
-    Vectors are named as torch uses them (AVX2, AVX512), because ratios depend on their width.
+    Vector instructions (AVX2, AVX512) are named because the ratios depend on them. If the report has timings on a CPU,
+    the thread count, the kind of time and the load average are added.
     """
     if report.device != "cpu":
         return describe_device()
@@ -256,7 +291,7 @@ def machine(report: BenchReport) -> str:
 
 
 def processor() -> str:
-    """Return the processor's name from /proc/cpuinfo, or from Python if that does not exist."""
+    """Return the processor's name from /proc/cpuinfo, or from Python's `platform` if the file has no name."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -266,6 +301,6 @@ def processor() -> str:
 
 
 def versions() -> str:
-    """Return Python's version and those of the compared packages."""
+    """Return the versions of Python and the packages in VERSIONS, as text."""
     packages = (f"{name} {installed(name) or 'not installed'}" for name in VERSIONS)
     return ", ".join([f"Python {platform.python_version()}", *packages])

@@ -1,4 +1,4 @@
-"""Training steps for measurements: a recipe's engine on this process alone, with the same micro-batches each time."""
+"""Training steps for measurements: a recipe's engine in this process alone, with the same micro-batches each time."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hybridtron.config.check import require
-from hybridtron.config.layout import ProcessLaunch
 from hybridtron.config.load import load
-from hybridtron.config.resolve import resolve
+from hybridtron.config.pipeline_layout import ProcessLaunch
+from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import Config, Documents
 from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.device import megatron_context
@@ -20,20 +20,20 @@ from hybridtron.model.lm import LanguageModel
 from hybridtron.parallel.groups import Groups, start, stop
 from hybridtron.planning.count import count
 
-DOCUMENTS = 3  # per row of random tokens, if the recipe isolates documents
+DOCUMENTS = 3  # number of documents in each sequence of random tokens, if the recipe isolates documents
 LEARNING_RATE = 1e-4
 
 
-def checked(settings: Sequence[str]) -> Config:
-    """Load and check the configuration of these arguments. Raises ConfigError."""
+def load_checked(settings: Sequence[str]) -> Config:
+    """Load the configuration from key=value arguments, and check it. Raises ConfigError for invalid arguments."""
     config = load(settings)
-    require(config)
+    require(RunPlan.of(config))
     return config
 
 
 @contextmanager
 def one_process(config: Config) -> Iterator[Groups]:
-    """Yield process groups with this process alone, until the block ends."""
+    """Yield the process groups of a layout with this process as its only rank, and destroy them afterwards."""
     try:
         yield start(config.parallel, launch=ProcessLaunch(0, 1))
     finally:
@@ -41,13 +41,18 @@ def one_process(config: Config) -> Iterator[Groups]:
 
 
 class Steps:
-    """The trainer's step without data loading and metrics; each call runs one step on the same batches."""
+    """A training step as the trainer takes it, without data loading and metrics.
+
+    Each call takes one step on the micro-batches in `batches`, and appends the mean loss to `losses`.
+    """
 
     def __init__(self, config: Config, groups: Groups, batches: Sequence[Batch]) -> None:
-        self.batches, self.losses = batches, list[Tensor]()
+        self.batches = batches
+        self.losses = list[Tensor]()
+        self.phase = RunPlan.of(config).phases[0]
         with megatron_context():
-            self.engine = Engine(config, groups)
-        self.engine.start_phase(0, range(resolve(config)[0].lanes))
+            self.engine = Engine(self.phase, groups)
+        self.engine.start_phase(self.phase, range(self.phase.lanes))
 
     def __call__(self) -> None:
         with megatron_context():
@@ -56,7 +61,11 @@ class Steps:
 
 
 def plain_adamw(model: LanguageModel, config: Config, lr: float, fused: bool = False) -> torch.optim.AdamW:
-    """Return torch's own AdamW with the recipe's settings."""
+    """Return torch's own AdamW with the recipe's settings.
+
+    The first parameter group has the weights to which the parameter table applies weight decay. The second group has
+    all other weights, which decay only with `optim.decay_all`.
+    """
     weights = dict(model.named_parameters())
     optim = config.optim
     groups = [
@@ -67,15 +76,19 @@ def plain_adamw(model: LanguageModel, config: Config, lr: float, fused: bool = F
 
 
 def speed(config: Config, seconds: float) -> tuple[float, float]:
-    """Return tokens per second and TFLOP/s, by our FLOP count, of a first-phase step that takes this long."""
-    phase = config.phases[0]
-    tokens = phase.tokens_per_step / seconds
-    return tokens, tokens * count(config.model, phase.seq_len).flops_per_token / 1e12
+    """Return the tokens per second and the TFLOP/s, if a step of the first phase takes `seconds`.
+
+    `planning/count.py` counts the FLOPs per token from the architecture.
+    """
+    settings = config.phases[0]
+    tokens = settings.tokens_per_step / seconds
+    return tokens, tokens * count(RunPlan.of(config).arch, settings.seq_len).flops_per_token / 1e12
 
 
 def random_batches(config: Config) -> list[Batch]:
-    """Return the micro-batches for one step of the first phase: random tokens without masks."""
+    """Return the micro-batches for one step of the first phase: random tokens that all count in the loss."""
     phase = config.phases[0]
+    documents = RunPlan.of(config).phases[0].documents
     generator = torch.Generator().manual_seed(0)
     rows = phase.micro_batch
     length = phase.seq_len
@@ -83,13 +96,13 @@ def random_batches(config: Config) -> list[Batch]:
     for _ in range(phase.global_batch // rows):
         tokens = torch.randint(config.model.vocab_size, (rows, length + 1), generator=generator)
         mask = torch.ones(rows, length, dtype=torch.bool)
-        batches.append(Batch(tokens[:, :-1], tokens[:, 1:], mask, _seq_info(config, rows, length)))
+        batches.append(Batch(tokens[:, :-1], tokens[:, 1:], mask, _seq_info(documents, rows, length)))
     return batches
 
 
-def _seq_info(config: Config, rows: int, length: int) -> SeqInfo:
-    if resolve(config)[0].documents is Documents.join:
+def _seq_info(documents: Documents, rows: int, length: int) -> SeqInfo:
+    if documents is Documents.join:
         return SeqInfo.stream(rows, length)
-    places = torch.arange(length)
+    indices = torch.arange(length)
     size = -(-length // DOCUMENTS)
-    return SeqInfo((places % size).expand(rows, length), (places // size).to(torch.int32).expand(rows, length))
+    return SeqInfo((indices % size).expand(rows, length), (indices // size).to(torch.int32).expand(rows, length))

@@ -1,8 +1,9 @@
-"""Cost budgets of recipes: a step that costs more than its budget is a regression.
+"""Cost budgets for recipes: a step that costs more than its budget is a regression.
 
-A budget is a small JSON file, so that its changes show as a readable diff. It stores the settings that it belongs to (a
-recipe, or a recipe's variant with its own `run.name`) and the step's costs at that time. Lower costs are accepted; to
-enforce them, write the file again.
+Costs are numbers from a rehearsal (a training step that is simulated without a GPU): for example, launches, bytes, and
+peak memory. A budget is stored in a small JSON file, so that a diff shows its changes. The file has the settings of the
+rehearsed run (a recipe, or a variant of a recipe with another `run.name`), and the step's costs when the file was
+written. Lower costs pass the check, but become the new limits only when the file is written again.
 """
 
 from __future__ import annotations
@@ -12,20 +13,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridtron.shipped import shipped
+from hybridtron.resources import shipped
 
 FOLDER = shipped("benchmarks") / "rehearsed"
 SETTINGS = "settings"
-SLACK = 1.001  # factor for bytes: torch's versions differ in a few small operations
+SLACK = 1.001  # bytes may be this many times the budget, because versions of torch differ in a few small operations
 
 
 def path_of(name: str) -> Path:
-    """Return the budget file for the name of a run: `ablations/a` is stored in `ablations-a.json`."""
+    """Return the budget file's path for a run's name: `ablations-a.json` for `ablations/a`."""
     return FOLDER / f"{name.replace('/', '-')}.json"
 
 
 def budget_of(report: dict[str, Any]) -> dict[str, Any]:
-    """Return the values in a report (`report.as_json`) that must not grow."""
+    """Return the budget of a rehearsal: each op's implementation, and the costs that must not grow.
+
+    `report` is the result of `report.as_json`.
+    """
     costs = report["per_micro_batch"]["costs"]
     return {
         "implementations": report["implementations"],
@@ -39,25 +43,28 @@ def budget_of(report: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def exceeded(found: dict[str, Any], budget: dict[str, Any]) -> list[str]:
-    """List the costs above the budget and the ops that run by another implementation. Ops without a budget may."""
+def exceeded(costs: dict[str, Any], budget: dict[str, Any]) -> list[str]:
+    """Return a line for each cost above the budget, and for each op whose implementation differs from the budget.
+
+    Ops that are not in the budget may have any implementation.
+    """
     lines = [
-        f"{op} runs by {found['implementations'].get(op)}, not by {name}"
+        f"{op} runs by {costs['implementations'].get(op)}, not by {name}"
         for op, name in budget["implementations"].items()
-        if found["implementations"].get(op) != name
+        if costs["implementations"].get(op) != name
     ]
-    for key, most in budget.items():
+    for key, limit in budget.items():
         if key.endswith(("bytes", "per token")):
-            allowed = most * SLACK
+            allowed = limit * SLACK
         else:
-            allowed = most
-        if key != "implementations" and found[key] > allowed:
-            lines.append(f"{key}: {found[key]:,}, of {most:,}")
+            allowed = limit
+        if key != "implementations" and costs[key] > allowed:
+            lines.append(f"{key}: {costs[key]:,}, above the budget of {limit:,}")
     return lines
 
 
 def read(path: Path) -> tuple[list[str], dict[str, Any]]:
-    """Read a budget file. Returns the settings that it belongs to, and the budget."""
+    """Return the settings and the budget in a budget file."""
     stored = json.loads(path.read_text())
     return stored.pop(SETTINGS), stored
 

@@ -3,34 +3,38 @@
     hybridtron check cards
     hybridtron check cards --records FILE --output FOLDER
 
-A line without a measurement says "not measured". Measurements are read from one file per recipe, which `hybridtron
-check gpu` writes. Rehearsal results are read from a suite's records (`hybridtron rehearse --suite`).
+A card is a Markdown file. A row without a measurement has "not measured". Measurements are read from one file per
+recipe, which `hybridtron check gpu` writes. A rehearsal is a training step that is simulated without a GPU. Rehearsals'
+results are read from the records that `hybridtron rehearse --suite` writes (`suite.py`).
 
-MFU is shown by two counts. The true count (`planning/count`) includes only the keys that a query sees. Megatron's
-formula (arXiv:2104.04473, equation 3) counts every pair of a query and a key in a row, regardless of the mask, and
-nothing for a scan. In both, the backward pass counts as twice the forward pass.
+MFU is the fraction of the GPU's peak FLOP/s that the model's FLOPs amount to. A card has two MFU values, by two FLOP
+counts:
 
-Exit codes: 0 written, 2 wrong arguments.
+- the true count (`planning/count`): in attention, only pairs of a query and a key that the query sees
+- Megatron's formula (arXiv:2104.04473, equation 3): all pairs of a query and a key in a sequence, and no FLOPs for
+  scans
+
+In both counts, the backward pass has twice the forward pass's FLOPs.
+
+Exit codes: 0 cards are written, 2 wrong arguments.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hybridtron.architecture.attention import HeadsSpec
-from hybridtron.architecture.table import architecture
+from hybridtron.architecture.table import Architecture
 from hybridtron.config.load import choices_of
-from hybridtron.config.schema import ModelConfig
 from hybridtron.limits import path_of
 from hybridtron.planning.count import count
 from hybridtron.planning.memory import largest_phase
-from hybridtron.problems import Unusable
+from hybridtron.problems import CommandParser, Unusable
 from hybridtron.rehearse.suite import LAYOUTS, RecipeCase, SuiteRecords
-from hybridtron.shipped import pages
+from hybridtron.resources import pages
 
 NOT_MEASURED = "not measured"
 REHEARSED = "## Rehearsed: a model, no GPU took part"
@@ -47,7 +51,7 @@ LINES = {
     "waits": "host waits a step",
     "resume_difference": "largest difference of a resumed run's weights",
 }
-"""Key in a measurement file -> label of the card's line."""
+"""Labels of the card's rows, by the key in a measurement file."""
 HEADER = (
     "layout", "tokens/s a GPU", "MFU by the true count", "MFU by Megatron's formula", "GB of tensors",
     "host waits a step", "code",
@@ -55,10 +59,10 @@ HEADER = (
 
 
 def main(arguments: list[str]) -> int:
-    """Write a card for every recipe. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="hybridtron check cards", description="Write verification cards.")
+    """Write a card for every recipe. Return the exit code."""
+    parser = CommandParser(prog="hybridtron check cards", description="Write verification cards.")
     parser.add_argument(
-        "--records", type=path_of, metavar="FILE", help="rehearsals (default: benchmarks/rehearse.jsonl)"
+        "--records", type=path_of, metavar="FILE", help="records of rehearsals (default: benchmarks/rehearse.jsonl)"
     )
     parser.add_argument("--output", type=path_of, metavar="FOLDER", help="default: benchmarks/cards")
     chosen = parser.parse_args(arguments)
@@ -66,12 +70,16 @@ def main(arguments: list[str]) -> int:
     output = chosen.output or (checkout and checkout / "cards")
     if output is None:
         raise Unusable(
-            "--output FOLDER is needed where there is no checkout, whose benchmarks/ the cards would go to",
+            "--output is not given, and without a checkout there is no benchmarks/cards to write to: "
+            "set --output FOLDER, or run the command in a checkout",
             code="missing",
         )
     path = chosen.records or (checkout and checkout / "rehearse.jsonl")
     if path is None or not path.is_file():
-        raise Unusable(f"--records {path}: no such file", code="no-file")
+        raise Unusable(
+            f"--records {path}: no such file; give a file that `hybridtron rehearse --suite` has written",
+            code="no-file",
+        )
     records = SuiteRecords(path).read().values()
     for recipe in choices_of("recipe"):
         recipe_records = [record for record in records if record["recipe"] == recipe]
@@ -83,21 +91,24 @@ def main(arguments: list[str]) -> int:
 
 
 def measured_path(recipe: str, folder: Path) -> Path:
-    """Return the path of a recipe's measurement file, in a folder beside the cards."""
+    """Return the path of a recipe's measurement file. `folder` is the cards' folder."""
     return folder / "measured" / f"{recipe.replace('/', '-')}.json"
 
 
 def measured_of(recipe: str, folder: Path) -> dict[str, Any]:
-    """Read a recipe's measurements; an empty dict if there are none. Raises Unusable for unknown keys."""
+    """Return a recipe's measurements, or {} if it has no measurement file. Raises Unusable for unknown keys."""
     path = measured_path(recipe, folder)
     measurements = json.loads(path.read_text()) if path.exists() else {}
     if unknown := sorted(measurements.keys() - LINES.keys()):
-        raise Unusable(f"{path}: no card has a line for {', '.join(unknown)}", code="unknown-name")
+        raise Unusable(
+            f"{path} has unknown keys: {', '.join(unknown)}; remove them, or measure again by `hybridtron check gpu`",
+            code="unknown-name",
+        )
     return measurements
 
 
 def card(recipe: str, measured: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> str:
-    """Render a recipe's card as Markdown."""
+    """Return a recipe's card as Markdown."""
     lines = [f"# Verification card of `{recipe}`", "", "## Measured, on one GPU", "", "| | |", "|---|---|"]
     if measured.get("mfu") is not None:
         measured = {**measured, "megatron_mfu": measured["mfu"] * megatron_share(recipe, "TP2 + SP")}
@@ -119,7 +130,11 @@ def card(recipe: str, measured: Mapping[str, Any], records: Sequence[Mapping[str
 
 
 def _rehearsed(recipe: str, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a table row for each layout with records: its slowest rank, or the reason for its refusal."""
+    """Yield a table row for each layout that has records.
+
+    The row has the slowest rank's speed, and the largest memory and wait count over all ranks. If the recipe can't be
+    trained in the layout, the row names the configuration key that is refused.
+    """
     for layout in LAYOUTS:
         lines = [line for line in records if line["layout"] == layout]
         if lines and "refused" in lines[0]:
@@ -136,25 +151,24 @@ def _rehearsed(recipe: str, records: Sequence[Mapping[str, Any]]) -> Iterator[st
 
 
 def megatron_share(recipe: str, layout: str) -> float:
-    """Return FLOPs per token by Megatron's formula over those of the true count, in the rehearsed phase."""
-    phase = largest_phase(RecipeCase(recipe, layout).config())
+    """Return the FLOPs per token by Megatron's formula, divided by the true count, in the rehearsed phase."""
+    phase = largest_phase(RecipeCase(recipe, layout).plan())
     length = phase.settings.seq_len
-    return megatron_flops(phase.model, length) / count(phase.model, length).flops_per_token
+    return megatron_flops(phase.arch, length) / count(phase.arch, length).flops_per_token
 
 
-def megatron_flops(model: ModelConfig, length: int) -> float:
-    """Return FLOPs per token by Megatron's formula, forward and backward.
+def megatron_flops(arch: Architecture, length: int) -> float:
+    """Return the FLOPs per token for forward and backward pass by Megatron's formula, for sequences of `length` tokens.
 
-    They are products with weights, and attention from every query to every key in the row.
+    The formula counts matrix products with weights, and attention from every query to every key in the sequence.
     """
-    arch = architecture(model)
-    parts = count(model, length).flops_by_part
+    parts = count(arch, length).flops_by_part
     queries = sum(spec.channels(arch.sizes)[0] for spec in arch.specs if isinstance(spec, HeadsSpec))
     return 3 * (parts["projections"] + parts["head"] + 2 * 2 * length * queries)
 
 
 def _text(value: Any) -> str:
-    """Format a card's value; None means not measured."""
+    """Return a value as text for the card. None gives "not measured"."""
     if value is None:
         return NOT_MEASURED
     if isinstance(value, dict):  # losses by step

@@ -1,10 +1,13 @@
-"""Kernel census: a record of a step's operations, with launches, bytes, FLOPs and source line.
+"""Kernel census: a record of a step's operations, each with launches, bytes, FLOPs and source line.
 
-Bytes are the device's memory traffic: inputs that are read, and outputs that are written. Views and empty tensors cost
-nothing. A tensor that is only overwritten in place does not count as read; in a lookup table only the selected rows do.
+The step is simulated without a GPU (rehearsed). Bytes are the memory traffic that an operation would cause on a GPU:
+inputs that it reads, and outputs that it writes. Views and uninitialized tensors cost nothing. A tensor that is only
+overwritten in place does not count as read. In a lookup table, only the selected rows count as read.
 
-The source line is the innermost one in this package. In the backward pass torch runs operations that an earlier line
-has recorded; that line is found by the sequence number that autograd gives to a recorded operation.
+An operation's source line is the line of the innermost frame in the call stack whose file is in this package. In the
+backward pass, autograd runs operations on its own threads, where the call stack has no such frame. A backward operation
+then gets the source line of the forward operation whose gradient it computes. Autograd gives both operations the same
+sequence number, by which the line is found.
 """
 
 from __future__ import annotations
@@ -23,44 +26,47 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridtron.rehearse.live import LiveMemory
+from hybridtron.rehearse.memory_timeline import LiveMemory
 
 PACKAGE = str(Path(__file__).parents[1])
 SKIPPED = tuple(
     f"{PACKAGE}/{name}" for name in ("rehearse/", "ops/kernel_launch.py", "ops/precision.py", "ops/dispatch.py")
 )
-"""Files whose lines do not explain where an operation comes from; the lines of their callers do."""
+"""Files with helpers. An operation in one of these files gets the source line of the code that called the helper."""
 
 PRODUCTS = {"mm", "bmm", "addmm", "addmm_", "baddbmm"}
 # operations that launch no kernel
-NOTHING = {
+NO_KERNEL = {
     "detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view",
     "record_stream", "is_pinned", "lift_fresh", "device", "resize_", "set_",
 }  # fmt: skip
-# they overwrite their first argument
+# operations that overwrite their first argument without reading it
 NOT_READ = {"copy_", "zero_", "fill_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_"}
 COPIES = {"_to_copy", "copy_"}
 TO_HOST = "copy to the host"
 FROM_HOST = "copy from the host"
-PICKS = {"embedding", "gather", "index", "index_select"}  # they read only some rows of their first argument
+PICKS = {"embedding", "gather", "index", "index_select"}  # operations that read a part of their first argument
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One kernel launch, or one operation as torch sees it, and its source line."""
+    """One launch of a Triton kernel or another package's kernel, or one torch operation, with its source line."""
 
     part: str  # forward, backward, or update
     place: str  # `ops/rope/reference.py:51`
     name: str
     bytes: int
     flops: int = 0
-    kind: str = "torch"  # or product, attention, kernel (of our own)
-    variant: int = 0  # of a kernel: number of its launch in `Launches.different`
+    kind: str = "torch"  # or "product", "attention", "kernel" (a Triton kernel of this project)
+    variant: int = 0  # for kind "kernel": index of the distinct launch in `Launches.different`
 
 
 @dataclass(frozen=True)
 class Wait:
-    """The host waits for the device, or a stream for another stream."""
+    """A wait by the host for the device, or by a stream for another stream, and its source line.
+
+    `part` is the step's part: "build", "passes", "update", or a name that the caller has set in `Census.part`.
+    """
 
     part: str
     place: str
@@ -69,15 +75,22 @@ class Wait:
 
 @dataclass
 class Sent:
-    """One collective, message, or copy between host and device.
+    """One collective, point-to-point message, or copy between host and device.
 
-    `asked` and `waited` are the numbers of operations that were counted before the call, and before it is waited for.
+    part           the step's part: "build", "passes" or "update"
+    place          the call's source line
+    kind           the function's name, or the copy's direction
+    bytes          bytes sent by this rank
+    ranks          how many ranks the group has
+    between_nodes  whether ranks in the group are in different nodes
+    asked          how many operations were recorded before the call
+    waited         how many operations were recorded before the code waits for the call's result
     """
 
     part: str
     place: str
     kind: str
-    bytes: int  # sent by this rank
+    bytes: int
     ranks: int
     between_nodes: bool
     asked: int
@@ -85,16 +98,17 @@ class Sent:
 
 
 class Census(TorchDispatchMode):
-    """Dispatch mode that counts operations, waits, copies and memory in order.
+    """Dispatch mode that records operations, waits, copies and memory in order.
 
-    It is entered inside the fake tensors' mode, so that it gets each operation first.
+    Enter the census inside the mode for fake tensors: torch calls the innermost mode first, so the census then gets
+    every operation.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Operation] = []
         self.waits: list[Wait] = []
-        self.copies: list[Sent] = []  # asynchronous ones, between host and device
+        self.copies: list[Sent] = []  # asynchronous copies between host and device
         self.memory = LiveMemory(lambda: len(self.operations))
         self.part = "build"
         self._places: dict[int, str] = {}  # autograd's sequence number -> source line
@@ -124,15 +138,21 @@ class Census(TorchDispatchMode):
         return out
 
     def _count(
-        self, form: OperationForm, args: Any, kwargs: Any, given: Sequence[Tensor], made: Sequence[Tensor], place: str
+        self,
+        form: OperationForm,
+        args: Any,
+        kwargs: Any,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        place: str,
     ) -> None:
-        """Record an operation, and the wait or the asynchronous copy that it causes."""
+        """Record an operation. For a copy between host and device, also record the wait or the asynchronous copy."""
         name = form.name
-        moved = moved_bytes(form, args, kwargs, made)
+        moved = moved_bytes(form, args, kwargs, outputs)
         if name in COPIES and not (kwargs.get("non_blocking") or args[2:3] == (True,)):
-            if any(on_device(x) and not on_device(y) for x in given for y in made):
+            if any(on_device(x) and not on_device(y) for x in inputs for y in outputs):
                 self.wait("copy to the host")
-            elif any(on_device(y) and not on_device(x) for x in given for y in made):
+            elif any(on_device(y) and not on_device(x) for x in inputs for y in outputs):
                 self.wait("copy to the device")
         elif name == "copy_" and (direction := copy_direction(args)) is not None:
             now = len(self.operations)
@@ -144,13 +164,16 @@ class Census(TorchDispatchMode):
         self.operations.append(Operation(self.now, place, name, moved, flops, "product" if product else "torch"))
 
     def arrived(self, copies: range) -> None:
-        """Note that all computation from now on waits for these copies."""
+        """Record that all later computation waits for these copies, given by their indices."""
         for copy in self.copies[copies.start : copies.stop]:
             copy.waited = len(self.operations)
 
     @property
     def now(self) -> str:
-        """The step's current part. torch runs a GPU's backward pass on a thread of its own."""
+        """Current part of the step. The part "passes" is divided into "forward" and "backward".
+
+        The backward pass is recognized by its thread, because torch runs it on a thread of its own.
+        """
         if self.part != "passes":
             return self.part
         if threading.get_ident() == self._main:
@@ -162,7 +185,7 @@ class Census(TorchDispatchMode):
         self.waits.append(Wait(self.part, self.place(), kind))
 
     def add(self, name: str, moved: int, flops: int, kind: str) -> None:
-        """Record another package's kernel, which torch's operations do not show."""
+        """Record the launch of another package's kernel, which torch's operations do not show."""
         self.operations.append(Operation(self.now, self.place(), name, moved, flops, kind))
 
     def add_kernel(self, name: str, moved: int, variant: int) -> None:
@@ -170,10 +193,9 @@ class Census(TorchDispatchMode):
         self.operations.append(Operation(self.now, self.place(), name, moved, kind="kernel", variant=variant))
 
     def place(self) -> str:
-        """Return the line of this package that the running operation comes from.
+        """Return the current operation's source line (see the module's docstring).
 
-        In the backward pass it is the line whose gradient is computed. Without such a line it is "megatron" or
-        "autograd".
+        If no source line is found, return "autograd" in the backward pass, and "megatron" elsewhere.
         """
         line = innermost_line()
         if line is not None:
@@ -187,7 +209,10 @@ class Census(TorchDispatchMode):
 
 
 def no_value(dtype: torch.dtype) -> bool | int | float:
-    """Return a placeholder for a value of this dtype: False, 1.0 or 1, which gives no reason to stop the step."""
+    """Return a placeholder for a tensor's value with this dtype: False, 1.0 or 1.
+
+    The training code reads tensors' values to check for errors. With these placeholders its checks pass.
+    """
     if dtype == torch.bool:
         return False
     if dtype.is_floating_point:
@@ -196,7 +221,7 @@ def no_value(dtype: torch.dtype) -> bool | int | float:
 
 
 def innermost_line() -> str | None:
-    """Return `file:line` of the innermost frame in this package outside SKIPPED, or None."""
+    """Return `file:line` for the innermost frame in this package outside SKIPPED, or None."""
     frame = sys._getframe(1)
     while frame is not None:
         if (name := shown_file(frame.f_code.co_filename)) is not None:
@@ -207,41 +232,42 @@ def innermost_line() -> str | None:
 
 @cache
 def shown_file(path: str) -> str | None:
-    """Return a file's path inside this package; None if it is elsewhere or in SKIPPED."""
+    """Return a file's path relative to this package, or None for a file outside the package or in SKIPPED."""
     if path.startswith(PACKAGE) and not path.startswith(SKIPPED):
         return path[len(PACKAGE) + 1 :]
     return None
 
 
 def size_of(tensor: Tensor) -> int:
-    """Return a tensor's bytes in memory. Values that are repeated by a stride of 0 count once."""
+    """Return a tensor's bytes in memory. Elements that are repeated by a stride of 0 count once."""
     stored = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return math.prod(stored) * tensor.element_size()
 
 
 @dataclass(frozen=True)
 class OperationForm:
-    """Properties that all calls of a torch operation share."""
+    """Properties that all calls to a torch operation share."""
 
     name: str
-    counts: bool  # views and empty tensors cost nothing; collectives are counted where they are called
-    written: tuple[tuple[int, str], ...]  # indices and names of the arguments that it modifies, by its schema
+    # whether the census counts calls: False for views, uninitialized tensors and collectives (see `collectives.py`)
+    counts: bool
+    written: tuple[tuple[int, str], ...]  # index and name of each argument that the operation modifies
 
 
 @cache
 def form_of(func: Any) -> OperationForm:
-    """Return an operation's form, from its schema."""
+    """Return an operation's properties, from torch's schema for the operation."""
     name = func.overloadpacket.__name__
     written = tuple(
         (index, argument.name)
         for index, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-    return OperationForm(name, not (func.namespace == "c10d" or func.is_view or name in NOTHING), written)
+    return OperationForm(name, not (func.namespace == "c10d" or func.is_view or name in NO_KERNEL), written)
 
 
 def copy_direction(args: Any) -> str | None:
-    """Return the direction of a `copy_` between host and device, or None if it stays within one."""
+    """Return TO_HOST or FROM_HOST for a `copy_` between host and device, or None for a copy inside one memory."""
     target_on_device, source_on_device = map(on_device, args[:2])
     if target_on_device == source_on_device:
         return None
@@ -251,14 +277,17 @@ def copy_direction(args: Any) -> str | None:
 
 
 def on_device(tensor: Tensor) -> bool:
-    """Return True for a tensor on the GPU. `is_cuda` of a fake tensor would count as another operation."""
+    """Return True for a tensor on the GPU.
+
+    For a fake tensor `fake_device` is read, because reading `is_cuda` would be an operation that the census gets.
+    """
     if isinstance(tensor, FakeTensor):
         return tensor.fake_device.type == "cuda"
     return tensor.is_cuda
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among values, also those in nested lists."""
+    """Yield all tensors among the values and in nested lists and tuples."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -266,7 +295,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def moved_bytes(form: OperationForm, args: Any, kwargs: Any, made: Sequence[Tensor]) -> int:
+def moved_bytes(form: OperationForm, args: Any, kwargs: Any, outputs: Sequence[Tensor]) -> int:
     """Return the bytes that an operation reads and writes."""
     inputs = list(tensors_in((*args, *(value for name, value in kwargs.items() if name != "out"))))
     written = list(tensors_in(args[index] if index < len(args) else kwargs.get(name) for index, name in form.written))
@@ -274,8 +303,8 @@ def moved_bytes(form: OperationForm, args: Any, kwargs: Any, made: Sequence[Tens
     unread = written_ids if form.name in NOT_READ else set()
     read = sum(size_of(x) for x in inputs if id(x) not in unread)
     if form.name in PICKS:
-        read += sum(map(size_of, made)) - size_of(inputs[0])
-    return read + sum(map(size_of, written)) + sum(size_of(x) for x in made if id(x) not in written_ids)
+        read += sum(map(size_of, outputs)) - size_of(inputs[0])
+    return read + sum(map(size_of, written)) + sum(size_of(x) for x in outputs if id(x) not in written_ids)
 
 
 def product_flops(name: str, args: Any) -> int:

@@ -1,10 +1,14 @@
-"""Simulated collectives and messages: each call is counted with its bytes, ranks and overlap, and sends nothing.
+"""Simulated collectives and point-to-point messages: calls are counted with their bytes, and send nothing.
 
-The rehearsed rank runs alone. Each call counts the bytes that this rank would send in a ring with r ranks. For a tensor
-of n bytes these are n (r - 1) / r in an all-gather or a reduce-scatter, and twice that in an all-reduce. A blocking
-call is exposed. A call that returns a handle overlaps with all computation until the handle is waited for.
+A rehearsal simulates one rank's training step in one process, without a GPU and without other ranks. Each call counts
+the bytes that this rank would send in a ring of r ranks. For a full tensor with n bytes, an all-gather or a
+reduce-scatter sends n (r - 1) / r bytes, and an all-reduce sends 2 n (r - 1) / r bytes.
 
-The functions are replaced before megatron-core is imported, which binds some of them to its own names.
+While a blocking call runs, nothing is computed. A call that returns a handle overlaps with all computation until the
+code waits for the handle.
+
+The functions of torch.distributed must be replaced before megatron-core is imported, because megatron-core imports some
+of these functions by name.
 """
 
 from __future__ import annotations
@@ -22,7 +26,10 @@ from hybridtron.rehearse.census import Census, Sent
 
 
 class SentHandle:
-    """Handle for an asynchronous call, or for several calls that are started together."""
+    """Handle for an asynchronous call, or for several calls that are started together.
+
+    `wait` records in each call's entry the number of operations that were counted before the wait.
+    """
 
     def __init__(self, calls: list[Sent], census: Census | None) -> None:
         self.calls = calls
@@ -37,7 +44,7 @@ class SentHandle:
         return True
 
 
-MESSAGE = 0  # in place of a factor: a message sends all its bytes
+MESSAGE = 0  # in COUNTED, instead of a factor: a point-to-point message sends all bytes of its tensor
 COUNTED: dict[str, tuple[str, int]] = {
     "all_reduce": ("tensor", 2),
     "all_gather_into_tensor": ("output_tensor", 1),
@@ -47,13 +54,20 @@ COUNTED: dict[str, tuple[str, int]] = {
     "isend": ("tensor", MESSAGE),
     "send": ("tensor", MESSAGE),
 }
-"""Function -> the argument whose bytes count, and the factor: a rank sends that many times (r - 1) / r of them."""
-RECEIVED = ("irecv", "recv")
+"""For each function, the name of the argument with the tensor, and a factor f.
+
+For a tensor of n bytes, each of r ranks sends f n (r - 1) / r bytes. If f is MESSAGE, the sender sends n bytes.
+"""
+RECEIVED = ("irecv", "recv")  # replaced too, but not counted, because they send nothing
+# older names of these functions, which are replaced too
 OLD_NAMES = {"all_gather_into_tensor": "_all_gather_base", "reduce_scatter_tensor": "_reduce_scatter_base"}
 
 
 class Collectives:
-    """Replacements for torch.distributed's functions, which count for the current census. Nodes have `node` GPUs."""
+    """Replacements for torch.distributed's functions, which record each call.
+
+    `node` is the number of GPUs in a node. A census is the record of a rehearsed step (`census.py`).
+    """
 
     def __init__(self, node: int) -> None:
         self.node = node
@@ -62,7 +76,7 @@ class Collectives:
         self._together: list[Sent] | None = None
 
     def begin(self, census: Census) -> list[Sent]:
-        """Start to count for this census. Returns the list that calls are appended to."""
+        """Start recording for this census, and return a new list to which an entry for each call is appended."""
         self.census = census
         self.calls = []
         return self.calls
@@ -77,9 +91,12 @@ class Collectives:
         _replace(lambda *_, **__: None, "barrier")
 
     def _counted(self, name: str, function: Any) -> Callable[..., Any]:
-        """Return a replacement for a function, with the same parameters."""
+        """Return a replacement with the parameters of `function`, which records the call instead of sending.
+
+        isend and irecv always return a handle. Other functions return a handle only with async_op=True.
+        """
         signature = inspect.signature(function)
-        at_once = not name.startswith("i")
+        blocking = not name.startswith("i")
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -89,19 +106,22 @@ class Collectives:
                 calls = []
             else:
                 calls = self._note(name, bound.arguments)
-            waited = not bound.arguments.get("async_op", not at_once)
+            waited = not bound.arguments.get("async_op", not blocking)
             if waited:
                 return None
             return SentHandle(calls, self.census)
 
         return call
 
-    def _note(self, name: str, given: dict[str, Any]) -> list[Sent]:
-        """Record a call on device tensors between several ranks. Returns a list with the record, or an empty one."""
+    def _note(self, name: str, arguments: dict[str, Any]) -> list[Sent]:
+        """Record a call, and return a list with the call's entry.
+
+        Calls on CPU tensors or in a group with one rank are not recorded, and the list is empty.
+        """
         argument, times = COUNTED[name]
-        tensor = given[argument]
+        tensor = arguments[argument]
         census = self.census
-        ranks = dist.get_process_group_ranks(given["group"] or dist.group.WORLD)
+        ranks = dist.get_process_group_ranks(arguments["group"] or dist.group.WORLD)
         if census is None or not tensor.is_cuda or len(ranks) == 1:
             return []
         moved = tensor.numel() * tensor.element_size()
@@ -120,7 +140,7 @@ class Collectives:
 
     @contextlib.contextmanager
     def _started_together(self, *_: Any, **__: Any) -> Iterator[SentHandle]:
-        """Replace `_coalescing_manager`: yield one handle for all calls that are started inside."""
+        """Replace `_coalescing_manager`: yield one handle for all calls that are started inside the block."""
         outer = self._together
         self._together = []
         try:
@@ -135,6 +155,6 @@ def _replace(function: Any, *names: str) -> None:
             setattr(module, name, function)
 
 
-def _gathered_objects(found: list[Any], value: Any, group: Any = None) -> None:
+def _gathered_objects(values: list[Any], value: Any, group: Any = None) -> None:
     """Replace `all_gather_object`: fill the list with this rank's value."""
-    found[:] = [value] * len(found)
+    values[:] = [value] * len(values)

@@ -1,7 +1,10 @@
-"""Exact peaks of memory, by rehearsals that are kept in the user's cache.
+"""Exact memory peaks, from rehearsals whose results are kept in the user's cache.
 
-A peak is kept under the digest of the code, of the packages that hold tensors and of the configuration, so it is
-computed again after any of them changes. A rehearsal needs a process of its own: it is `hybridtron rehearse`.
+A rehearsal simulates a training step without a GPU, and needs its own process. This module therefore runs the command
+`hybridtron rehearse`.
+
+Peaks are stored under a digest of the code, the configuration, the GPUs, and the versions of torch and megatron-core.
+If any of these changes, the peaks are computed again.
 """
 
 from __future__ import annotations
@@ -18,19 +21,22 @@ from hybridtron.compiled import NotBuilt, cache_folder
 from hybridtron.config.load import load, to_yaml
 from hybridtron.problems import Unusable
 from hybridtron.rehearse.suite import code_digest
-from hybridtron.train.records import read_record, write_whole
+from hybridtron.train.jsonl import read_record, write_whole
 
 FOLDER = "rehearsed"
 PACKAGES = ("torch", "megatron-core")
 
 
 def rehearsed_peaks(settings: Sequence[str], gpus: int, gpu: str) -> list[int]:
-    """Return the peak bytes of each pipeline rank's tensors. Raises Unusable if the step can't be rehearsed."""
+    """Return the tensors' peak memory in bytes, for each pipeline rank.
+
+    Raises Unusable if the step can't be rehearsed.
+    """
     key = _key(settings, gpus, gpu)
     peaks = _kept(key)
     if peaks is None:
         peaks = _rehearse(settings, gpus, gpu)
-        with suppress(NotBuilt, OSError):  # the cache can't be written: the next call rehearses again
+        with suppress(NotBuilt, OSError):  # if the cache can't be written, the next call rehearses again
             write_whole(cache_folder(FOLDER) / f"{key}.json", json.dumps({"peaks": peaks}))
     return peaks
 
@@ -53,6 +59,6 @@ def _rehearse(settings: Sequence[str], gpus: int, gpu: str) -> list[int]:
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode != 0:
         reason = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
-        cure = f"`hybridtron rehearse {' '.join(settings)} --gpus {gpus}` shows more"
+        cure = f"run `hybridtron rehearse {' '.join(settings)} --gpus {gpus}` for the full error"
         raise Unusable(f"the step can't be rehearsed: {reason}; {cure}", code="unavailable")
     return [report["memory"]["peak"] for report in json.loads(ended.stdout)]

@@ -1,36 +1,36 @@
-"""Time model of our own kernels: the longest of four things that a GPU does at the same time.
+"""Time model for our own Triton kernels: the longest among six times, since a GPU does all six kinds of work at once.
 
-    bytes       memory traffic: each tensor is read or written once
-    products    tensor-core instructions
-    issue       each scheduler issues one warp instruction a cycle, and a warp one every second cycle
-    units       shuffles and shared memory take one warp instruction a cycle, on each multiprocessor; the unit for exp2,
-                logarithms and square roots takes one every second cycle
+    bytes       memory traffic; each tensor is read or written once
+    products    tensor-core instructions, at the rate that cuBLAS reaches
+    issue       issuing instructions: each of a multiprocessor's four schedulers issues one warp instruction a cycle
+    units       a multiprocessor's execution units (`program_time.py`)
+    float64     the unit for float64, which is half as fast as that for float32
+    latency     the time of one program, for each round of programs that run at the same time
 
-(CUDA C++ programming guide, throughput of native arithmetic instructions, compute capability 9.0.) Instructions are
-counted in the compiled code, times the trip counts of its loops. The model leaves out latency that the warps on a
-multiprocessor can't hide, so its times are lower bounds.
+The programs that run at the same time are as many as fit on the multiprocessors, but never more than the grid has. A
+kernel with few programs, or with programs that are long chains of loads and products, is therefore slow whatever its
+bytes are. Instructions are counted in the compiled code, and multiplied by their loops' trip counts. Waiting of several
+resident programs for the same unit is not modelled beyond the units' rates, so the times are lower bounds.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from functools import cached_property
+from math import ceil
 from typing import Any
 
 from hybridtron.ops.kernel_compiled import CompiledKernel
-from hybridtron.planning.rates import GPU
+from hybridtron.planning.rates import CACHE, CACHE_S, GPU, MEMORY_S
+from hybridtron.rehearse.instructions import Instruction
 from hybridtron.rehearse.launches import KernelLaunch
+from hybridtron.rehearse.program_time import Memory, Program, flops, global_words, unit_cycles
 
-REGISTERS, SHARED, WARPS, PROGRAMS = 65536, 227 * 1024, 64, 32  # limits of one multiprocessor: Hopper and Blackwell
-RESERVED = 1024  # bytes of shared memory that each program takes in addition to its own
-SLOW_UNIT = ("MUFU",)
-SHARED_UNIT = ("SHFL", "LDS", "STS", "LDSM", "STSM", "ATOMS")
-PRODUCT = re.compile(r"[A-Z]+MMA\.(\d+)x(\d+)x(\d+)")
-WIDTHS = {"64": 2, "128": 4, "2": 2, "4": 4}  # suffix -> words of a thread, as in LDS.128, LDSM.16.M88.4
-WARPS_OF_PRODUCT = {"HGMMA": 4}  # warps that compute one together
+# limits of a multiprocessor (Hopper and Blackwell): registers, bytes of shared memory, warps, programs
+REGISTERS, SHARED, WARPS, PROGRAMS = 65536, 228 * 1024, 64, 32
+RESERVED = 1024  # bytes of shared memory that CUDA reserves for each program
 
 
 def _tiles(named: Mapping[str, Any]) -> list[int]:
@@ -43,21 +43,23 @@ def _slices_of_keys(named: Mapping[str, Any]) -> list[int]:
 
 
 def _keys_of_queries(named: Mapping[str, Any]) -> int:
-    """Return a loop's trip count over the keys that a tile of queries sees.
+    """Return the trip count for a loop over the keys that a query tile sees, in sparse attention.
 
-    A list of kept keys has a fixed width. For ranges it is the average over a row's tiles.
+    With KEPT, a tile reads `width` listed keys. Without KEPT, a tile reads a range of keys, and the result is the
+    average over a sequence's tiles.
     """
-    run = named["QUERIES"] * named["total"] // named["length"] + named["most"]
-    return -(-(named["width"] if named["KEPT"] else run) // named["KEYS"])
+    range_length = named["QUERIES"] * named["total"] // named["length"] + named["most"]
+    return -(-(named["width"] if named["KEPT"] else range_length) // named["KEYS"])
 
 
 def _queries_of_keys(named: Mapping[str, Any]) -> int:
-    """Return a loop's average trip count over the queries that see a tile of keys.
+    """Return the average trip count for a loop over the queries that see a key tile, in sparse attention.
 
-    Kept keys are seen for up to twice as long.
+    `most` is how many keys a query sees at most. With KEPT, some keys are seen by more queries than others. The
+    estimate then counts `most` twice.
     """
-    run = named["KEYS"] + (1 + named["KEPT"]) * named["most"]
-    return -(-run * named["length"] // (named["total"] * named["QUERIES"]))
+    range_length = named["KEYS"] + (1 + named["KEPT"]) * named["most"]
+    return -(-range_length * named["length"] // (named["total"] * named["QUERIES"]))
 
 
 def _slices_of_values(named: Mapping[str, Any]) -> int:
@@ -76,6 +78,7 @@ LOOPS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], list[int]]] = {
         ("gated_norm.norm_backward", "gated_norm.scale_backward"),
         lambda named, grid: [-(-named["rows"] * named["length"] // grid[0])],
     ),
+    "gated_norm.backward": lambda named, grid: [-(-named["tokens"] // (named["TOKENS"] * grid[0]))],
     "softmax.sums_of_rows": lambda named, _: [-(-named["size"] // named["BLOCK"])],
     **dict.fromkeys(("gla.outputs", "gla.value_gradients"), lambda named, _: [named["BLOCK_N"] // named["KEYS"]]),
     **dict.fromkeys(
@@ -103,73 +106,114 @@ LOOPS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], list[int]]] = {
     "ssd.outputs": lambda named, _: [max(1, named["BLOCK_N"] // named["SLICE"])],
     "ssd.token_gradients": lambda named, _: [max(1, named["BLOCK_N"] // named["SLICE"])],
     "ssd.group_gradients": lambda named, _: [named["heads"] // named["groups"] // named["splits"]],
+    "ssd.sum_of_splits": lambda named, _: [named["SPLITS"]],
+    "ops.sum_of_parts": lambda named, _: [-(-named["parts"] // named["PARTS"])],
     "ssd.step_gradients": lambda named, _: [named["PARTS"]],
 }
-"""Kernel -> trip counts of its loops, from the outermost in. Kernels that are not listed have no loops."""
+"""For each kernel with loops, a function that returns the trip counts of its loops, outermost loop first.
+
+The function has two parameters: the kernel's arguments by name, and the kernel's grid.
+"""
+
+
+KINDS = ("bytes", "products", "issue", "units", "float64", "latency")
 
 
 @dataclass(frozen=True)
 class KernelTime:
-    """Seconds by each of the four limits, and the number of warps that fit on a multiprocessor."""
+    """Modelled time for a launch: the seconds for each of the six kinds of work.
+
+    warps   how many warps run on a multiprocessor at a time
+    rounds  how many programs a multiprocessor runs one after another
+    """
 
     bytes: float
     products: float
     issue: float
     units: float
+    float64: float
+    latency: float
     warps: int
+    rounds: int
 
     @property
     def seconds(self) -> float:
-        """The longest of the four."""
-        return max(self.bytes, self.products, self.issue, self.units)
+        """The longest time among the six."""
+        return max(getattr(self, kind) for kind in KINDS)
 
     @property
     def share(self) -> float:
-        """The kernel's share of the roofline that its bytes and its products give."""
+        """Fraction of the roofline speed: `bytes` or `products`, whichever is longer, divided by `seconds`."""
         return max(self.bytes, self.products) / self.seconds
 
     @property
     def bound(self) -> str:
-        """Name of the limit that takes longest."""
-        return max(("bytes", "products", "issue", "units"), key=lambda name: getattr(self, name))
+        """Kind of work that takes longest, by name."""
+        return max(KINDS, key=lambda name: getattr(self, name))
 
 
-def kernel_time(launch: KernelLaunch, compiled: CompiledKernel, moved: int, gpu: GPU) -> KernelTime:
-    """Model the time of one launch that moves `moved` bytes."""
-    trips = LOOPS[launch.name](launch.named, launch.grid) if launch.name in LOOPS else []
-    executed = compiled.executed(trips)
-    warps, programs = warps_that_fit(compiled), prod(launch.grid)
-    warps_of_processor = programs * compiled.warps / gpu.processors
-    cycles = warps_of_processor * sum(executed.values()) / min(4.0, warps / 2)
-    unit_cycles = warps_of_processor * max(_count(executed, SHARED_UNIT), 2 * _count(executed, SLOW_UNIT))
-    flops = programs * product_flops(executed, compiled.warps)
-    return KernelTime(moved / gpu.bandwidth, flops / gpu.products, cycles / gpu.clock, unit_cycles / gpu.clock, warps)
+@dataclass(frozen=True)
+class CountedKernel:
+    """A compiled kernel with the properties of one launch that determine its time.
+
+    compiled      resources, and the instructions' names and loops
+    instructions  the same instructions with their scheduling fields
+    trips         the loops' trip counts, outermost loop first
+    programs      number of programs, which is the grid's size
+    moved         bytes that the launch reads and writes
+    """
+
+    compiled: CompiledKernel
+    instructions: Sequence[Instruction]
+    trips: Sequence[int]
+    programs: int
+    moved: int
+
+    @cached_property
+    def executed(self) -> Counter[str]:
+        """Number of times that a warp executes each instruction, by the instruction's name."""
+        return self.compiled.executed(self.trips)
 
 
-def warps_that_fit(compiled: CompiledKernel) -> int:
-    """Return the number of warps that fit on one multiprocessor at a time."""
+def trips_of(launch: KernelLaunch) -> list[int]:
+    """Return the trip counts of a launch's loops, outermost loop first."""
+    return LOOPS[launch.name](launch.named, launch.grid) if launch.name in LOOPS else []
+
+
+def kernel_time(kernel: CountedKernel, gpu: GPU) -> KernelTime:
+    """Return the modelled time for one launch."""
+    compiled = kernel.compiled
+    resident = resident_programs(compiled, kernel.programs, gpu)
+    rounds = ceil(kernel.programs / (gpu.processors * resident))
+    warps_of_processor = kernel.programs * compiled.warps / gpu.processors
+    units = {unit: warps_of_processor * needed / gpu.clock for unit, needed in unit_cycles(kernel.executed).items()}
+    products = kernel.programs * compiled.warps * sum(flops(name) * times for name, times in kernel.executed.items())
+    return KernelTime(
+        bytes=kernel.moved / gpu.bandwidth,
+        products=products / gpu.products,
+        issue=units["issue"],
+        units=max(units.get("memory", 0.0), units.get("slow", 0.0)),
+        float64=units.get("float64", 0.0),
+        latency=rounds * program_cycles(kernel, gpu) / gpu.clock,
+        warps=resident * compiled.warps,
+        rounds=rounds,
+    )
+
+
+def program_cycles(kernel: CountedKernel, gpu: GPU) -> float:
+    """Return the cycles that one program takes if no other program is on its multiprocessor."""
+    compiled = kernel.compiled
+    per_thread = global_words(kernel.executed)
+    processors = min(gpu.processors, kernel.programs)
+    bytes_per_cycle = gpu.bandwidth / processors / gpu.clock
+    word = kernel.moved / kernel.programs / per_thread / bytes_per_cycle if per_thread else 0.0
+    latency = gpu.clock * (CACHE_S if kernel.moved <= CACHE else MEMORY_S)
+    program = Program(kernel.instructions, compiled.loops, kernel.trips, compiled.warps, Memory(latency, word))
+    return program.cycles()
+
+
+def resident_programs(compiled: CompiledKernel, programs: int, gpu: GPU) -> int:
+    """Return how many of the grid's programs run on one multiprocessor at a time."""
     registers = -(-compiled.registers // 8) * 8 * 32 * compiled.warps
-    programs = min(REGISTERS // registers, WARPS // compiled.warps, PROGRAMS, SHARED // (compiled.shared + RESERVED))
-    return programs * compiled.warps
-
-
-def product_flops(executed: Counter[str], warps: int) -> int:
-    """Return one program's tensor-core FLOPs."""
-    total = 0
-    for name, times in executed.items():
-        if match := PRODUCT.match(name):
-            rows, columns, depth = map(int, match.groups())
-            together = WARPS_OF_PRODUCT.get(name.split(".")[0], 1)
-            total += 2 * rows * columns * depth * times * warps // together
-    return total
-
-
-def _count(executed: Counter[str], names: tuple[str, ...]) -> int:
-    """Count the executed instructions with these names, each by its words of a thread."""
-    return sum(_words(name) * times for name, times in executed.items() if name.split(".")[0] in names)
-
-
-def _words(name: str) -> int:
-    """Return the four-byte words that a thread moves. Shared memory gives a warp 128 bytes a cycle."""
-    _, _, suffix = name.partition(".")
-    return max([1, *(words for mark, words in WIDTHS.items() if mark in suffix.split("."))])
+    fitting = min(REGISTERS // registers, WARPS // compiled.warps, PROGRAMS, SHARED // (compiled.shared + RESERVED))
+    return max(1, min(fitting, ceil(programs / gpu.processors)))

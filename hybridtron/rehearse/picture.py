@@ -1,7 +1,8 @@
-"""Picture of a rehearsed step: memory over modelled device time, and bars that divide the time by kind of work.
+"""Picture of a rehearsed step: memory over modelled device time, and bars with the time by kind of work.
 
-Memory is shown for the passes and the update in the larger rehearsed step. Its colours are allocation sites: the
-largest ones at the peak have their own, all others share one.
+A rehearsal simulates two steps without a GPU, with different micro-batch counts. The memory plot shows the step with
+more micro-batches. Its colours stand for allocation sites: source lines that allocate tensors. The sites with the most
+bytes at the peak have their own colours, and all other sites share one colour.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from hybridtron.rehearse.step_time import operation_seconds
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-HOLDERS = 7  # allocation sites with a colour of their own
+MAX_SITES = 7  # number of allocation sites with a colour of their own
 LINE = "{1} ({0})"
 BESIDE: Any = {"frameon": False, "fontsize": "x-small", "loc": "center left", "bbox_to_anchor": (1, 0.5)}
-SMALL = 0.02  # share of a step: kinds of work that take less are drawn as one
+SMALL = 0.02  # kinds of work with a smaller fraction of the step's time are drawn together, as "all others"
 
 
-def draw(found: Sequence[Rehearsed], output: Path) -> None:
-    """Draw a column for each rank, memory above and time below, and save the picture."""
+def draw(rehearsals: Sequence[Rehearsed], output: Path) -> None:
+    """Draw a column for each rank, with the memory plot above the time bars, and save the picture."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10 * len(found), 7), dpi=120, layout="constrained")
-    rows = figure.subplots(2, len(found), squeeze=False, gridspec_kw={"height_ratios": [3, 2]})
-    for rehearsed, memory, time in zip(found, *rows, strict=True):
+    figure = Figure(figsize=(10 * len(rehearsals), 7), dpi=120, layout="constrained")
+    rows = figure.subplots(2, len(rehearsals), squeeze=False, gridspec_kw={"height_ratios": [3, 2]})
+    for rehearsed, memory, time in zip(rehearsals, *rows, strict=True):
         draw_memory(memory, rehearsed)
         draw_time(time, rehearsed)
     figure.suptitle("A model of a step that no GPU has taken", fontsize="small")
@@ -39,22 +40,22 @@ def draw(found: Sequence[Rehearsed], output: Path) -> None:
 
 
 def draw_memory(axes: Axes, rehearsed: Rehearsed) -> None:
-    """Plot tensor bytes over the step by allocation site, with the planned peak."""
+    """Plot the tensors' memory over the step's time, by allocation site, with a line for the planned peak."""
     step = rehearsed.step
-    course = rehearsed.step.course
+    timeline = rehearsed.step.timeline
     until = [0.0, *accumulate(seconds_of(rehearsed))]
-    moments = [min(max(change.moment - step.passes_of_many.first, 0), len(until) - 1) for change in course.changes]
+    moments = [min(max(change.moment - step.passes_of_many.first, 0), len(until) - 1) for change in timeline.changes]
     milliseconds = [1e3 * until[moment] for moment in moments]
-    most = [holder for holder, _ in course.at_peak.most_common(HOLDERS)]
-    holders = sorted(most, key=lambda holder: holder[0] != "build")  # permanent tensors at the bottom
+    most = [site for site, _ in timeline.at_peak.most_common(MAX_SITES)]
+    sites = sorted(most, key=lambda site: site[0] != "build")  # permanent tensors at the bottom
     bottom = [0.0] * len(milliseconds)
-    for number, (holder, held) in enumerate(zip(holders, course.of(holders), strict=True)):
-        top = [low + size / 1e9 for low, size in zip(bottom, held, strict=True)]
+    for number, (site, amounts) in enumerate(zip(sites, timeline.of(sites), strict=True)):
+        top = [low + size / 1e9 for low, size in zip(bottom, amounts, strict=True)]
         axes.fill_between(
-            milliseconds, bottom, top, step="post", color=f"C{number}", linewidth=0, label=LINE.format(*holder)
+            milliseconds, bottom, top, step="post", color=f"C{number}", linewidth=0, label=LINE.format(*site)
         )
         bottom = top
-    total = [size / 1e9 for size in course.total]
+    total = [size / 1e9 for size in timeline.total]
     axes.fill_between(milliseconds, bottom, total, step="post", color="lightgrey", linewidth=0, label="all others")
     axes.axhline(rehearsed.planned / 1e9, color="black", linestyle="--", linewidth=0.8, label="planned peak")
     title = f"{rehearsed.phase.config.run.name}, rank {step.rank} of {rehearsed.world}, {rehearsed.gpu.name}"
@@ -64,14 +65,14 @@ def draw_memory(axes: Axes, rehearsed: Rehearsed) -> None:
 
 
 def seconds_of(rehearsed: Rehearsed) -> list[float]:
-    """Return each operation's seconds in the larger step and its update."""
+    """Return the modelled seconds for each operation in the step with more micro-batches, the update included."""
     times = {number: kernel.time for number, kernel in enumerate(rehearsed.kernels)}
     operations = (*rehearsed.step.passes_of_many.operations, *rehearsed.step.update.operations)
     return [operation_seconds(operation, times, rehearsed.gpu) for operation in operations]
 
 
 def draw_time(axes: Axes, rehearsed: Rehearsed) -> None:
-    """Plot a step's milliseconds: a bar for each part by kind of work, and a bar for the device's idle time."""
+    """Plot a step's milliseconds: a bar for each part, divided by kind of work, and a bar for idle time."""
     bars = {name: dict(kinds) for name, kinds in bars_of(rehearsed).items()}
     kinds = list(dict.fromkeys(kind for kinds in bars.values() for kind in kinds))
     names = list(bars)[::-1]
@@ -87,7 +88,7 @@ def draw_time(axes: Axes, rehearsed: Rehearsed) -> None:
 
 
 def bars_of(rehearsed: Rehearsed) -> Mapping[str, Mapping[str, float]]:
-    """Return a step's seconds by part and kind of work, and its idle time by reason."""
+    """Return the step's seconds by bar and label: the step's parts by kind of work, and idle time by reason."""
     time = rehearsed.time
     whole = time.whole
     limit = SMALL * time.seconds
@@ -98,10 +99,10 @@ def bars_of(rehearsed: Rehearsed) -> Mapping[str, Mapping[str, float]]:
     for (part, kind), cost in sorted(whole.costs.items(), key=lambda item: -item[1].seconds):
         bars[part][kind if of_kind[kind] > limit else "all others"] += cost.seconds
     device = sum(cost.seconds for cost in whole.costs.values())
-    stands = {
+    idle = {
         "collectives that nothing hides": whole.exposed,
         "host waits": WAIT_S * whole.waits,
         "the pipeline's bubble": time.waiting * time.micro_batch.seconds,
     }
-    stands["launches that take longer"] = max(0.0, time.seconds - device - sum(stands.values()))
-    return {**bars, "standing still": {kind: seconds for kind, seconds in stands.items() if seconds > 0}}
+    idle["launches that take longer"] = max(0.0, time.seconds - device - sum(idle.values()))
+    return {**bars, "standing still": {kind: seconds for kind, seconds in idle.items() if seconds > 0}}

@@ -2,8 +2,13 @@
 
     TRITON_CACHE_DIR=FOLDER python -m hybridtron.rehearse.queue_model FILE --gpu h100
 
-With a copy of this Triton cache, a machine with the same Triton, ptxas, Python and kernel sources does not compile them
-again (`ops/kernel_compiled.compiler_key`).
+The GPU queue (`proving/gpu/queue`) is a list of measurements for a GPU machine. Its parts time training steps and calls
+to single ops. A rehearsal simulates these steps and calls without a GPU, and writes their modelled times to FILE, as
+JSON.
+
+A rehearsal also compiles the Triton kernels for the kind of GPU in --gpu, into the Triton cache FOLDER. Copy FOLDER to
+the GPU machine, which then need not compile the kernels. For this, both machines must have equal versions of Triton,
+ptxas, Python and the kernels' sources (`ops/kernel_compiled.compiler_key`).
 """
 
 from __future__ import annotations
@@ -20,22 +25,27 @@ from hybridtron.rehearse.rehearsal import RehearsalProcess
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Rehearse the queue and write the file. Returns the exit code."""
-    parser = argparse.ArgumentParser(description="a rehearsal of the GPU queue, and its kernels compiled")
+    """Rehearse the queue, and write the results to the file. Return the exit code."""
+    parser = argparse.ArgumentParser(description="Rehearse the GPU queue, and compile its kernels.")
     parser.add_argument("file", type=Path)
     parser.add_argument("--gpu", default="h100", choices=sorted(GPUS))
-    parser.add_argument("--recipe", action="append", choices=list(RECIPES), help="these alone; may be repeated")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try this tool")
+    parser.add_argument(
+        "--recipe", action="append", choices=list(RECIPES), help="only this recipe's step; may be repeated"
+    )
+    parser.add_argument("--tiny", action="store_true", help="use tiny sizes, to try this command")
     chosen = parser.parse_args(arguments)
     process = RehearsalProcess(GPUS[chosen.gpu], packages=())
-    rehearsals = rehearsed(process, chosen.recipe or list(RECIPES), chosen.tiny)
+    rehearsals = rehearse_parts(process, chosen.recipe or list(RECIPES), chosen.tiny)
     chosen.file.write_text(json.dumps(rehearsals, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
-def rehearsed(process: RehearsalProcess, recipes: Sequence[str], tiny: bool = False) -> dict[str, Any]:
-    """Return the modelled steps and calls, as the queue's parts make them, with the versions used."""
-    from hybridtron.ops.kernel_compiled import compiler_key  # modules that import torch wait for the guard
+def rehearse_parts(process: RehearsalProcess, recipes: Sequence[str], tiny: bool = False) -> dict[str, Any]:
+    """Return the modelled times for the queue's steps and op calls, with the GPU, the compiler and the commit.
+
+    Calls also have their memory traffic in GB. With `tiny`, steps have tiny sizes, and no calls are rehearsed.
+    """
+    from hybridtron.ops.kernel_compiled import compiler_key  # imports torch, which must come after RehearsalProcess
     from hybridtron.proving.gpu.queue import contests, norms
     from hybridtron.proving.gpu.recipes import commit
 
@@ -49,16 +59,19 @@ def rehearsed(process: RehearsalProcess, recipes: Sequence[str], tiny: bool = Fa
 
 
 def step(process: RehearsalProcess, recipe: str, tiny: bool) -> dict[str, Any]:
-    """Return the model of a recipe's step. Smaller steps are rehearsed too, only to compile their kernels."""
-    from hybridtron.config.resolve import resolve
+    """Return the modelled device time of a recipe's step, and the step's kernels.
+
+    The queue also times steps with fewer sequences or tokens. These steps are rehearsed only to compile their kernels.
+    """
+    from hybridtron.config.resolve import RunPlan
     from hybridtron.proving.gpu.queue.whole_step import FEW, SHARES, settings, shrunk
-    from hybridtron.proving.steps import checked
+    from hybridtron.proving.steps import load_checked
     from hybridtron.rehearse.report import as_json
 
-    config = checked(settings(recipe, tiny=tiny))
+    config = load_checked(settings(recipe, tiny=tiny))
     for smaller in (*(shrunk(config, rows=share) for share in SHARES[1:]), shrunk(config, tokens=FEW)):
-        process.rehearse(resolve(smaller)[0], 1, 0)
-    whole = process.rehearse(resolve(config)[0], 1, 0)
+        process.rehearse(RunPlan.of(smaller).phases[0], 1, 0)
+    whole = process.rehearse(RunPlan.of(config).phases[0], 1, 0)
     return {"device_ms": 1e3 * whole.time.whole.device, "kernels": as_json(whole)["kernels"]}
 
 

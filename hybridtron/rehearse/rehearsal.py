@@ -1,7 +1,8 @@
-"""A rehearsal from start to end: this process gets a simulated GPU, takes the steps, and returns the results.
+"""A rehearsal from start to end: this process gets a simulated GPU, runs training steps, and returns the results.
 
-A process can rehearse one kind of GPU, any number of times. It cannot compute on a real GPU afterwards.
-"""
+A rehearsal simulates two training steps on one rank without a GPU: first a step with few micro-batches, then one with
+more. The difference between the two is what a micro-batch costs. Tensors have shapes and no values. A process can
+rehearse any number of ranks for one kind of GPU. Afterwards the process cannot compute on a real GPU."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hybridtron.config.resolve import ResolvedPhase
@@ -17,10 +19,10 @@ from hybridtron.config.schema import ParallelConfig
 from hybridtron.planning.count import count
 from hybridtron.planning.memory import plan
 from hybridtron.planning.rates import GPU, GPUS
-from hybridtron.rehearse import guard
-from hybridtron.rehearse.stand_ins import StandIns
+from hybridtron.rehearse import fake_cuda_shim
+from hybridtron.rehearse.package_stubs import StubFinder
 
-if TYPE_CHECKING:  # they import torch, which must wait for the guard
+if TYPE_CHECKING:  # these modules import torch, which must be imported after the shim is loaded
     from hybridtron.ops.kernel_compiled import CompiledKernel
     from hybridtron.rehearse.census import Operation
     from hybridtron.rehearse.collectives import Collectives
@@ -35,18 +37,24 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class KernelReport:
-    """A distinct kernel launch: its compiled code, its time, and the number of its runs."""
+    """One of our Triton kernels with one grid, one set of options and arguments of one kind (see `KernelLaunch`)."""
 
     name: str
     grid: tuple[int, ...]
-    launches: int  # runs in the larger step
+    launches: int  # in the rehearsed step with more micro-batches
     compiled: CompiledKernel
-    time: KernelTime
+    time: KernelTime  # of one launch
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """Result of rehearsing one rank: the recorded step, its modelled time, and the planned memory."""
+    """Result from rehearsing one rank.
+
+    world: number of processes
+    step: the two simulated steps
+    time: modelled time for a full training step
+    planned: bytes that the memory plan expects
+    """
 
     gpu: GPU
     phase: ResolvedPhase
@@ -54,7 +62,7 @@ class Rehearsed:
     step: RankStep
     time: StepTime
     kernels: list[KernelReport]
-    planned: int  # bytes
+    planned: int
 
     @property
     def tokens(self) -> int:
@@ -63,45 +71,45 @@ class Rehearsed:
 
     @property
     def tokens_of_micro_batch(self) -> int:
-        """Tokens in one micro-batch, with rows at full length."""
+        """Tokens in one forward pass, over all context-parallel ranks that divide its sequences."""
         return self.phase.settings.micro_batch * self.phase.settings.seq_len * self.phase.chunks_together
 
     @property
     def tokens_per_second(self) -> float:
-        """Modelled tokens per second and GPU, if all ranks take as long as this one."""
+        """Modelled tokens per second and GPU, if all ranks take as long as this rank."""
         return self.tokens / self.time.seconds / self.world
 
     @property
-    def expected_tokens_per_second(self) -> float:
-        """Tokens per second and GPU, with the measured launch overhead added to the model."""
-        return self.tokens / self.time.expected_seconds / self.world
-
-    @property
     def mfu(self) -> float:
-        """Share of the GPU's dense bf16 peak that the model's FLOPs take, as `planning/count` counts them."""
-        flops = count(self.phase.model, self.phase.settings.seq_len).flops_per_token
+        """The model's FLOPs per second on a GPU (`planning/count`), divided by the GPU's dense bf16 peak."""
+        flops = count(self.phase.arch, self.phase.settings.seq_len).flops_per_token
         return flops * self.tokens_per_second / self.gpu.peak
 
 
 class RehearsalProcess:
-    """This process, once it has a simulated GPU."""
+    """This process's simulated GPU. Create the object before torch is imported."""
 
     def __init__(self, gpu: GPU, packages: Sequence[str] = INSTALLED) -> None:
-        """Set up the simulated GPU. The packages (of `stand_ins.WORKS`) count as installed."""
-        library = guard.load()
+        """Set up the simulated GPU. The `packages`, which are keys of `package_stubs.STUBS`, appear to be installed."""
+        library = fake_cuda_shim.load()
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
-        from hybridtron.rehearse.absent_gpu import pretend
         from hybridtron.rehearse.collectives import Collectives
+        from hybridtron.rehearse.fake_cuda import pretend
 
         pretend(library, gpu)
         self.gpu = gpu
         self.collectives: Collectives = Collectives(gpu.node)
         self.collectives.install()
-        importlib.import_module("hybridtron.rehearse.step")  # imports megatron-core, which must not find the stand-ins
-        sys.meta_path.append(StandIns(packages))  # last, so that installed packages are found first
+        # imports megatron-core, which must not find the stubs, so the stubs are added afterwards
+        importlib.import_module("hybridtron.rehearse.step")
+        sys.meta_path.append(StubFinder(packages))  # at the end, so that installed packages are found first
 
     def rehearse(self, phase: ResolvedPhase, world: int, rank: int, compiles: bool = True) -> Rehearsed:
-        """Rehearse one rank's step. Kernels that are not compiled take as long as their bytes."""
+        """Rehearse one rank's steps in a layout with `world` processes, and return the results.
+
+        With `compiles`, our Triton kernels are compiled, and their modelled times depend on their instructions. Without
+        `compiles`, modelled times depend only on the bytes that the kernels read and write.
+        """
         from hybridtron.rehearse.step import rehearse_rank
         from hybridtron.rehearse.step_time import step_time
 
@@ -117,7 +125,10 @@ class RehearsalProcess:
         return Rehearsed(self.gpu, phase, world, step, time, kernels, planned)
 
     def calls(self, named: Callable[[], Iterable[tuple[Key, Callable[[], object]]]]) -> dict[Key, Work]:
-        """Return the launches, bytes, FLOPs and seconds of each call, made on the simulated GPU."""
+        """Run functions on the simulated GPU, and return their launches, bytes, FLOPs and modelled seconds by key.
+
+        `named` returns pairs of a key and a function without parameters.
+        """
         from hybridtron.rehearse.census import Census
         from hybridtron.rehearse.launches import Launches
         from hybridtron.rehearse.step import counting
@@ -135,33 +146,37 @@ class RehearsalProcess:
         return {key: work(census.operations[start:end], kernels, self.gpu) for key, (start, end) in ends.items()}
 
     def _kernels(self, operations: Sequence[Operation], launches: Launches) -> Iterator[KernelReport]:
-        """Yield a report for each distinct launch, in order."""
-        from hybridtron.ops.kernel_compiled import read
-        from hybridtron.rehearse.kernel_time import kernel_time
+        """Yield a report for each distinct kernel launch, in the order of the first occurrences."""
+        from hybridtron.ops.kernel_compiled import instructions_of, read
+        from hybridtron.rehearse.instructions import decoded
+        from hybridtron.rehearse.kernel_time import CountedKernel, kernel_time, trips_of
 
-        compiled_kernels = read(self.gpu.capability, [launch.compiled(self.gpu) for launch in launches.different])
-        for number, (launch, compiled) in enumerate(zip(launches.different, compiled_kernels, strict=True)):
+        codes = [launch.compiled(self.gpu) for launch in launches.different]
+        read_codes = zip(launches.different, codes, read(self.gpu.capability, codes), strict=True)
+        for number, (launch, code, compiled) in enumerate(read_codes):
             runs = [operation for operation in operations if operation.kind == "kernel" and operation.variant == number]
             moved = runs[0].bytes if runs else 0
-            yield KernelReport(
-                launch.name, launch.grid, len(runs), compiled, kernel_time(launch, compiled, moved, self.gpu)
-            )
+            instructions = decoded(instructions_of(code.cubin), compiled.instructions)
+            counted = CountedKernel(compiled, instructions, trips_of(launch), prod(launch.grid), moved)
+            yield KernelReport(launch.name, launch.grid, len(runs), compiled, kernel_time(counted, self.gpu))
 
 
-def rehearse_calls(gpu: str, calls: str, *given: Any) -> dict[Any, Work]:
-    """Rehearse the calls that the function `calls` (`module:name`) makes with these arguments.
+def rehearse_calls(gpu: str, calls: str, *arguments: Any) -> dict[Any, Work]:
+    """Rehearse the functions that a generator yields, and return their work by key, as `RehearsalProcess.calls` does.
 
-    Run this in its own process, because it sets up the simulated GPU.
+    `calls` names the generator as `module:name`, and `arguments` are its arguments. This function sets up the simulated
+    GPU, so run it in a new process.
     """
     process = RehearsalProcess(GPUS[gpu])
     module, _, name = calls.partition(":")
-    return process.calls(lambda: getattr(importlib.import_module(module), name)(*given))
+    return process.calls(lambda: getattr(importlib.import_module(module), name)(*arguments))
 
 
 def different_ranks(parallel: ParallelConfig, world: int) -> Sequence[int]:
-    """Return one rank of each pipeline rank; among ranks that share rows the last, which holds the most.
+    """Return one global rank for each pipeline rank.
 
-    Megatron counts tensor ranks first, then context and data ranks, then pipeline ranks.
+    Each returned rank is the last one in its context-parallel group, which needs the most memory. Megatron numbers
+    ranks with tensor ranks innermost, then context and data ranks, then pipeline ranks.
     """
     last = parallel.tensor * (parallel.context - 1)
     return range(last, world, world // parallel.pipeline)

@@ -1,4 +1,8 @@
-"""Report of a rehearsal: tables for the console, and plain values for JSON."""
+"""Report of a rehearsal: tables for the console, and plain values for JSON.
+
+A rehearsal simulates one rank's training steps without a GPU: first a step with few micro-batches, then a step with
+more of them. All times are modelled, not measured.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +15,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from hybridtron.planning.rates import BESIDE_S, UNSEEN
+from hybridtron.planning.rates import UNSEEN
 from hybridtron.rehearse.rehearsal import Rehearsed
 from hybridtron.rehearse.step_time import PartTime, Work
 
 PARTS = ("forward", "backward", "update")
-SHOWN = 12  # allocation sites in the table of memory
-NOT_SEEN = f"Not seen: {UNSEEN}; caches; how well kernels of other packages use a GPU."
+MAX_LISTED = 12  # allocation sites in the table of memory
+NOT_SEEN = f"Not modelled: {UNSEEN}; caches; the efficiency of other packages' kernels."
 
 
 def as_json(rehearsed: Rehearsed) -> dict[str, Any]:
-    """Return the results as plain values; times are modelled."""
+    """Return one rank's results as plain values for JSON."""
     step = rehearsed.step
     time = rehearsed.time
     whole = time.whole
@@ -33,7 +37,7 @@ def as_json(rehearsed: Rehearsed) -> dict[str, Any]:
         "memory": {
             "peak": step.peak,
             "planned": rehearsed.planned,
-            "held": [[part, place, size] for (part, place), size in step.course.at_peak.most_common()],
+            "held": [[part, place, size] for (part, place), size in step.timeline.at_peak.most_common()],
         },
         "per_micro_batch": _part_json(time.micro_batch),
         "once": _part_json(time.once),
@@ -44,16 +48,17 @@ def as_json(rehearsed: Rehearsed) -> dict[str, Any]:
             {
                 "name": kernel.name, "grid": list(kernel.grid), "launches": kernel.launches,
                 "registers": kernel.compiled.registers, "shared": kernel.compiled.shared,
-                "spilled": kernel.compiled.spilled, "warps": kernel.time.warps, "bound": kernel.time.bound,
+                "spilled": kernel.compiled.spilled, "warps": kernel.time.warps, "rounds": kernel.time.rounds,
+                "bound": kernel.time.bound,
                 "seconds": kernel.time.seconds, "of_roofline": kernel.time.share,
             }
             for kernel in rehearsed.kernels
         ],
         "model": {
             "step_seconds": time.seconds, "tokens_per_second": rehearsed.tokens_per_second, "mfu": rehearsed.mfu,
-            "launches": whole.launches, "expected_tokens_per_second": rehearsed.expected_tokens_per_second,
-            "exposed_seconds": whole.exposed, "launch_seconds": time.micro_batch.host,
-            "device_seconds": time.micro_batch.device,
+            "launches": whole.launches, "exposed_seconds": whole.exposed, "bound": whole.bound,
+            "step_host_seconds": whole.host, "step_device_seconds": whole.device,
+            "launch_seconds": time.micro_batch.host, "device_seconds": time.micro_batch.device,
         },
     }  # fmt: skip
 
@@ -64,18 +69,29 @@ def _part_json(part: PartTime) -> dict[str, Any]:
 
 
 def other_bytes(part: PartTime) -> float:
-    """Return the bytes of all operations but matrix products and attention."""
+    """Return the bytes that all operations except matrix products and attention read and write."""
     return sum(cost.bytes for (_, kind), cost in part.costs.items() if kind not in ("products", "attention"))
 
 
 def waits_of(rehearsed: Rehearsed) -> Counter[tuple[str, str, str]]:
-    """Count the waits by (part, line, kind), in the larger rehearsed step."""
+    """Count the waits in the rehearsed step with more micro-batches. Keys are (part of the step, source line, kind)."""
     step = rehearsed.step
     return Counter((wait.part, wait.place, wait.kind) for wait in (*step.passes_of_many.waits, *step.update.waits))
 
 
 def sent_of(rehearsed: Rehearsed) -> dict[tuple[str, str, int, bool, bool], tuple[int, int]]:
-    """Return calls and bytes by (line, kind, ranks, between nodes, hidden), in the larger rehearsed step."""
+    """Return the communication calls in the rehearsed step with more micro-batches: their number and bytes by key.
+
+    A key has these values:
+
+    - the call's source line
+    - the call's kind
+    - number of ranks
+    - whether the call is between nodes
+    - whether the call is hidden: other operations run between the call and the wait for its result
+
+    Copies between host and device count as calls.
+    """
     step = rehearsed.step
     amounts: dict[tuple[str, str, int, bool, bool], tuple[int, int]] = {}
     passes = step.passes_of_many
@@ -87,7 +103,7 @@ def sent_of(rehearsed: Rehearsed) -> dict[tuple[str, str, int, bool, bool], tupl
 
 
 def forms_of(rehearsed: Rehearsed) -> dict[str, list[str]]:
-    """List the kernels that computed the ops: our own by op, and other packages' attention kernels."""
+    """Return two lists: "kernels" with ops that launch our Triton kernels, "attention" with attention kernels."""
     operations = rehearsed.step.passes_of_many.operations
     ops = {operation.name.partition(".")[0] for operation in operations if operation.kind == "kernel"}
     attention = {operation.name.partition(" ")[0] for operation in operations if operation.kind == "attention"}
@@ -95,9 +111,10 @@ def forms_of(rehearsed: Rehearsed) -> dict[str, list[str]]:
 
 
 def shown_parts(rehearsed: Rehearsed) -> dict[str, Any]:
-    """Return the results of a rank that a suite records: all but source lines and kernels."""
+    """Return a rank's totals for a suite's records. The totals are not divided by source line or kernel."""
     whole = as_json(rehearsed)
     once = whole["once"]["waits"]
+    part = rehearsed.time.micro_batch
     return {
         "peak": whole["memory"]["peak"],
         "planned": whole["memory"]["planned"],
@@ -106,18 +123,19 @@ def shown_parts(rehearsed: Rehearsed) -> dict[str, Any]:
         "exposed_seconds": whole["model"]["exposed_seconds"],
         "mfu": whole["model"]["mfu"],
         "other_bytes_per_token": whole["other_bytes_per_token"],
-        "launch_share": rehearsed.time.micro_batch.host / rehearsed.time.micro_batch.device,
+        "launch_share": part.host / part.device,
+        "launch_s": part.host / part.launches,
         "waits": once + whole["per_micro_batch"]["waits"] * whole["micro_batches"],
         "sent": rehearsed.time.whole.sent,
     }
 
 
-def print_tables(found: Sequence[Rehearsed]) -> None:
+def print_tables(rehearsals: Sequence[Rehearsed]) -> None:
     """Print each rank's tables, and the slowest rank's modelled speed."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=140, no_color=True)
-    for rehearsed in found:
+    for rehearsed in rehearsals:
         for table in tables(rehearsed):
             if console.is_terminal:
                 table.box = box.SIMPLE_HEAD
@@ -129,32 +147,33 @@ def print_tables(found: Sequence[Rehearsed]) -> None:
             console.print(f"\n{title}", highlight=False, markup=False)
             console.print(table)
     console.print(f"\n{NOT_SEEN}", highlight=False)
-    slowest = max(found, key=lambda result: result.time.seconds)
+    slowest = max(rehearsals, key=lambda result: result.time.seconds)
     console.print(launch_line(slowest), highlight=False)
     console.print(
-        f"Model, not measured: {slowest.time.seconds:.3f} s a step, {slowest.tokens_per_second:,.0f} tokens/s a GPU, "
-        f"MFU {slowest.mfu:.1%} on {slowest.world} x {slowest.gpu.name}",
-        highlight=False,
-    )
-    console.print(
-        f"With the {1e6 * BESIDE_S:.0f} us that a launch took beside the model on an H200 (benchmarks/gpu.md): "
-        f"{slowest.time.expected_seconds:.3f} s a step, {slowest.expected_tokens_per_second:,.0f} tokens/s a GPU",
+        f"Modelled, not measured: {slowest.time.seconds:.3f} s a step, {slowest.tokens_per_second:,.0f} tokens/s "
+        f"a GPU, MFU {slowest.mfu:.1%} on {slowest.world} x {slowest.gpu.name}, {slowest.time.whole.bound}",
         highlight=False,
     )
 
 
 def launch_line(rehearsed: Rehearsed) -> str:
-    """Compare a micro-batch's host time with its device time, and suggest a cure if launches bind."""
-    part = rehearsed.time.micro_batch
-    text = f"The host launches for {1e3 * part.host:.1f} ms what takes {1e3 * part.device:.1f} ms, in a micro-batch"
-    if part.host <= part.device:
-        return f"{text}."
+    """Return a line with the step's modelled host time and device time, and which of them binds.
+
+    If the host's time is longer, the line names the settings that help.
+    """
+    step = rehearsed.time.whole
+    text = (
+        f"In a step, launching takes the host {1e3 * step.host:.1f} ms, and the work takes the device "
+        f"{1e3 * step.device:.1f} ms (both modelled): {step.bound}."
+    )
+    if step.host <= step.device:
+        return text
     phase = f"phases.{rehearsed.phase.index}.micro_batch"
-    return f"{text}: launches bind. A larger {phase}, or run.compile=true, lets fewer of them do more."
+    return f"{text} Set a larger {phase}, or run.compile=true, so that each launch does more work."
 
 
 def tables(rehearsed: Rehearsed) -> Iterable[Table]:
-    """Yield one rank's tables."""
+    """Yield one rank's tables. Tables that would be empty are left out."""
     yield _implementations(rehearsed)
     yield _costs(rehearsed)
     if rehearsed.kernels:
@@ -187,7 +206,11 @@ def _implementations(rehearsed: Rehearsed) -> Table:
 
 
 def _costs(rehearsed: Rehearsed) -> Table:
-    """Return the cost table, with a row per kind of work: in a micro-batch's passes, and once in a step."""
+    """Return the cost table, with a row for each kind of work.
+
+    The columns have the costs for a micro-batch's forward and backward pass. The last columns have the costs that arise
+    once in a step, however many micro-batches it has.
+    """
     time = rehearsed.time
     passes = time.micro_batch.costs
     once: dict[str, Work] = {}
@@ -197,7 +220,7 @@ def _costs(rehearsed: Rehearsed) -> Table:
     per_token = other_bytes(time.micro_batch) / rehearsed.tokens_of_micro_batch
     title = (
         f"A micro-batch of {rehearsed.tokens_of_micro_batch:,} tokens ({time.micro_batches} a step): "
-        f"{per_token / 1e6:.2f} MB a token beside products and attention; times are a model's"
+        f"{per_token / 1e6:.2f} MB a token, not counting products and attention; times are modelled"
     )
     table = _table(title, "", "launches", "", "GB", "", "TFLOP", "", "ms", "", "once a step: GB", "ms")
     table.add_row("", *("forward", "backward") * 4, "", "")
@@ -220,15 +243,18 @@ def _seconds(costs: dict[tuple[str, str], Work], kind: str) -> float:
 
 
 def _kernels(rehearsed: Rehearsed) -> Table:
-    title = f"Triton kernels, of {rehearsed.step.many} micro-batches"
+    title = f"Triton kernels in a step of {rehearsed.step.many} micro-batches; times are modelled"
     table = _table(
-        title, "kernel", "grid", "launches", "registers", "spilled", "shared", "warps", "bound by", "ms each",
+        title, "kernel", "grid", "launches", "registers", "spilled", "shared", "warps", "rounds", "bound by", "ms each",
         "of roofline",
     )  # fmt: skip
     for kernel in rehearsed.kernels:
         compiled = kernel.compiled
         grid = " x ".join(map(str, kernel.grid))
-        numbers = (kernel.launches, compiled.registers, compiled.spilled, compiled.shared, kernel.time.warps)
+        numbers = (
+            *(kernel.launches, compiled.registers, compiled.spilled, compiled.shared),
+            *(kernel.time.warps, kernel.time.rounds),
+        )
         milliseconds = f"{1e3 * kernel.time.seconds:.3f}"
         table.add_row(
             kernel.name, grid, *map(str, numbers), kernel.time.bound, milliseconds, f"{kernel.time.share:.0%}"
@@ -237,7 +263,7 @@ def _kernels(rehearsed: Rehearsed) -> Table:
 
 
 def _waits(waits: Counter[tuple[str, str, str]]) -> Table:
-    table = _table("The host, or a stream, waits", "in", "line", "for", "times", left=3)
+    table = _table("Waits of the host or of a stream", "in", "line", "for", "times", left=3)
     for row, times in waits.most_common():
         table.add_row(*row, str(times))
     return table
@@ -255,12 +281,12 @@ def _sent(rehearsed: Rehearsed) -> Table:
 
 def _memory(rehearsed: Rehearsed) -> Table:
     step = rehearsed.step
-    title = f"Tensors at their most: {step.peak / 1e9:.2f} GB; planned {rehearsed.planned / 1e9:.2f} GB"
+    title = f"Peak memory of tensors: {step.peak / 1e9:.2f} GB; planned {rehearsed.planned / 1e9:.2f} GB"
     table = _table(title, "made in", "line", "GB", left=2)
-    for (part, place), size in step.course.at_peak.most_common(SHOWN):
+    for (part, place), size in step.timeline.at_peak.most_common(MAX_LISTED):
         table.add_row(part, place, f"{size / 1e9:.3f}")
     if step.other_lanes:
-        table.add_row("", "states of lanes that are not played", f"{step.other_lanes / 1e9:.3f}")
-    rest = step.peak - step.other_lanes - sum(size for _, size in step.course.at_peak.most_common(SHOWN))
+        table.add_row("", "states of lanes that are not rehearsed", f"{step.other_lanes / 1e9:.3f}")
+    rest = step.peak - step.other_lanes - sum(size for _, size in step.timeline.at_peak.most_common(MAX_LISTED))
     table.add_row("", "all others", f"{rest / 1e9:.3f}")
     return table

@@ -2,8 +2,11 @@
 
     python -m hybridtron.rehearse.signatures flash-attn 2.8.3 FOLDER
 
-reads a package's functions from a checkout, prints the differences from the stored ones, and stores the new ones. Only
-parameters and their defaults (as text) are taken; the package's code is not imported or run.
+For the package's functions in SOURCES, the command reads the signatures from FOLDER, a checkout of the package. Then
+the command prints a diff between the stored and the new signatures, and stores the new signatures in signatures.json.
+Only parameters and their defaults (as text) are read; the package's code is not imported or run.
+
+Where a package is not installed, stubs with the stored signatures replace its functions (`package_stubs`).
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ Parameters = list[list[str | None]]  # name, kind, default as text
 
 
 def read(package: str, folder: Path) -> dict[str, Parameters]:
-    """Read the signatures of a package's functions and classes in SOURCES from a checkout."""
+    """Return the signatures of a package's functions and classes in SOURCES, read from the checkout `folder`."""
     signatures = {}
     for file, names in SOURCES[package].items():
         tree = ast.parse((folder / file).read_text())
@@ -59,7 +62,11 @@ def read(package: str, folder: Path) -> dict[str, Parameters]:
 
 
 def parameters(node: ast.FunctionDef | ast.ClassDef) -> Parameters:
-    """Return a function's parameters. For a class these are its `__init__`'s, or a dataclass's fields."""
+    """Return each parameter's name, kind and default, for a function or class.
+
+    A class has the parameters of its `__init__`, without `self`. A class without `__init__` is taken for a dataclass,
+    whose parameters are its fields.
+    """
     if isinstance(node, ast.ClassDef):
         constructors = [item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"]
         if constructors:
@@ -78,25 +85,28 @@ def parameters(node: ast.FunctionDef | ast.ClassDef) -> Parameters:
     return described
 
 
-def kept() -> dict[str, dict[str, Any]]:
-    """Read the stored data: package -> its version and its functions."""
+def stored_versions() -> dict[str, dict[str, Any]]:
+    """Read signatures.json, and return for each package its "version" and its "functions".
+
+    "functions" maps each function or class name to its parameters.
+    """
     return json.loads(DATA.read_text())
 
 
-def signature(given: Parameters) -> inspect.Signature:
-    """Return a signature that calls can be bound to; defaults are text."""
+def signature(parameters: Parameters) -> inspect.Signature:
+    """Return an `inspect.Signature` with these parameters. The defaults in it are text, not values."""
     kinds = {"plain": inspect.Parameter.POSITIONAL_OR_KEYWORD, "keyword": inspect.Parameter.KEYWORD_ONLY}
     empty = inspect.Parameter.empty
     return inspect.Signature(
         [
             inspect.Parameter(str(name), kinds[str(kind)], default=empty if text is None else text)
-            for name, kind, text in given
+            for name, kind, text in parameters
         ]
     )
 
 
 def differences(old: dict[str, Parameters], new: dict[str, Parameters]) -> list[str]:
-    """Return a diff between two sets of signatures, with one parameter per line."""
+    """Return a diff between two signature sets, with one parameter per line."""
     before, after = (
         [f"{name}: {parameter[0]} = {parameter[2]}" for name, given in functions.items() for parameter in given]
         for functions in (old, new)
@@ -108,8 +118,11 @@ def differences(old: dict[str, Parameters], new: dict[str, Parameters]) -> list[
 
 if __name__ == "__main__":
     name, version, source = sys.argv[1:]
-    held = kept() if DATA.exists() else {}
+    stored = stored_versions() if DATA.exists() else {}
     functions = read(name, Path(source))
-    print("\n".join(differences(held.get(name, {"functions": {}})["functions"], functions)) or "as before")
-    held[name] = {"version": version, "functions": functions}
-    DATA.write_text(json.dumps(held, indent=1) + "\n")
+    print(
+        "\n".join(differences(stored.get(name, {"functions": {}})["functions"], functions))
+        or "the signatures have not changed"
+    )
+    stored[name] = {"version": version, "functions": functions}
+    DATA.write_text(json.dumps(stored, indent=1) + "\n")

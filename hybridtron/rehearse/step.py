@@ -1,9 +1,17 @@
-"""One rank's training step on a simulated GPU, taken by the code that trains.
+"""One rank's training step on a simulated GPU, executed by the code that trains.
 
-The engine is built as for a run, with weights that have no values. Two steps are counted: one with as many
-micro-batches as fill the pipeline, and one with twice as many. Their difference is these micro-batches' cost; the
-remainder of the first is the cost that a step has once. Together they give the cost of a step with any number of
-micro-batches. If gradients are reduced over ranks, another step is taken before these two.
+The engine is built as for a run, but all tensors have shapes without values. Two steps are counted:
+
+few    a step with just enough micro-batches to fill the pipeline
+many   a step with twice as many, or with all micro-batches in a step if these are fewer
+
+The difference between the two steps is the cost of the additional micro-batches. A step's remaining cost arises once,
+for any number of micro-batches. These two costs give a step's cost for any number of micro-batches.
+
+If gradients are reduced over ranks, another step is taken first and not counted, because in a run's first step Megatron
+overlaps no gradient reduction with computation.
+
+Letters in tensor names: B sequences, L tokens, E document boundaries in the batch.
 """
 
 from __future__ import annotations
@@ -16,62 +24,67 @@ from typing import Any
 
 import torch
 
-from hybridtron.architecture.table import parameter_table
 from hybridtron.config.choices import Documents, StateMode
-from hybridtron.config.layout import ProcessLaunch, data_parallel
+from hybridtron.config.pipeline_layout import ProcessLaunch, data_parallel
 from hybridtron.config.resolve import ResolvedPhase
-from hybridtron.data.batch import Batch, RowShare, SeqInfo
+from hybridtron.data.batch import Batch, SeqInfo, SequenceShard
 from hybridtron.engine.engine import Engine
 from hybridtron.ops import flex_tiles
 from hybridtron.ops.attention import flex
 from hybridtron.ops.kernel_launch import recorded_launches
 from hybridtron.ops.registry import choices
 from hybridtron.parallel import groups
-from hybridtron.rehearse import heard
-from hybridtron.rehearse.absent_gpu import ValuesOfNobody, fake_tensors
-from hybridtron.rehearse.attention_work import flex_kernel
+from hybridtron.rehearse import events
+from hybridtron.rehearse.attention_cost import flex_kernel
 from hybridtron.rehearse.census import Census, Operation, Sent, Wait
 from hybridtron.rehearse.collectives import Collectives
+from hybridtron.rehearse.fake_cuda import PlaceholderValues, fake_tensors
 from hybridtron.rehearse.launches import Launches
-from hybridtron.rehearse.live import Course
+from hybridtron.rehearse.memory_timeline import MemoryTimeline
 
 
 @dataclass(frozen=True)
 class CountedPart:
-    """Operations, waits and communication in a part of a step. `first` is the number of its first operation."""
+    """Operations, waits, communication calls and host-device copies in one part of a step.
+
+    `first` is the index of the part's first operation in the census, which records all steps.
+    """
 
     first: int
     operations: list[Operation]
     waits: list[Wait]
     sent: list[Sent]
-    copies: list[Sent]  # between host and device
+    copies: list[Sent]  # asynchronous copies between host and device
 
 
 @dataclass(frozen=True)
 class RankStep:
-    """A step of one rank: its passes with `few` micro-batches and with `many`, and its update."""
+    """One rank's recorded steps: passes with `few` and with `many` micro-batches, and the optimizer's update.
+
+    Passes are the forward and backward passes for all micro-batches.
+    """
 
     rank: int
-    place: groups.Groups
-    implementations: list[tuple[str, str, str]]  # of every op: its name, its implementation, and the reason
-    micro_batches: int  # in a step of the run
+    place: groups.Groups  # process groups of the rank
+    implementations: list[tuple[str, str, str]]  # for every op: its name, its implementation, and the reason
+    micro_batches: int  # number in a step of the run
     few: int
     many: int
     passes_of_few: CountedPart
     passes_of_many: CountedPart
     update: CountedPart
-    course: Course  # memory timeline of the larger step
+    timeline: MemoryTimeline  # of the step with `many` micro-batches
     launches: Launches
-    other_lanes: int = 0  # bytes of carried states, old and new, of the lanes that only a run's step has
+    other_lanes: int = 0  # bytes of carried states that are missing in the counted step (`_Steps.other_lanes`)
 
     @property
     def peak(self) -> int:
-        """Largest number of bytes that tensors take at a time."""
-        return max(self.course.total) + self.other_lanes
+        """Peak memory of tensors in a run's step, in bytes."""
+        return max(self.timeline.total) + self.other_lanes
 
 
 def rehearse_rank(phase: ResolvedPhase, world: int, rank: int, collectives: Collectives) -> RankStep:
-    """Build the rank's engine, take its steps, and return the record."""
+    """Build the rank's engine, take its steps, and return their records."""
     parallel = phase.config.parallel
     data = data_parallel(parallel, world)
     micro_batches = phase.settings.global_batch // (phase.settings.micro_batch * data * phase.chunks_together)
@@ -87,25 +100,28 @@ def rehearse_rank(phase: ResolvedPhase, world: int, rank: int, collectives: Coll
             engine = build_engine(phase, place)
             steps = _Steps(phase, engine, census, sent)
             if data * parallel.context > 1:
-                steps.take(few)  # Megatron hides no gradient's reduction in the first step of a run
+                steps.take(few)  # Megatron overlaps no gradient reduction in a run's first step
             first, _ = steps.take(few)
             start = len(census.memory.changes)
             second, update = steps.take(many)
-            course = census.memory.course(start)
+            timeline = census.memory.timeline(start)
             others = steps.other_lanes(phase.lanes // data)
         finally:
             groups.stop()
     return RankStep(
-        rank, place, choices("cuda"), micro_batches, few, many, first, second, update, course, launches, others
+        rank, place, choices("cuda"), micro_batches, few, many, first, second, update, timeline, launches, others
     )
 
 
 @contextmanager
 def counting(census: Census, launches: Launches) -> Iterator[None]:
-    """Count everything inside the context and compute nothing. Gloo groups, for checkpoints, are not formed."""
+    """Count all operations and launches inside the context, without computing anything.
+
+    No gloo process groups are created, because only checkpoints need them.
+    """
     kernels: Any = flex_tiles
-    kernels._kernel = flex_kernel  # there is no device that torch.compile could compile for
-    flex._mask_of_sizes.cache_clear()  # its tensors belong to one rehearsal
+    kernels._kernel = flex_kernel  # a stub, because torch.compile needs a real device
+    flex._mask_of_sizes.cache_clear()  # cached masks are tensors of an earlier rehearsal
 
     def note(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         census.add_kernel(*launches.note(kernel, grid, arguments, options))
@@ -113,22 +129,24 @@ def counting(census: Census, launches: Launches) -> Iterator[None]:
     with (
         groups.without_gloo_groups(),
         fake_tensors(),
-        ValuesOfNobody(),
+        PlaceholderValues(),
         census,
         recorded_launches(note),
-        heard.listening(census),
+        events.listen(census),
     ):
         yield
 
 
 def build_engine(phase: ResolvedPhase, place: groups.Groups) -> Engine:
-    """Build the engine as for a run; every weight is loaded from a checkpoint without values."""
-    table = parameter_table(phase.config.model)
-    return Engine(phase.config, place, lambda name: torch.empty(table[name].shape), phase=phase.index)
+    """Build the engine as for a run. Each initial full weight is an uninitialized tensor."""
+    return Engine(phase, place, lambda name: torch.empty(phase.table[name].shape))
 
 
 class _Steps:
-    """Runner for the phase's steps, which counts each."""
+    """Takes steps in a phase with one engine, and returns their records.
+
+    `sent` is the list to which communication calls are appended.
+    """
 
     def __init__(self, phase: ResolvedPhase, engine: Engine, census: Census, sent: list[Sent]) -> None:
         self.phase = phase
@@ -137,29 +155,35 @@ class _Steps:
         self.sent = sent
 
     def take(self, micro_batches: int) -> tuple[CountedPart, CountedPart]:
-        """Take a step with this number of micro-batches. Returns its passes and its update.
+        """Take a step with this many micro-batches. Return the records from its passes and from its update.
 
-        If states are carried, another step is taken first, so that this one starts from states.
+        If sequences start from earlier sequences' final states (`states.mode`), two steps are taken. The second step
+        starts from the states that the first step has left, and only the second step is recorded.
         """
         rows = self.phase.settings.micro_batch * micro_batches * self.phase.chunks_together // self.phase.states.chunks
-        self.engine.start_phase(self.phase.index, range(rows))
+        self.engine.start_phase(self.phase, range(rows))
         batches = [self._batch() for _ in range(micro_batches)]
         if self.phase.states.mode is not StateMode.zero:
-            self._counted("unseen", lambda: self.engine.forward_backward(batches, 0))
-            self._counted("unseen", lambda: self.engine.step(1e-4))
-        passes = self._counted("passes", lambda: self.engine.forward_backward(batches, 1))
-        return passes, self._counted("update", lambda: self.engine.step(1e-4))
+            self._count_part("unseen", lambda: self.engine.forward_backward(batches, 0))
+            self._count_part("unseen", lambda: self.engine.step(1e-4))
+        passes = self._count_part("passes", lambda: self.engine.forward_backward(batches, 1))
+        return passes, self._count_part("update", lambda: self.engine.step(1e-4))
 
     def other_lanes(self, lanes: int) -> int:
-        """Return the bytes of carried states, old and new, for the lanes that the last step did not have."""
-        carrier = self.engine.carrier
-        if carrier is None or not carrier.held:
-            return 0
-        held = sum(tensor.nbytes for parts in carrier.held.values() for tensor in parts.values())
-        return 2 * held * (lanes - len(carrier.lanes)) // len(carrier.lanes)
+        """Return the bytes of the states that a run's step has in memory and the last counted step had not.
 
-    def _counted(self, part: str, run: Callable[[], object]) -> CountedPart:
-        """Run a part of the step, and return the records that it has added."""
+        A lane is a sequence's index in the batch. A sequence starts from the final state of the previous step's
+        sequence with this index. For each lane, the old and the new state are in memory. In a run, the rank has `lanes`
+        lanes. A counted step has fewer lanes, because it has fewer micro-batches.
+        """
+        carrier = self.engine.carrier
+        if carrier is None or not carrier.lane_states:
+            return 0
+        state_bytes = sum(tensor.nbytes for parts in carrier.lane_states.values() for tensor in parts.values())
+        return 2 * state_bytes * (lanes - len(carrier.lanes)) // len(carrier.lanes)
+
+    def _count_part(self, part: str, run: Callable[[], object]) -> CountedPart:
+        """Call `run` as the step's part with this name, and return the records that the call has added."""
         census = self.census
         sent = self.sent
         first = len(census.operations)
@@ -171,8 +195,9 @@ class _Steps:
         return CountedPart(first, census.operations[first:], census.waits[waits:], sent[calls:], census.copies[copies:])
 
     def _batch(self) -> Batch:
-        """Return a batch as the loader makes it, without values. Under context parallelism it has the rank's own
-        tokens.
+        """Return a batch as the loader makes it, without values.
+
+        With context parallelism, the batch has only the tokens of the rank's sequence shard.
         """
         rows = self.phase.settings.micro_batch
         whole = self.phase.settings.seq_len * self.phase.chunks_together
@@ -189,16 +214,16 @@ class _Steps:
             boundaries_E = torch.zeros(rows + 1, dtype=torch.int32, device="cuda")
         else:
             boundaries_E = None
-        share = None
+        shard = None
         if context.size > 1:
             behind_B = torch.zeros(rows, dtype=torch.int64, device="cuda")
             of_rows = [[(0, whole)] for _ in range(rows)]
-            share = RowShare(context.size, context.rank, None, of_rows, length, behind_B, continues_B)
+            shard = SequenceShard(context.size, context.rank, None, of_rows, length, behind_B, continues_B)
         seq = SeqInfo(
             zeros_BL(dtype=torch.int64),
             documents_BL,
             boundaries_E=boundaries_E,
-            share=share,
+            shard=shard,
             _spans=[[(0, length)] for _ in range(rows)],
         )
         carried = self.phase.states.mode is StateMode.tbtt

@@ -1,15 +1,23 @@
-"""Time model of a step, from the recorded operations and the rates in `planning/rates`.
+"""Time model for a step, from the recorded operations and the rates in `planning/rates`.
 
-    a product           its FLOPs or its bytes, whichever takes longer; attention likewise, at its own rate
-    a kernel of ours    as in `kernel_time`
-    everything else     its bytes
-    the host            launches; if they take longer than the device's work, they count instead
-    a collective        its bytes over the link; all that is computed until it is waited for hides it
-    copies to the host  and from it likewise, one after the other in each direction
+    a matrix product    the time for its FLOPs or for its bytes, whichever is longer
+    attention           the time for its FLOPs, at attention's rate, or for its bytes, whichever is longer
+    a Triton kernel     the time in `kernel_time`, for kernels of this package
+    other operations    the time for their bytes
+    each of these       at least the time in which the device starts and ends a kernel
+    a launch            a fixed host time, longer for a Triton kernel. The host launches while the device computes, so
+                        the two times are not added: the step takes the longer one, and is called host-bound or
+                        device-bound
+    a collective        the time for its bytes over the link, minus the computation between the call and the wait for
+                        its result
+    a host-device copy  the time for its bytes, minus the computation between the copy and the wait for its result;
+                        copies in the same direction run one after another
     a wait              a fixed time
 
-Only one rate was measured: the launch overhead in `expected_seconds`. A step's passes cost `once` and a time for each
-micro-batch; in a pipeline of p ranks with v virtual stages, the bubble adds the time of (p - 1) / v micro-batches.
+No number in the model is fitted to measured steps.
+
+A step's time has a fixed part, which arises once in a step, and a part for each micro-batch. In a pipeline with p ranks
+and v virtual stages on each rank, the bubble (idle time) takes as long as (p - 1) / v micro-batches.
 """
 
 from __future__ import annotations
@@ -19,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from hybridtron.planning.rates import BESIDE_S, GPU, LAUNCH_S, WAIT_S
+from hybridtron.planning.rates import GPU, HOST_S, TRITON_S, WAIT_S, occupied_seconds
 from hybridtron.rehearse.census import FROM_HOST, TO_HOST, Operation, Sent
 from hybridtron.rehearse.kernel_time import KernelTime
 from hybridtron.rehearse.step import CountedPart, RankStep
@@ -27,12 +35,13 @@ from hybridtron.rehearse.step import CountedPart, RankStep
 
 @dataclass
 class Work:
-    """Sum of operations: launches, bytes, FLOPs and seconds."""
+    """Sums over operations: launches, bytes, FLOPs, and seconds of the device and of the host."""
 
     launches: float = 0
     bytes: float = 0
     flops: float = 0
     seconds: float = 0
+    host: float = 0
 
     def add(self, other: Work, times: float = 1) -> None:
         """Add other work, multiplied by `times`."""
@@ -40,23 +49,28 @@ class Work:
         self.bytes += times * other.bytes
         self.flops += times * other.flops
         self.seconds += times * other.seconds
+        self.host += times * other.host
 
 
-Works = dict[tuple[str, str], Work]  # by part and kind
+Works = dict[tuple[str, str], Work]
+"""Work by the part of the step (forward, backward or update) and the kind of work (`category`)."""
 
 
 @dataclass
 class PartTime:
-    """Cost of passes or an update: the device's work, exposed communication, and waits."""
+    """Cost of a step's part: the device's work, exposed communication, and waits.
+
+    Communication is exposed as long as no computation runs at the same time.
+    """
 
     costs: Works = field(default_factory=lambda: defaultdict(Work))
-    exposed: float = 0  # seconds of collectives and copies that no computation hides
+    exposed: float = 0  # seconds of exposed collectives and copies
     sent: float = 0  # bytes
-    waits: float = 0
+    waits: float = 0  # number of waits
 
     @property
     def device(self) -> float:
-        """Device time: the seconds of all operations."""
+        """Device time: all operations' seconds, added up."""
         return sum(cost.seconds for cost in self.costs.values())
 
     @property
@@ -66,16 +80,26 @@ class PartTime:
 
     @property
     def host(self) -> float:
-        """Host time: the seconds in which all operations are launched."""
-        return LAUNCH_S * self.launches
+        """Host time: the seconds that the host takes to launch all operations."""
+        return sum(cost.host for cost in self.costs.values())
+
+    @property
+    def idle(self) -> float:
+        """Seconds in which neither host nor device works: exposed communication and waits."""
+        return self.exposed + WAIT_S * self.waits
 
     @property
     def seconds(self) -> float:
-        """Seconds in all: the longer of device and host time, exposed communication, and waits."""
-        return max(self.device, self.host) + self.exposed + WAIT_S * self.waits
+        """Total seconds: device time or host time, whichever is longer, plus exposed communication and waits."""
+        return max(self.device, self.host) + self.idle
+
+    @property
+    def bound(self) -> str:
+        """Side that takes longer: "host-bound" or "device-bound"."""
+        return "host-bound" if self.host > self.device else "device-bound"
 
     def plus(self, other: PartTime, times: float = 1) -> PartTime:
-        """Return this part plus `times` times another."""
+        """Return this part plus `times` times the other part."""
         total = PartTime(
             exposed=self.exposed + times * other.exposed,
             sent=self.sent + times * other.sent,
@@ -90,32 +114,36 @@ class PartTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Modelled time of one rank's step: a part that a step has once, with its update, and a micro-batch's."""
+    """Modelled time of one rank's step.
+
+    once           cost that arises once in a step, including the update
+    micro_batch    cost per micro-batch
+    micro_batches  how many micro-batches a step has
+    waiting        how many micro-batches the pipeline's bubble lasts
+    """
 
     once: PartTime
     micro_batch: PartTime
     micro_batches: int
-    waiting: float  # bubble of the pipeline, in micro-batches
+    waiting: float
 
     @property
     def seconds(self) -> float:
-        """The step's seconds."""
-        return self.once.seconds + (self.micro_batches + self.waiting) * self.micro_batch.seconds
-
-    @property
-    def expected_seconds(self) -> float:
-        """The step's seconds, with the measured launch overhead added to the model."""
-        launches = self.once.launches + (self.micro_batches + self.waiting) * self.micro_batch.launches
-        return self.seconds + BESIDE_S * launches
+        """The step's modelled time in seconds."""
+        return self.once.plus(self.micro_batch, self.micro_batches + self.waiting).seconds
 
     @property
     def whole(self) -> PartTime:
-        """The full step's cost without the pipeline's bubble."""
+        """Cost of the full step without the pipeline's bubble."""
         return self.once.plus(self.micro_batch, self.micro_batches)
 
 
 def step_time(step: RankStep, kernels: dict[int, KernelTime], gpu: GPU, virtual: int) -> StepTime:
-    """Model a step's time. `kernels` has the time of each distinct kernel launch, by its number."""
+    """Return a step's modelled time, from two recorded steps with different micro-batch counts.
+
+    kernels  time for each distinct kernel launch, by the launch's index (`Operation.variant`)
+    virtual  how many virtual stages a pipeline rank has
+    """
     few, many = (part_time(part, kernels, gpu) for part in (step.passes_of_few, step.passes_of_many))
     update = part_time(step.update, kernels, gpu)
     more = step.many - step.few
@@ -125,27 +153,34 @@ def step_time(step: RankStep, kernels: dict[int, KernelTime], gpu: GPU, virtual:
     else:
         micro_batch = PartTime().plus(many, 1 / step.many)
     once = PartTime().plus(many).plus(micro_batch, -step.many).plus(update)
-    if micro_batch.waits < 0:  # some waits are only in a run's first step, here the one of `few`
+    # some waits occur only in a run's first step; if this is the step with `few`, the difference may be negative
+    if micro_batch.waits < 0:
         micro_batch.waits = 0.0
         once.waits = many.waits + update.waits
     return StepTime(once, micro_batch, step.micro_batches, (step.place.pipeline.size - 1) / virtual)
 
 
 def work(operations: Iterable[Operation], kernels: dict[int, KernelTime], gpu: GPU) -> Work:
-    """Add up the work of all operations."""
+    """Return all operations' work, added up."""
     total = Work()
     for operation in operations:
-        total.add(Work(1, operation.bytes, operation.flops, operation_seconds(operation, kernels, gpu)))
+        total.add(operation_work(operation, kernels, gpu))
     return total
+
+
+def operation_work(operation: Operation, kernels: dict[int, KernelTime], gpu: GPU) -> Work:
+    """Return one operation's work."""
+    seconds = operation_seconds(operation, kernels, gpu)
+    return Work(1, operation.bytes, operation.flops, seconds, host_seconds(operation))
 
 
 def part_time(part: CountedPart, kernels: dict[int, KernelTime], gpu: GPU) -> PartTime:
     """Return a counted part's cost."""
     total = PartTime(waits=len(part.waits))
-    seconds = [operation_seconds(operation, kernels, gpu) for operation in part.operations]
-    for operation, time in zip(part.operations, seconds, strict=True):
-        total.costs[operation.part, category(operation)].add(Work(1, operation.bytes, operation.flops, time))
-    until = [0.0, *accumulate(seconds)]
+    works = [operation_work(operation, kernels, gpu) for operation in part.operations]
+    for operation, cost in zip(part.operations, works, strict=True):
+        total.costs[operation.part, category(operation)].add(cost)
+    until = [0.0, *accumulate(cost.seconds for cost in works)]
     for call in part.sent:
         total.sent += call.bytes
         total.exposed += exposed_seconds(call, until, part.first, gpu)
@@ -154,18 +189,26 @@ def part_time(part: CountedPart, kernels: dict[int, KernelTime], gpu: GPU) -> Pa
     return total
 
 
-def operation_seconds(each: Operation, kernels: dict[int, KernelTime], gpu: GPU) -> float:
-    """Return one operation's modelled seconds."""
-    if each.kind == "kernel" and each.variant in kernels:
-        return kernels[each.variant].seconds
-    rate = gpu.rate(each.kind, each.name.partition(" ")[0])
-    return max(each.bytes / gpu.bandwidth, each.flops / rate if rate else 0.0)
+def operation_seconds(operation: Operation, kernels: dict[int, KernelTime], gpu: GPU) -> float:
+    """Return one operation's modelled seconds on the device, with the gap before the next operation."""
+    if operation.kind == "kernel" and operation.variant in kernels:
+        seconds = kernels[operation.variant].seconds
+    else:
+        rate = gpu.rate(operation.kind, operation.name.partition(" ")[0])
+        seconds = max(operation.bytes / gpu.bandwidth, operation.flops / rate if rate else 0.0)
+    return occupied_seconds(seconds)
+
+
+def host_seconds(operation: Operation) -> float:
+    """Return the seconds that the host takes to launch one operation."""
+    return HOST_S + TRITON_S if operation.kind == "kernel" else HOST_S
 
 
 def exposed_seconds(call: Sent, until: Sequence[float], first: int, gpu: GPU) -> float:
-    """Return the seconds for which a call is not hidden by computation.
+    """Return the seconds of a communication call during which no computation runs.
 
-    `until` has the time before each operation, and `first` is the first operation's number in the census.
+    until  for each operation in the part, the device time that all operations before it take together; last, the total
+    first  index of the part's first operation in the census
     """
     needed = call.bytes / (gpu.between_nodes if call.between_nodes else gpu.inside_node)
     asked, waited = (min(max(0, index - first), len(until) - 1) for index in (call.asked, call.waited))
@@ -173,9 +216,12 @@ def exposed_seconds(call: Sent, until: Sequence[float], first: int, gpu: GPU) ->
 
 
 def copies_seconds(copies: Sequence[Sent], until: Sequence[float], first: int, gpu: GPU) -> float:
-    """Return the seconds for which computation waits for copies between device and host.
+    """Return the seconds for which computation waits for copies between host and device.
 
-    Copies in the same direction run one after the other.
+    Copies in the same direction run one after another.
+
+    until  for each operation in the part, the device time that all operations before it take together; last, the total
+    first  index of the part's first operation in the census
     """
     waited = 0.0
     ends = {TO_HOST: 0.0, FROM_HOST: 0.0}
@@ -190,17 +236,24 @@ def copies_seconds(copies: Sequence[Sent], until: Sequence[float], first: int, g
 NAMES = {"model": "residual stream", "mixers": "copies", "engine": "gradients", "parallel": "gradients"}
 
 
-def category(each: Operation) -> str:
-    """Return an operation's kind of work: product, attention or op. Mixers' operations between ops are copies."""
-    if each.kind in ("product", "attention"):
-        return {"product": "products"}.get(each.kind, each.kind)
-    if each.part == "update":
+def category(operation: Operation) -> str:
+    """Return an operation's kind of work, as reports name it.
+
+    - "products", "attention", "optimizer", "copies of activations" and "casts to FP8" follow from the operation itself,
+      not from its source line.
+    - An operation with a source line in ops/ gets the op's name. Exceptions: "copies" in attention/, "loss" in
+      softmax/.
+    - Any other operation gets the name that NAMES has for its source line's folder, or else "gradients".
+    """
+    if operation.kind in ("product", "attention"):
+        return {"product": "products"}.get(operation.kind, operation.kind)
+    if operation.part == "update":
         return "optimizer"
-    if each.name in (TO_HOST, FROM_HOST):
+    if operation.name in (TO_HOST, FROM_HOST):
         return "copies of activations"
-    if each.name.startswith("cast to fp8"):
+    if operation.name.startswith("cast to fp8"):
         return "casts to FP8"
-    room, _, rest = each.place.partition("/")
+    room, _, rest = operation.place.partition("/")
     if room == "ops":
         op = rest.partition("/")[0]
         return {"attention": "copies", "softmax": "loss"}.get(op, op.removesuffix(".py"))

@@ -1,9 +1,11 @@
-"""Rehearsal suite: every recipe under every layout, on each rank that differs.
+"""Rehearsal suite: every recipe under every layout, on one rank for each pipeline rank.
 
-A rank's results are stored as a line in a file (`benchmarks/rehearse.jsonl`), with a digest of the rehearsed code. So a
-suite that was stopped can continue. After a change to the code, missing results come first, then older ones are
-replaced. Recipes that start from other weights are rehearsed on the model that they are for (`ORIGINS`), whose
-configuration replaces a checkpoint.
+A rehearsal simulates one rank's training step without a GPU. A rank's results are stored as a line in a file
+(`benchmarks/rehearse.jsonl`), with the rehearsed code's digest. A suite that was stopped can therefore continue. Ranks
+without results are rehearsed first. Ranks whose results have the digest of older code follow.
+
+Some recipes start from another run's weights. A rehearsal of such a recipe needs no checkpoint: it uses the model of a
+recipe whose weights could be trained further (`ORIGINS`, `ORIGIN`).
 """
 
 from __future__ import annotations
@@ -20,14 +22,16 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridtron.config.check import check
+from hybridtron.config.check import require
 from hybridtron.config.load import CONFIGS, choices_of, load, to_yaml
-from hybridtron.config.schema import Config
+from hybridtron.config.resolve import RunPlan
+from hybridtron.config.schema import ParallelConfig
 from hybridtron.planning.memory import largest_phase, plan
 from hybridtron.problems import ConfigError
+from hybridtron.proving.gpu.queue.digest import code, uncommented
 from hybridtron.rehearse.rehearsal import different_ranks
-from hybridtron.shipped import PACKAGE
-from hybridtron.train.records import read_lines, write_whole
+from hybridtron.resources import PACKAGE
+from hybridtron.train.jsonl import read_lines, write_whole
 
 if TYPE_CHECKING:  # only for types; the process is created by the caller
     from hybridtron.rehearse.rehearsal import RehearsalProcess
@@ -40,20 +44,23 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "CP4": (4, ("parallel.context=4",)),
     "TP2 x PP2 x DP2": (8, ("parallel=tensor2_pipeline2",)),
 }
-"""Layout -> number of processes, and settings."""
+"""Number of processes and settings, by layout.
+
+In names, TP is tensor, SP sequence, PP pipeline, VPP virtual pipeline, DP data, and CP context parallelism.
+"""
 ORIGINS = {
     "length/official_130m": "mamba2_130m",
     "length/official_370m": "mamba2_350m",
     "length/official_780m": "mamba2_780m",
     "length/official_1.3b": "mamba2_1.3b",
 }
-ORIGIN = "samba_421m"  # model for recipes that continue any checkpoint: it has both kinds of states
-EVERY_RANK = (ORIGIN, "TP2 x PP2 x DP2")  # the case whose ranks are all rehearsed, to see which are equal
+ORIGIN = "samba_421m"  # for the other recipes of length/, which can start from any checkpoint
+EVERY_RANK = (ORIGIN, "TP2 x PP2 x DP2")  # recipe and layout of the case in which all ranks are rehearsed, as a check
 REHEARSED = (
     *("architecture", "config", "data", "device.py", "engine", "mixers", "model", "ops", "optimizers", "parallel"),
     *("planning", "rehearse"),
 )
-"""Code that a rehearsal depends on; the digest covers these files and the recipes."""
+"""Files and folders of the package that a rehearsal depends on. The digest covers these and the recipes."""
 
 
 @dataclass(frozen=True)
@@ -68,23 +75,26 @@ class RecipeCase:
         """Number of processes."""
         return LAYOUTS[self.layout][0]
 
-    def config(self) -> Config:
-        """Load the configuration as it would be trained. Raises ConfigError if the recipe refuses the layout."""
-        config = load([*startable(self.recipe), *LAYOUTS[self.layout][1]])
-        if problems := check(config, self.world):
-            raise ConfigError(problems)
-        return config
+    def plan(self) -> RunPlan:
+        """Return the run's plan. Raises ConfigError if the recipe can't be trained under the layout."""
+        run_plan = RunPlan.of(load([*startable(self.recipe), *LAYOUTS[self.layout][1]]))
+        require(run_plan, self.world)
+        return run_plan
 
 
 def origin_of(recipe: str) -> str | None:
-    """Return the recipe whose weights this one starts from, or None."""
+    """Return the recipe whose model a rehearsal of `recipe` uses, or None if `recipe` starts from random weights."""
     if recipe.startswith("length/"):
         return ORIGINS.get(recipe, ORIGIN)
     return None
 
 
 def startable(recipe: str) -> list[str]:
-    """Return the settings that load a recipe. If it starts from a checkpoint, they name a simulated one."""
+    """Return the settings that load a recipe.
+
+    If the recipe starts from a checkpoint, `run.weights` names a temporary folder with only a checkpoint's
+    configuration.
+    """
     if (origin := origin_of(recipe)) is None:
         return [f"recipe={recipe}"]
     weights = _checkpoint_of(origin, "official" in recipe)
@@ -93,7 +103,11 @@ def startable(recipe: str) -> list[str]:
 
 @cache
 def _checkpoint_of(recipe: str, imported: bool) -> str:
-    """Write a folder that a configuration accepts as the recipe's checkpoint, and return its path."""
+    """Write a temporary folder in place of the recipe's checkpoint, and return its path.
+
+    The folder has only a configuration. With `imported`, the configuration has no phases, as in a folder with weights
+    imported from Hugging Face.
+    """
     config = load([f"recipe={recipe}", "data.path=/data"])
     folder = Path(tempfile.mkdtemp(prefix="rehearsed-weights-"))
     (folder / "config.yaml").write_text(to_yaml(dataclasses.replace(config, phases=[]) if imported else config))
@@ -101,46 +115,63 @@ def _checkpoint_of(recipe: str, imported: bool) -> str:
 
 
 def all_cases(recipes: Sequence[str] = ()) -> list[RecipeCase]:
-    """List these recipes' cases, or those of all recipes; ablations come last."""
+    """Return the cases for these recipes. If none is given, return the cases for all recipes, with ablations last."""
     names = recipes or sorted(choices_of("recipe"), key=lambda name: (name.startswith("ablations/"), name))
     return [RecipeCase(name, layout) for name in names for layout in LAYOUTS]
 
 
 def slice_of(cases: Sequence[RecipeCase], index: int, count: int, seed: str) -> list[RecipeCase]:
-    """Return one of `count` slices; another seed gives other slices."""
+    """Return the cases in slice `index` of `count` slices. A hash of `seed` and the case selects a case's slice."""
     return [case for case in cases if zlib.crc32(f"{seed} {case}".encode()) % count == index]
 
 
 @cache
 def code_digest() -> str:
-    """Return a digest over all files that a rehearsal's numbers depend on."""
+    """Return a digest over all files that a rehearsal's numbers depend on.
+
+    Comments, docstrings and blank lines of Python files, and lines of YAML files with only a comment, do not change it.
+    """
     digest = hashlib.blake2b(digest_size=6)
     files = [path for name in REHEARSED for path in (PACKAGE / name, *(PACKAGE / name).rglob("*"))]
     for path in sorted([*files, *CONFIGS.rglob("*.yaml")]):
         if path.suffix in (".py", ".cpp", ".yaml", ".json"):
-            digest.update(f"{path.name}\n".encode() + path.read_bytes())
+            digest.update(f"{path.name}\n{rehearsed_text(path)}\n".encode())
     return digest.hexdigest()
 
 
+def rehearsed_text(path: Path) -> str:
+    """Return a file's text without comments, docstrings and blank lines, on which no rehearsal depends."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        return code(text)
+    if path.suffix == ".yaml":
+        return "\n".join(uncommented(text))
+    return text
+
+
 Key = tuple[str, str, int | None]
-"""Key of a record: recipe, layout, and rank, or None for a case that is refused."""
+"""Key of a record: recipe, layout and rank. The rank is None if the recipe can't be trained under the layout."""
 
 
 class SuiteRecords:
-    """Results of a suite in a file, with a line for each case and rank. Several processes may add lines."""
+    """A suite's results in a file, with a line for each case and rank. Several processes may append lines."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def write(self, case: RecipeCase, rank: int | None, found: dict[str, Any]) -> None:
-        """Append a line; it replaces older lines with the same case and rank."""
-        record = {**dataclasses.asdict(case), "rank": rank, "code": code_digest(), **found}
+    def write(self, case: RecipeCase, rank: int | None, result: dict[str, Any]) -> None:
+        """Append a line with a rank's results. `read` ignores older lines with the same case and rank."""
+        record = {**dataclasses.asdict(case), "rank": rank, "code": code_digest(), **result}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
     def read(self) -> dict[Key, dict[str, Any]]:
-        """Read the newest line of each key. For a case they are either its refusal or its ranks."""
+        """Return the newest record for each key.
+
+        A case that can't be trained has one record, with the reason. Any other case has a record for each rank. A case
+        may have records of both sorts, because the code has changed. Only the sort of the newest record is returned.
+        """
         newest: dict[Key, dict[str, Any]] = {}
         for record in read_lines(self.path):
             recipe, layout, rank = key = record["recipe"], record["layout"], record["rank"]
@@ -153,26 +184,30 @@ class SuiteRecords:
         return newest
 
     def tidy(self) -> None:
-        """Rewrite the file with only the newest lines, by recipe. No other process may be writing."""
+        """Rewrite the file with only the newest records, in the order of cases and ranks.
+
+        No other process may append lines at the same time.
+        """
         newest = self.read()
         order = {(case.recipe, case.layout): number for number, case in enumerate(all_cases())}
         kept = sorted((key for key in newest if key[:2] in order), key=lambda key: (order[key[:2]], key[2] or 0))
         write_whole(self.path, "".join(json.dumps(newest[key]) + "\n" for key in kept))
 
 
-def ranks_of(case: RecipeCase, config: Config) -> Sequence[int]:
-    """Return the ranks to rehearse in a case: one for each pipeline rank, and all ranks for EVERY_RANK."""
+def ranks_of(case: RecipeCase, parallel: ParallelConfig) -> Sequence[int]:
+    """Return the ranks to rehearse in a case: all ranks for EVERY_RANK, else one rank for each pipeline rank."""
     if (case.recipe, case.layout) == EVERY_RANK:
         return range(case.world)
-    return different_ranks(config.parallel, case.world)
+    return different_ranks(parallel, case.world)
 
 
 def missing(
     cases: Sequence[RecipeCase], records: SuiteRecords, keeps: bool = False
-) -> list[tuple[RecipeCase, Config, int]]:
-    """List the ranks to rehearse: first those without a record, then those recorded with older code.
+) -> list[tuple[RecipeCase, RunPlan, int]]:
+    """Return the ranks to rehearse: first ranks without a record, then ranks with a record from older code.
 
-    The latter are left out if `keeps` is set. Cases that are refused are recorded here.
+    With `keeps`, ranks with a record from older code are not returned. If a recipe can't be trained under a layout,
+    this function writes a record with the reasons.
     """
     shown = records.read()
     digest = code_digest()
@@ -182,39 +217,43 @@ def missing(
         if (refused := shown.get((case.recipe, case.layout, None))) and (keeps or refused["code"] == digest):
             continue
         try:
-            config = case.config()
+            run_plan = case.plan()
         except ConfigError as error:
             records.write(case, None, {"refused": [str(problem) for problem in error.problems]})
             continue
-        for rank in ranks_of(case, config):
+        for rank in ranks_of(case, run_plan.config.parallel):
             record = shown.get((case.recipe, case.layout, rank))
             if record is None:
-                never.append((case, config, rank))
+                never.append((case, run_plan, rank))
             elif not keeps and record["code"] != digest:
-                older.append((case, config, rank))
+                older.append((case, run_plan, rank))
     return never + older
 
 
 def rehearse_all(
     process: RehearsalProcess,
-    todo: Sequence[tuple[RecipeCase, Config, int]],
+    todo: Sequence[tuple[RecipeCase, RunPlan, int]],
     records: SuiteRecords,
     limit_s: float,
     say: Callable[[str], None],
     compiles: bool = True,
 ) -> bool:
-    """Rehearse and record until all is done or the time limit is over. Returns True if all is done."""
+    """Rehearse the ranks in `todo` in order, and record their results, until `limit_s` seconds have passed.
+
+    Return True if all ranks are done. The function `say` is called with lines about the progress. `compiles` is passed
+    to `RehearsalProcess.rehearse`.
+    """
     start = time.monotonic()
-    for number, (case, config, rank) in enumerate(todo):
+    for number, (case, run_plan, rank) in enumerate(todo):
         spent = time.monotonic() - start
         if spent > limit_s:
-            say(f"stopped after {spent:.0f} s: {len(todo) - number} of {len(todo)} are left")
+            say(f"stopped after {spent:.0f} s: {len(todo) - number} of {len(todo)} ranks are not rehearsed yet")
             return False
         before = time.monotonic()
         try:
-            result = rehearse_case(process, case, config, rank, compiles)
+            result = rehearse_case(process, case, run_plan, rank, compiles)
         except Exception as error:
-            # a recipe that fails must not hide the others; the page and the exit code report it
+            # record the failure, and continue with the remaining ranks
             lines = [line for line in str(error).splitlines() if line.strip()]
             result = {"failed": f"{type(error).__name__}: {(lines or [''])[0]}"}
             say(f"{case.recipe}, {case.layout}, rank {rank} failed: {result['failed']}")
@@ -229,10 +268,10 @@ def rehearse_all(
 
 
 def rehearse_case(
-    process: RehearsalProcess, case: RecipeCase, config: Config, rank: int, compiles: bool
+    process: RehearsalProcess, case: RecipeCase, run_plan: RunPlan, rank: int, compiles: bool
 ) -> dict[str, Any]:
-    """Rehearse one rank in a case, and return the values to record."""
-    phase = largest_phase(config)
+    """Rehearse one rank of a case, and return the values to record."""
+    phase = largest_phase(run_plan)
     rehearsed = process.rehearse(phase, case.world, rank, compiles)
     from hybridtron.rehearse.report import forms_of, shown_parts
 

@@ -1,4 +1,8 @@
-"""Page of a suite: each recipe's modelled step under each layout, compared with its plan."""
+"""Page of a suite: each recipe's modelled step under each layout, compared with its plan.
+
+A suite is a set of rehearsals: training steps that are simulated without a GPU. A record has one rank's results for a
+recipe in a layout, or the reason why there are none (`suite.py`).
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,18 @@ from hybridtron.planning.activations import MARGIN
 from hybridtron.rehearse.suite import EVERY_RANK, LAYOUTS, ORIGIN, ORIGINS, all_cases
 
 Record = dict[str, Any]
-SCALARS = 10**5  # bytes of norms and losses that ranks exchange in a step; no plan counts them
+SCALARS = 10**5  # limit on the bytes of norms and losses that a rank sends in a step, which plans do not count
 INTRODUCTION = """# Rehearsed steps
 
-One training step of every recipe under six layouts, simulated on {gpu}: made by `make rehearse` from the
-code that the last column names, by the digest of its files (`{digest}`: the code that wrote this page). **No time here
-was measured**: tokens/s and MFU are those of the model that [docs/rehearse.md](../docs/rehearse.md) describes, of the
-slowest rank. Memory is what tensors hold at the most, and traffic what a rank sends in a step, beside what `hybridtron
-inspect` plans: one of each pipeline rank. Launches are the host's time over the device's in a micro-batch;
-above 100% they bind. All that was shown is in [rehearse.jsonl](rehearse.jsonl).
+One training step of every recipe under six layouts, simulated on {gpu} by `make rehearse`. The last column has the
+digest of the simulated code; the digest of the code that wrote this page is `{digest}`. **No time here was measured**:
+tokens/s and MFU are those of the slowest rank, by the model in [docs/rehearse.md](../docs/rehearse.md).
+
+Memory (GB of tensors) is the peak memory of tensors, and traffic (GB sent) the bytes that a rank sends in a step. Both
+are compared with the plan of `hybridtron inspect`. Each cell has a value for every pipeline rank. Launches are the
+host's launch time in a micro-batch, divided by the device time. Above 100%, launches limit the speed. Results with
+the digest of older code may be by an older model of the time, with fewer microseconds a launch and without latencies.
+All results are in [rehearse.jsonl](rehearse.jsonl).
 """
 HEADERS = (
     "recipe", "layout", "tokens/s a GPU (model)", "MFU (model)", "GB of tensors", "planned / rehearsed", "GB sent",
@@ -26,7 +33,7 @@ HEADERS = (
 
 
 def page(records: Sequence[Record], digest: str) -> str:
-    """Render the page as Markdown."""
+    """Return the page as Markdown. `digest` identifies the code that writes the page."""
     shown = [record for record in records if "peak" in record]
     gpu = shown[0]["gpu"].upper() if shown else "a GPU"
     gpus = f"an {gpu}" if gpu.startswith("H") else gpu
@@ -45,8 +52,9 @@ def _summary(records: Sequence[Record]) -> Iterator[str]:
         yield f"- {_nearness('traffic', [ratio for ratio in map(_sent_ratio, shown) if ratio is not None])}"
     yield f"- {_equal_ranks(shown)}"
     yield (
-        f"- Recipes of `length/` start from other weights: the official ones are rehearsed on "
-        f"{', '.join(f'`{name}`' for name in sorted(set(ORIGINS.values())))}, the others on `{ORIGIN}`."
+        f"- Recipes of `length/` start from the weights of another run. The recipes `length/official_*` are rehearsed "
+        f"with the models of {', '.join(f'`{name}`' for name in sorted(set(ORIGINS.values())))}, all others with the "
+        f"model of `{ORIGIN}`."
     )
 
 
@@ -57,24 +65,25 @@ def _nearness(what: str, ratios: Sequence[float]) -> str:
     else:
         span = "none"
     return (
-        f"The plan's {what} is {span} of the rehearsed one; {far} of {len(ratios)} are further off than {MARGIN:.0%}."
+        f"The planned {what} divided by the rehearsed {what} is {span}; {far} of {len(ratios)} ranks differ by more "
+        f"than {MARGIN:.0%}."
     )
 
 
 def _sent_ratio(record: Record) -> float | None:
-    """Return planned over rehearsed traffic, or None if only a few numbers are sent."""
+    """Return planned traffic divided by rehearsed traffic, or None if the rank sends only norms and losses."""
     if record["sent"] > SCALARS:
         return record["planned_sent"] / record["sent"]
     return None
 
 
 def _equal_ranks(shown: Sequence[Record]) -> str:
-    """Compare the ranks of each pipeline rank, for the case EVERY_RANK, and describe the result in a sentence."""
+    """Return a sentence on the case EVERY_RANK: whether ranks with equal pipeline rank agree in their costs."""
     case = f"`{EVERY_RANK[0]}` under {EVERY_RANK[1]}"
     ranks = [record for record in shown if (record["recipe"], record["layout"]) == EVERY_RANK]
     world = LAYOUTS[EVERY_RANK[1]][0]
     if len(ranks) < world:
-        return f"Of {case} not all {world} ranks were played."
+        return f"Only {len(ranks)} of the {world} ranks of {case} were rehearsed."
     amounts = {
         (
             record["pipeline_rank"],
@@ -87,12 +96,12 @@ def _equal_ranks(shown: Sequence[Record]) -> str:
     }
     stages = {record["pipeline_rank"] for record in ranks}
     if len(amounts) == len(stages):
-        others = "no others than"
+        comparison = "are equal"
     else:
-        others = "others than"
+        comparison = "differ"
     return (
-        f"All {world} ranks of {case} were played: those of a pipeline rank hold (to a KiB), send and take (to a "
-        f"microsecond) {others} each other."
+        f"All {world} ranks of {case} were rehearsed. The ranks of a pipeline rank {comparison} in memory (to a KiB), "
+        f"traffic and time (to a microsecond)."
     )
 
 
@@ -117,7 +126,7 @@ def _table(records: Sequence[Record]) -> Iterator[str]:
 
 
 def _different(records: Sequence[Record]) -> list[Record]:
-    """Return each pipeline rank's first record, by rank."""
+    """Return one record for each pipeline rank, sorted by rank: the lowest global rank's record."""
     ordered = sorted(records, key=lambda record: record["rank"])
     return list({record["pipeline_rank"]: record for record in reversed(ordered)}.values())[::-1]
 
@@ -138,7 +147,7 @@ def _numbers(ranks: Sequence[Record]) -> list[str]:
 
 
 def _forms(shown: Sequence[Record]) -> Iterator[str]:
-    """Yield a table of the kernels that computed ops, with their recipes, over all layouts."""
+    """Yield a table's lines: kernel combinations, and the recipes in which they run, over all layouts."""
     recipes: dict[tuple[str, str], dict[str, None]] = {}
     for record in shown:
         forms = tuple(", ".join(record["forms"][key]) for key in ("kernels", "attention"))
@@ -150,7 +159,7 @@ def _forms(shown: Sequence[Record]) -> Iterator[str]:
 
 
 def _missing(records: Sequence[Record]) -> list[str]:
-    """List the cases without a record."""
+    """Return a line for each recipe without records for some layouts, with these layouts' names."""
     recorded = {(record["recipe"], record["layout"]) for record in records}
     lacking: dict[str, list[str]] = {}
     for case in all_cases():

@@ -1,15 +1,18 @@
-"""The cache on this machine: which files are present and verified, which process fetches a file, and which are evicted.
+"""The local cache of a dataset's files: each digest is verified once, and the least recently used shards are evicted.
 
-    FOLDER/.lock                               held while files are evicted to make room
-    FOLDER/<digest of the dataset's name>/     an entry: one dataset, with its own layout
-        KEY                                    a complete file; nothing else ever has this name
-        .verified/KEY                          a verified file's size, time, inode and digest; its mtime: last use
-        .locks/KEY                             held while a file is fetched
-        .staging/KEY/                          temporary folder of a fetch; the next fetch removes a killed process's
+    FOLDER/.lock                               locked while shards are evicted to make room
+    FOLDER/<digest of the dataset's name>/     the entry of one dataset:
+        KEY                                    a complete file; an incomplete file never has this path
+        .verified/KEY                          a mark: the size, mtime, inode and digest of the verified file KEY;
+                                               the mark's own mtime is the time at which KEY was last used
+        .locks/KEY                             locked while KEY is fetched
+        .staging/KEY/                          temporary folder while KEY is fetched; if the process is killed, a later
+                                               fetch removes the folder
 
-Keys are paths below the dataset's root. Only files with a mark in .verified can be evicted: shards, but not the few
-small files beside them. A dataset that is read in place has an entry with marks alone. Locks are the kernel's (flock)
-and end with their process. This module neither downloads (`fetch.py`) nor knows the format of a shard.
+KEY is the file's path below the dataset's root. Only files with a mark can be evicted: the data shards. A dataset's few
+small files, such as its index, have no mark and stay in the cache. If the dataset is on a local disk, files are read
+from that disk, and the entry holds only marks. Locks are taken with flock(2), so the kernel releases a process's locks
+when the process ends. `fetch.py` downloads the files.
 """
 
 from __future__ import annotations
@@ -27,41 +30,41 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hybridtron.storage.attempts import Damaged, Patience, StorageError
 from hybridtron.storage.digest import digest_of
+from hybridtron.storage.retry import Damaged, RetryPolicy, StorageError
 
-_NAMES = 16  # characters of a digest that name an entry
-_LOOK_S = 0.05  # seconds between two tries to take a lock, or to find room
+_ENTRY_NAME_LENGTH = 16  # an entry's name is this many first characters of a digest
+_POLL_S = 0.05  # seconds between two attempts to take a lock or to reserve space
 
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Settings of the cache: its folder, its limit in bytes (None: unlimited), and the retry policy for stores."""
+    """Settings of the cache: folder, maximum size in bytes (None: unlimited), and retry policy for downloads."""
 
     folder: Path
     limit: int | None = None
-    patience: Patience = field(default_factory=Patience)
+    patience: RetryPolicy = field(default_factory=RetryPolicy)
 
 
 @contextmanager
 def disk_advice(options: CacheOptions, size: int) -> Iterator[None]:
-    """Convert errors of the cache's disk into a StorageError with advice; other errors pass unchanged.
+    """Inside the block, replace the OSError for a full disk or an unwritable cache by a StorageError with advice.
 
-    size: bytes that were to be written, for the message
+    Other errors are raised unchanged. `size` is the number of bytes that the block writes, for the message.
     """
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageError(
-                f"the cache {options.folder} has no room for {size} bytes ({error.strerror}): free some, move it with "
-                "data.cache, or let it drop shards with a smaller data.cache_limit"
+                f"can't be cached: {options.folder} has no room for {size} bytes ({error.strerror}); free disk space, "
+                "set data.cache to a folder on another disk, or evict old shards with a smaller data.cache_limit"
             ) from error
-        is_cache_file = error.filename is None or str(error.filename).startswith(str(options.folder))
+        is_cache_file = error.filename is None or Path(str(error.filename)).is_relative_to(options.folder)
         if is_cache_file and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             raise StorageError(
-                f"the cache {options.folder} can't be written ({error.strerror}), and {size} bytes have to be: name a "
-                "folder of yours with data.cache"
+                f"can't be cached: the folder {options.folder} can't be written ({error.strerror}), but {size} "
+                "bytes must be stored in it; set data.cache to a folder that you can write"
             ) from error
         raise
 
@@ -71,15 +74,16 @@ class CacheEntry:
 
     def __init__(self, options: CacheOptions, dataset: str) -> None:
         self.options = replace(options, folder=options.folder.absolute())
-        self.root = self.options.folder / digest_of(dataset.encode())[:_NAMES]
-        self._known: dict[str, list[int | str]] = {}  # contents of the marks, for a cache that can't be written
+        self.root = self.options.folder / digest_of(dataset.encode())[:_ENTRY_NAME_LENGTH]
+        # marks by key; in memory too, because a mark's file may be impossible to write
+        self._marks: dict[str, list[int | str]] = {}
 
     def open(self, path: Path, key: str, size: int, digest: str) -> mmap.mmap:
         """Map a file into memory; raise Damaged if its size or digest is wrong.
 
-        The digest is computed once per file. A mark then records size, mtime, inode and digest, and is valid while
-        these stay the same. Opening a file updates the mark's mtime, the time of last use. A symbolic link raises
-        OSError.
+        The digest is computed at the first opening. Then a mark records the file's size, mtime, inode and digest, and
+        the digest is not computed again until one of them changes. Every opening sets the mark's own mtime to the
+        current time. A symbolic link raises OSError.
         """
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())
@@ -87,32 +91,32 @@ class CacheEntry:
                 raise Damaged("is empty" if not status.st_size else f"has {status.st_size} of {size} bytes")
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         state = [status.st_size, status.st_mtime_ns, status.st_ino, digest]
-        if self._known.get(key) != state and self._marked(key) != state:
+        if self._marks.get(key) != state and self._read_mark(key) != state:
             if digest_of(mapped) != digest:
                 raise Damaged("differs from its digest in the manifest")
-            self._mark(key, state)
-        self._known[key] = state
+            self._write_mark(key, state)
+        self._marks[key] = state
         with suppress(OSError):
             os.utime(self._mark_file(key))
         return mapped
 
     def forget(self, path: Path, key: str) -> None:
-        """Delete a file from the cache, with its mark."""
+        """Delete the file at `path`, and the mark for `key`."""
         path.unlink(missing_ok=True)
         self._mark_file(key).unlink(missing_ok=True)
 
     @contextmanager
     def lock(self, key: str, seconds: float) -> Iterator[None]:
-        """Hold the lock under which a file is fetched; raise StorageError after waiting for `seconds`."""
-        with _locked(self.root / ".locks" / key, seconds):
+        """Hold the lock for fetching file `key`; raise StorageError if another process keeps the lock for `seconds`."""
+        with _hold_lock(self.root / ".locks" / key, seconds):
             yield
 
     @contextmanager
     def staging(self, key: str, size: int | None = None) -> Iterator[Path]:
-        """Create an empty temporary folder in which to prepare a file, and remove it at the end.
+        """Yield an empty temporary folder for the download of file `key`, and remove the folder when the block ends.
 
-        The caller holds the file's lock. With `size`, and if the cache has a limit, other files are evicted to reserve
-        that number of bytes.
+        The caller must hold the file's lock. If `size` is given and the cache has a limit, `size` bytes of the limit
+        are reserved for this file, and other files are evicted to make room.
         """
         folder = self.root / ".staging" / key
         shutil.rmtree(folder, ignore_errors=True)
@@ -127,48 +131,52 @@ class CacheEntry:
     def _reserve(self, folder: Path, size: int) -> None:
         """Evict files until `size` bytes fit, and record the reservation in `folder`.
 
-        Raises StorageError if the fetches of other processes leave no room for too long.
+        Other processes' reservations can leave too little room even in an empty cache. Then wait until they are
+        released; raise StorageError after the total time of the retry policy.
         """
         patience = self.options.patience.total(size)
         end = time.monotonic() + patience
         while True:
-            with _locked(self.options.folder / ".lock", patience):
+            with _hold_lock(self.options.folder / ".lock", patience):
                 if make_room(self.options, size):
                     (folder / ".reserved").write_text(str(size))
                     return
             if time.monotonic() > end:
                 raise StorageError(
-                    f"the cache {self.options.folder} of {self.options.limit} bytes is full of shards that other "
-                    f"processes are fetching, and {size} bytes have to fit: raise data.cache_limit"
+                    f"can't be cached: {self.options.folder} with {self.options.limit} bytes is full of shards that "
+                    f"other processes are fetching, and has no room for {size} bytes; raise data.cache_limit"
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def _mark_file(self, key: str) -> Path:
         return self.root / ".verified" / key
 
-    def _marked(self, key: str) -> object:
+    def _read_mark(self, key: str) -> object:
         try:
             return json.loads(self._mark_file(key).read_bytes())
         except (OSError, ValueError):
             return None
 
-    def _mark(self, key: str, state: list[int | str]) -> None:
+    def _write_mark(self, key: str, state: list[int | str]) -> None:
         mark = self._mark_file(key)
         temporary = mark.with_name(f".{mark.name}.{secrets.token_hex(4)}")
-        with suppress(OSError):  # without a mark, every process verifies the file once
+        with suppress(OSError):  # a mark that can't be written is no error: then every process verifies the file
             mark.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(json.dumps(state))
             temporary.replace(mark)
 
 
 def make_room(options: CacheOptions, size: int) -> bool:
-    """Evict the least recently used files until `size` bytes fit; return False if reservations leave too little.
+    """Evict the least recently used files until `size` more bytes fit below the limit; return True if they fit.
 
-    If even an empty cache would leave too little, no file is evicted. The caller holds the cache's lock. An evicted
-    file stays readable where it is mapped.
+    Bytes that other processes have reserved count as used. If `size` bytes would not fit even in a cache without
+    files, no file is evicted. The caller must hold the cache's lock. A process that has mapped an evicted file can
+    still read the file.
     """
     assert options.limit is not None
-    reserved = _reserved(options.folder)  # first: a file that is completed meanwhile then counts twice, not never
+    # Reservations are counted before files. A file that is completed in between is then counted twice; in the other
+    # order it would not be counted at all.
+    reserved = _reserved_bytes(options.folder)
     free_if_empty = options.limit - size - reserved
     if free_if_empty < 0:
         return False
@@ -184,25 +192,26 @@ def make_room(options: CacheOptions, size: int) -> bool:
 
 
 def _evictable(folder: Path) -> Iterator[tuple[int, int, Path, Path]]:
-    """Yield the last use, the bytes, the path and the mark of every file with a mark."""
+    """Yield (time of last use, size in bytes, path, the mark's path) for every file with a mark."""
     for entry in _entries(folder):
         for mark in _files(entry / ".verified"):
             file = entry / mark.relative_to(entry / ".verified")
-            with suppress(FileNotFoundError):  # the file is read in place, outside the cache, or was evicted meanwhile
+            with suppress(FileNotFoundError):  # the file is on a local disk outside the cache, or was just evicted
                 yield mark.stat().st_mtime_ns, file.lstat().st_size, file, mark
 
 
-def _reserved(folder: Path) -> int:
-    """Return the bytes that processes are fetching now.
+def _reserved_bytes(folder: Path) -> int:
+    """Return the sum of all processes' reservations, in bytes.
 
-    A killed process holds no lock, so its reservation is recognized and removed.
+    A process holds the lock for the file that it fetches until it has removed its reservation. If no process holds the
+    lock, the process that made the reservation was killed; then the reservation is removed with its temporary folder.
     """
     total = 0
     for entry in _entries(folder):
         for reserved in [file for file in _files(entry / ".staging") if file.name == ".reserved"]:
             lock = entry / ".locks" / reserved.parent.relative_to(entry / ".staging")
             try:
-                with _locked(lock, 0):
+                with _hold_lock(lock, 0):
                     shutil.rmtree(reserved.parent, ignore_errors=True)
             except StorageError:
                 with suppress(OSError, ValueError):
@@ -211,36 +220,43 @@ def _reserved(folder: Path) -> int:
 
 
 def _entries(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if len(path.name) == _NAMES]
+    return [path for path in folder.iterdir() if len(path.name) == _ENTRY_NAME_LENGTH]
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield all files below a folder. os.walk skips folders that are removed meanwhile; Path.rglob would raise."""
+    """Yield all files below a folder.
+
+    Other processes may remove folders at the same time. os.walk skips removed folders; Path.rglob would raise an error.
+    """
     for parent, _, names in os.walk(folder):
         yield from (Path(parent, name) for name in names)
 
 
 @contextmanager
-def _locked(file: Path, seconds: float) -> Iterator[None]:
-    """Hold a lock file; raise StorageError after waiting for `seconds`.
+def _hold_lock(file: Path, seconds: float) -> Iterator[None]:
+    """Lock a lock file inside the block; raise StorageError if another process keeps the lock for `seconds`.
 
-    The file is never removed: otherwise two processes could each hold a lock with the same name.
+    The lock file is never removed. If it were, one process could hold the removed file's lock while another process
+    locks a new file at the same path.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     end = time.monotonic() + seconds
     try:
-        while not _taken(descriptor):
+        while not _try_lock(descriptor):
             if time.monotonic() >= end:
-                raise StorageError(f"another process has held {file} for {seconds:.0f} seconds: is it stopped?")
-            time.sleep(_LOOK_S)
+                raise StorageError(
+                    f"is locked: another process has held {file} for {seconds:.0f} seconds; end that process if it "
+                    "hangs"
+                )
+            time.sleep(_POLL_S)
         yield
     finally:
         os.close(descriptor)  # releases the lock
 
 
-def _taken(descriptor: int) -> bool:
-    """Take a lock without waiting; return False if another process holds it."""
+def _try_lock(descriptor: int) -> bool:
+    """Try to take a lock without waiting; return False if another process holds the lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Durable writes: data is on disk when a function returns, and survives a crash of the machine."""
+"""Durable writes: when a write has returned, its bytes are flushed to disk and survive a crash of the machine."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from pathlib import Path
 
 from hybridtron.own_folders import sync
 
-EARLY = 2**24  # bytes written since the last flush that start another one
+EARLY = 2**24  # a flush begins when this many bytes were written since the last flush began
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[Callable[[memoryview], None]]:
-    """Open a new file, and yield a function that appends bytes to it.
+    """Open a new file, and yield a function that appends bytes to the file.
 
-    A thread flushes written bytes to disk while more are written. All bytes are on disk when the block ends.
+    While further bytes are written, a thread flushes earlier bytes to disk (fsync). When the block ends without an
+    error, all bytes are on disk.
     """
-    size = begun = 0
+    size = begun = 0  # bytes written so far; bytes written when the last flush began
     flush = Future[None]()
     flush.set_result(None)
     with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1, "flushing") as thread:
 
-        def write(stored: memoryview) -> None:
+        def write(data: memoryview) -> None:
             nonlocal size, begun, flush
-            size += len(stored)
-            while stored:
-                stored = stored[file.write(stored) :]
+            size += len(data)
+            while data:
+                data = data[file.write(data) :]
             if size - begun >= EARLY and flush.done():
-                flush.result()  # raises the flush's error, which the disk reports only once
+                flush.result()  # raises an error of the last fsync, which a later fsync would not report again
                 begun, flush = size, thread.submit(os.fsync, file.fileno())
 
         yield write
@@ -39,12 +40,15 @@ def writing(path: Path) -> Iterator[Callable[[memoryview], None]]:
 
 
 def temporary_of(path: Path) -> Path:
-    """Return the temporary path of a file or folder. A killed process leaves it behind."""
+    """Return the temporary path under which a file or folder is written, before it is renamed to `path`.
+
+    If the process is killed, the incomplete file stays under the temporary path.
+    """
     return path.with_name(f".{path.name}.temporary")
 
 
 def put(path: Path, stored: bytes) -> None:
-    """Write a file atomically and durably. A reader sees the old content or the new, never a part."""
+    """Write a file atomically and durably. A process that reads the file sees either the old or the new content."""
     temporary = temporary_of(path)
     temporary.write_bytes(stored)
     sync(temporary)

@@ -1,7 +1,8 @@
-"""Stores for which only mosaicml-streaming has a client (gs://, hf://, azure:// ...). Only this file imports it.
+"""Downloads from stores that are read through mosaicml-streaming: gs://, hf://, azure:// and the others in CLIENTS.
 
-The package is optional, and is installed without its dependencies. It pins transformers < 5, numpy < 2.2 and
-torchvision, but the modules that are used here need none of them.
+mosaicml-streaming (import name `streaming`) is an optional package, and only this file imports it. The package requires
+transformers < 5, numpy < 2.2 and torchvision. The modules that are used here need none of these three, so the package
+is installed without its dependencies.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import Any
 from urllib.parse import urlparse
 
 from hybridtron.requirements import missing
-from hybridtron.storage.attempts import Patience, StorageError
+from hybridtron.storage.retry import RetryPolicy, StorageError
 
 PACKAGE = "streaming"
+# URL scheme: arguments for `pip install` that install the store's client
 CLIENTS = {
     "gs": "google-cloud-storage",
     "oci": "oci",
@@ -31,25 +33,29 @@ CLIENTS = {
     "sftp": "paramiko",
     "dbfs": "databricks-sdk",
     "alipan": "AliPCS-Py",
-}  # scheme -> packages that pip installs for it
+}
 
 
 class MosaicStore:
-    """A folder in one of these stores, by its URL. Clients stay connected, and each serves one attempt at a time."""
+    """A folder in a store, by its URL; the URL's scheme is a key of CLIENTS.
 
-    def __init__(self, url: str, patience: Patience) -> None:
+    A client serves one download at a time. Idle clients stay connected, and serve later downloads.
+    """
+
+    def __init__(self, url: str, patience: RetryPolicy) -> None:
         self.url, self.patience, self.scheme = url.rstrip("/"), patience, urlparse(url).scheme
         try:
             downloaders()
         except ImportError as error:
-            raise StorageError(f"needs what is absent: {missing('streaming') or error}") from error
+            raise StorageError(f"can't be read, since a package is missing: {missing('streaming') or error}") from error
         self._idle: list[Any] = []
         self._owner = os.getpid()
 
     def bring(self, name: str, into: Path) -> Path:
-        """Download an object to a local file: one attempt, without time limit or retry.
+        """Download an object to the local file `into`, and return `into`.
 
-        A client returns to the idle ones only after its download has succeeded.
+        This is one attempt. Its duration is not limited, only each wait for the network. A client whose download has
+        failed is not used again.
         """
         if self._owner != os.getpid():  # a forked process must not use its parent's connections
             self._idle, self._owner = [], os.getpid()
@@ -59,7 +65,7 @@ class MosaicStore:
             else:
                 client = downloaders()[self.scheme]()
         except ImportError as error:
-            raise ImportError(f"{error}; `pip install {CLIENTS.get(self.scheme, '')}` brings its client") from error
+            raise ImportError(f"{error}; install the client: pip install {CLIENTS.get(self.scheme, '')}") from error
         client.download(f"{self.url}/{name}", str(into), self.patience.timeout)
         self._idle.append(client)
         return into
@@ -67,29 +73,29 @@ class MosaicStore:
 
 @cache
 def downloaders() -> dict[str, Any]:
-    """Return mosaicml-streaming's downloader class for each scheme.
+    """Return mosaicml-streaming's downloader classes by URL scheme, such as `gs`.
 
-    Raises ImportError if the package, or a dependency of these classes, is not installed.
+    Raises ImportError if mosaicml-streaming, or a package that its download module imports, is not installed.
     """
-    return imported(f"{PACKAGE}.base.storage.download").DOWNLOADER_MAPPINGS
+    return import_alone(f"{PACKAGE}.base.storage.download").DOWNLOADER_MAPPINGS
 
 
-def imported(name: str) -> ModuleType:
-    """Import a module of mosaicml-streaming without importing its parent packages."""
+def import_alone(name: str) -> ModuleType:
+    """Import a module of mosaicml-streaming without running the __init__.py of its parent packages."""
     with _without_packages():
-        import_module(f"{PACKAGE}.base.format")  # first, because it and `base.util` import each other
+        import_module(f"{PACKAGE}.base.format")  # must be first: `base.format` and `base.util` import each other
         return import_module(name)
 
 
 @contextmanager
 def _without_packages() -> Iterator[None]:
-    """Allow imports below `streaming` and `streaming.base` without importing these two packages.
+    """Allow imports of modules in `streaming` and `streaming.base` without running these two packages' __init__.py.
 
-    `import streaming` imports its vision part and so torchvision; `import streaming.base` imports its loader and so
-    transformers < 5. Neither is needed here, nor can it be installed beside this package's requirements. Two empty
-    modules replace the packages during the import. Afterwards every module of the package is removed from sys.modules,
-    because other code may import the full package later and must not find half of it. A package that is already
-    imported is used as it is.
+    The first __init__.py imports torchvision, and the second imports transformers < 5. Neither is needed here, and
+    neither can be installed together with hybridtron's requirements. So two empty modules replace `streaming` and
+    `streaming.base` inside the block. At the end of the block, all modules of mosaicml-streaming are removed from
+    sys.modules, because other code may import the full package later, and must not find the empty modules. If the full
+    package was imported before the block, the block uses it and nothing is replaced.
     """
     if PACKAGE in sys.modules:
         yield

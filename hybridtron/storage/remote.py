@@ -1,4 +1,4 @@
-"""Places to fetch files from: a local folder, an S3-compatible bucket, or a store that mosaicml-streaming reads."""
+"""Readers of folders by URL or path: local, in an S3-compatible bucket, or in a store read by mosaicml-streaming."""
 
 from __future__ import annotations
 
@@ -7,29 +7,33 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlparse
 
-from hybridtron.regular_files import path_inside
-from hybridtron.storage.attempts import Patience, StorageError
+from hybridtron.safe_open import path_inside
 from hybridtron.storage.mosaic import CLIENTS, MosaicStore
+from hybridtron.storage.retry import RetryPolicy, StorageError
 from hybridtron.storage.s3 import Bucket
 
 
 class Remote(Protocol):
-    """A place that holds files by relative name, with the retry policy for its requests."""
+    """Reader of a folder that is local or in a store. `patience` is the retry policy for requests."""
 
-    patience: Patience
+    patience: RetryPolicy
 
     def bring(self, name: str, into: Path) -> Path:
-        """Make a file readable and return its path: `into`, or its own place if it is local.
+        """Return the local path of a file, given its relative name.
 
-        This is one attempt; see `attempts.attempted`.
+        A file in a store is first downloaded to `into`, which is then returned. A local file is not copied. This is
+        one attempt; `retry.with_retries` makes further attempts.
         """
         ...
 
 
 class LocalFolder:
-    """A local folder, whose files are read in place. Its faults are permanent, so each request is tried once."""
+    """A local folder, whose files are read without a copy.
 
-    def __init__(self, path: Path, patience: Patience) -> None:
+    There are no retries, since a local error such as a missing file would occur again at the next attempt.
+    """
+
+    def __init__(self, path: Path, patience: RetryPolicy) -> None:
         self.path, self.patience = path, replace(patience, retries=0)
 
     def bring(self, name: str, into: Path) -> Path:
@@ -37,12 +41,12 @@ class LocalFolder:
 
 
 def is_url(path: str) -> bool:
-    """Return True for a URL, which has to be fetched, and False for a local path."""
+    """Return True if `path` is a URL, and False if it is a local path."""
     return "://" in path
 
 
-def remote_of(place: str, patience: Patience) -> Remote:
-    """Return the reader of a URL or a local path; raise StorageError if the URL's scheme is unknown."""
+def remote_of(place: str, patience: RetryPolicy) -> Remote:
+    """Return the reader for a folder, given as a URL or a local path. Raise StorageError for an unknown URL scheme."""
     if not is_url(place):
         return LocalFolder(Path(place), patience)
     scheme = urlparse(place).scheme
@@ -51,12 +55,14 @@ def remote_of(place: str, patience: Patience) -> Remote:
     if scheme in CLIENTS:
         return MosaicStore(place, patience)
     known = ", ".join(f"{name}://" for name in ("s3", *CLIENTS))
-    raise StorageError(f"starts with {scheme}://, for which there is no client; {known} are known")
+    raise StorageError(f"has the unknown URL scheme {scheme}://; use one of {known}")
 
 
 def inside(root: Path, relative: str) -> Path:
-    """Return the path of a file below `root`; raise StorageError if it leads outside or contains a symbolic link."""
+    """Return the path of `relative` below `root`; raise StorageError if it leads outside or has a symbolic link."""
     path = path_inside(root, relative)
     if path is None:
-        raise StorageError(f"{root} names {relative!r}, which leads, or could lead, out of the folder: not opened")
+        raise StorageError(
+            f"is not opened: the path {relative!r} leads out of the folder {root}, or contains a symbolic link"
+        )
     return path

@@ -1,8 +1,11 @@
-"""The only client of S3-compatible stores. It reads shards from a bucket, and copies checkpoints into one.
+"""Client of S3-compatible stores, for reading data shards and for copying checkpoints. Objects are never deleted.
 
-Credentials and region come from boto3's usual places, the address of a store other than Amazon's from S3_ENDPOINT_URL.
-Within an attempt, botocore retries requests that the store refuses for a moment (AWS_MAX_ATTEMPTS, 3 unless set).
-Attempts themselves are bounded and retried by `attempts.py`. This module never deletes anything.
+boto3 reads credentials and the region from its usual files and environment variables. For a store other than Amazon's,
+set S3_ENDPOINT_URL to the store's address.
+
+Retries have two levels. `retry.py` limits the duration of an attempt, such as the upload of a file, and repeats a
+failed attempt. Within an attempt, botocore repeats a request that fails temporarily, up to AWS_MAX_ATTEMPTS requests in
+total (by default 3).
 """
 
 from __future__ import annotations
@@ -16,50 +19,64 @@ from typing import Any
 from urllib.parse import urlparse
 
 from hybridtron.requirements import missing
-from hybridtron.storage.attempts import ObjectMissingError, Patience, StorageError, attempted
+from hybridtron.storage.retry import ObjectMissingError, RetryPolicy, StorageError, with_retries
 
-AT_ONCE = 8 * 2**20  # bytes per read from a connection
+BLOCK_BYTES = 8 * 2**20  # bytes per read from a connection
 _MISSING = {"404", "NoSuchBucket", "NoSuchKey"}
-_FORBIDDEN = {"403", "AccessDenied"}  # also the answer for a missing object, to users who may not list the bucket
+_FORBIDDEN = {"403", "AccessDenied"}  # also returned for a missing object if the user may not list the bucket
 
 
 class Bucket:
-    """A folder in a bucket, by its URL. Names are relative to it; threads and forked processes may share it."""
+    """A folder in a bucket.
 
-    def __init__(self, url: str, patience: Patience) -> None:
+    url: s3://BUCKET/FOLDER; object names are relative to this folder
+    patience: time limit and number of retries
+
+    Threads and forked processes may share an instance.
+    """
+
+    def __init__(self, url: str, patience: RetryPolicy) -> None:
         try:
-            import boto3  # noqa: F401  imported early, so that its absence is reported before the first attempt
+            import boto3  # noqa: F401  imported here, so that a missing package is reported before the first request
         except ImportError as error:
-            raise StorageError(f"needs what is absent: {missing('s3') or error}") from error
+            raise StorageError(f"can't be used, since a package is missing: {missing('s3') or error}") from error
         parsed = urlparse(url)
         self.url, self.bucket, self.prefix = url.rstrip("/"), parsed.netloc, parsed.path.strip("/")
         self.patience = patience
-        self._connected: tuple[int, Any] | None = None  # process id and its client
+        self._connected: tuple[int, Any] | None = None  # (process id, client of that process)
 
     def bring(self, name: str, into: Path) -> Path:
-        """Download an object to a local file: one attempt, without time limit or retry."""
+        """Download an object to the local file `into`, and return `into`.
+
+        Only each wait for the network is limited here. The caller (`fetch.py`) limits the download's duration and
+        repeats a failed download. Raises FileNotFoundError if the object does not exist.
+        """
         into.parent.mkdir(parents=True, exist_ok=True)
         with into.open("wb") as file:
-            for piece in self._arriving(name):
-                file.write(piece)
+            for block in self._read_blocks(name):
+                file.write(block)
         return into
 
     def pieces(self, name: str) -> Iterator[bytes]:
-        """Yield an object's bytes as they arrive, each read in bounded time.
+        """Yield an object's bytes in blocks of up to BLOCK_BYTES, as they arrive.
 
-        There is no retry, because bytes that were already yielded cannot be withdrawn.
+        Raises StorageError if a block takes longer than `patience` allows for one attempt, and ObjectMissingError if
+        the object does not exist. A failed read is not retried, since the caller has already used the earlier blocks.
         """
         single_attempt = replace(self.patience, retries=0)
-        arriving = self._arriving(name)
-        while piece := attempted(single_attempt, AT_ONCE, "read", lambda: next(arriving, b"")):
-            yield piece
+        blocks = self._read_blocks(name)
+        while block := with_retries(single_attempt, BLOCK_BYTES, "read", lambda: next(blocks, b"")):
+            yield block
 
     def small(self, name: str, limit: int) -> bytes | None:
-        """Return an object's bytes, or None if it does not exist; raise StorageError above `limit` bytes."""
+        """Return an object's bytes, or None if the object does not exist.
+
+        Raises StorageError if the object has more than `limit` bytes, or if it can't be read.
+        """
         stored = bytearray()
         try:
-            for piece in self.pieces(name):
-                stored += piece
+            for block in self.pieces(name):
+                stored += block
                 if len(stored) > limit:
                     raise StorageError(f"{self.url}/{name} has more than {limit:,} bytes")
         except ObjectMissingError:
@@ -67,34 +84,38 @@ class Bucket:
         return bytes(stored)
 
     def put(self, name: str, stored: bytes) -> None:
-        """Write a small object, in one request."""
-        place = {"Bucket": self.bucket, "Key": self._key(name)}
-        self._write(name, len(stored), lambda: self._client.put_object(**place, Body=stored))
+        """Write bytes as an object in a single request, without multipart upload; for small objects."""
+        target = {"Bucket": self.bucket, "Key": self._key(name)}
+        self._write(name, len(stored), lambda: self._client.put_object(**target, Body=stored))
 
     def put_file(self, name: str, path: Path) -> None:
-        """Upload a local file as an object. A large file is sent in parts, in parallel."""
+        """Upload a local file as an object. A large file is divided into parts that are uploaded in parallel."""
         key = self._key(name)
         self._write(name, path.stat().st_size, lambda: self._client.upload_file(str(path), self.bucket, key))
 
     def _write(self, name: str, size: int, request: Callable[[], object]) -> None:
         def attempt() -> None:
-            with self._named(name):
+            with self._convert_errors(name):
                 request()
 
-        attempted(self.patience, size, "written", attempt)
+        with_retries(self.patience, size, "written", attempt)
 
-    def _arriving(self, name: str) -> Iterator[bytes]:
-        with self._named(name):
+    def _read_blocks(self, name: str) -> Iterator[bytes]:
+        with self._convert_errors(name):
             body = self._client.get_object(Bucket=self.bucket, Key=self._key(name))["Body"]
-            while piece := body.read(AT_ONCE):  # raises if fewer bytes arrive than the store announced
-                yield piece
+            while block := body.read(BLOCK_BYTES):  # raises an error if the connection ends before all bytes arrived
+                yield block
 
     def _key(self, name: str) -> str:
         return f"{self.prefix}/{name}".lstrip("/")
 
     @contextmanager
-    def _named(self, name: str) -> Iterator[None]:
-        """Convert errors that a retry cannot mend into FileNotFoundError or PermissionError, with the object's name."""
+    def _convert_errors(self, name: str) -> Iterator[None]:
+        """Convert the store's error for a missing object to FileNotFoundError, and for no access to PermissionError.
+
+        `with_retries` does not repeat an attempt after these two errors. It turns the first into ObjectMissingError,
+        and the second into StorageError. Other errors are raised unchanged, and `with_retries` repeats the attempt.
+        """
         from botocore.exceptions import ClientError
 
         try:
@@ -109,9 +130,10 @@ class Bucket:
 
     @property
     def _client(self) -> Any:
-        """The boto3 client of this process.
+        """The boto3 client of this process, created at the first use.
 
-        A forked process needs its own: on its parent's connections, answers would be mixed up.
+        A forked process needs its own client. If two processes shared connections, each could get the other's
+        responses.
         """
         if self._connected is None or self._connected[0] != os.getpid():
             self._connected = os.getpid(), _connect(self.patience.timeout)
@@ -119,7 +141,7 @@ class Bucket:
 
 
 def _connect(timeout: float) -> Any:
-    from boto3.session import Session  # a new session, because boto3's default session is not thread-safe
+    from boto3.session import Session  # a session per client, because boto3's default session is not thread-safe
     from botocore.config import Config
 
     checksum_setting: Any = "when_required"  # stores other than Amazon's may not know boto3's default checksums

@@ -1,7 +1,8 @@
 """Execution of a sweep on this machine: several runs at a time, each as `hybridtron train` in its own process.
 
-Finished runs are not started again; interrupted or failed ones resume from their newest checkpoint. If a run fails, the
-failure is reported and the others continue. A run's output is appended to LOGS/NAME.log in the sweep's folder.
+If a sweep is started again, finished runs are skipped, and interrupted or failed runs resume from their newest
+checkpoint. If a run fails, the failure is reported and the other runs continue, except runs that start from the weights
+of the failed run. A run's output is appended to logs/NAME.log in the sweep's folder.
 """
 
 from __future__ import annotations
@@ -22,18 +23,21 @@ from hybridtron.config.weights import BEST
 from hybridtron.problems import Unusable
 from hybridtron.sweep.grid import Sweep, SweepRun
 from hybridtron.train import outcome
-from hybridtron.train.records import read_lines, read_record, write_whole
+from hybridtron.train.jsonl import read_lines, read_record, write_whole
 
-STARTED = "sweep.json"  # file in the sweep's folder with the settings of all started runs, by name
+STARTED = "sweep.json"  # file in the sweep's folder with the settings of all runs, by the run's name
 LOGS = "logs"
 TRAIN = (sys.executable, "-m", "hybridtron", "train")
-LOOK_S = 0.2  # seconds between two looks for processes that have ended
+POLL_INTERVAL_S = 0.2  # seconds between checks for processes that have ended
 TAIL = 2**16  # bytes read from the end of metrics.jsonl to find the last step
 
 
 @dataclass(frozen=True)
 class EndedRun:
-    """A run that ended; `fault` says why it did not finish, or is empty."""
+    """A run that ended after `seconds`, or could not be started.
+
+    `fault` is the reason of a failure, and empty for a finished run.
+    """
 
     run: SweepRun
     seconds: float
@@ -63,24 +67,24 @@ class Folder:
         return read_record(self.of(name) / outcome.FILE).get("outcome") == "finished"
 
     def step(self, name: str) -> int:
-        """Return the last step in a run's metrics, or 0."""
+        """Return the last step in a run's metrics.jsonl; 0 if the file has no line yet."""
         lines = read_lines(self.of(name) / "metrics.jsonl", TAIL)
         return lines[-1]["step"] if lines else 0
 
     def record(self, sweep: Sweep) -> None:
-        """Record the settings of runs that are about to start.
+        """Write the settings of all the sweep's runs to STARTED.
 
-        Raises Unusable if a run with a folder was started with other settings before.
+        Raises Unusable if a run's folder exists and STARTED has other settings for this run.
         """
         recorded_settings = read_record(self.path / STARTED)
         for run in sweep.runs:
             settings = self.settings(run)
             earlier_settings = recorded_settings.get(run.name, [])
             if earlier_settings and earlier_settings != settings and self.of(run.name).exists():
-                changed = sorted(set(earlier_settings) ^ set(settings))
+                changed = ", ".join(sorted(set(earlier_settings) ^ set(settings))) or "the same in another order"
                 raise Unusable(
-                    f"{self.of(run.name)} was started with other settings ({', '.join(changed)}): "
-                    "name another folder with --output, or remove this run's",
+                    f"{self.of(run.name)} was started with other settings ({changed}): "
+                    "name another folder with --output, or remove the run's folder",
                     code="changed",
                 )
             recorded_settings[run.name] = settings
@@ -90,10 +94,10 @@ class Folder:
 
 
 def carry_out(sweep: Sweep, folder: Folder, jobs: int, watch: Callable[[Collection[str]], None]) -> Iterator[EndedRun]:
-    """Run everything that has not finished, `jobs` at a time; yield each run when it ends.
+    """Run all runs that have not finished, `jobs` at a time; yield each run when it ends.
 
-    `watch` is called with the names of the running runs at each look. If this process is interrupted or terminated, the
-    runs are asked to write a checkpoint and end.
+    `watch` is called every POLL_INTERVAL_S with the names of the runs whose processes run. If this process gets SIGINT
+    or SIGTERM, it sends SIGTERM to the processes of these runs. They then write a checkpoint and end.
     """
     waiting = [run for run in sweep.runs if not folder.is_finished(run.name)]
     failed: set[str] = set()
@@ -104,9 +108,9 @@ def carry_out(sweep: Sweep, folder: Folder, jobs: int, watch: Callable[[Collecti
                 waiting.remove(run)
                 if run.start in failed:
                     failed.add(run.name)
-                    yield EndedRun(run, 0.0, f"{run.start} failed, whose weights it starts from")
+                    yield EndedRun(run, 0.0, f"needs the weights of {run.start}, which failed")
                 else:
-                    running[run.name] = run, _started(run, folder), time.monotonic()
+                    running[run.name] = run, _start(run, folder), time.monotonic()
             ended = [entry for entry in running.values() if entry[1].poll() is not None]
             watch(running)
             for run, process, began in ended:
@@ -117,26 +121,26 @@ def carry_out(sweep: Sweep, folder: Folder, jobs: int, watch: Callable[[Collecti
                     fault = _fault(run, folder, process.returncode)
                 failed |= {run.name} if fault else set()
                 yield EndedRun(run, time.monotonic() - began, fault)
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
 
 
 def _ready(waiting: Sequence[SweepRun], unfinished: set[str], free: int) -> list[SweepRun]:
-    """Return the waiting runs that can start now. A run has to wait until the run that it starts from has ended."""
+    """Return up to `free` waiting runs. A run that starts from another run's weights waits until that run has ended."""
     return [run for run in waiting if run.start not in unfinished][: max(free, 0)]
 
 
-def _started(run: SweepRun, folder: Folder) -> subprocess.Popen[bytes]:
-    """Start a run's process, with its output appended to its log."""
+def _start(run: SweepRun, folder: Folder) -> subprocess.Popen[bytes]:
+    """Start a run's process, and append the process's output to the run's log."""
     command = [*TRAIN, *folder.settings(run)]
     log: IO[bytes] = (folder.path / LOGS / f"{run.name}.log").open("ab")
     with log:
-        return subprocess.Popen(  # in its own session, so that Ctrl-C in the terminal reaches only this process
+        return subprocess.Popen(  # in its own session, so that Ctrl-C in the terminal reaches only the sweep's process
             command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
         )
 
 
 def _fault(run: SweepRun, folder: Folder, code: int) -> str:
-    """Describe why a run did not finish: the reason that it recorded, or else the last line in its log."""
+    """Return exit code, reason and log file of a failed run; the log's last line is the reason if none was recorded."""
     log = folder.path / LOGS / f"{run.name}.log"
     recorded = read_record(folder.of(run.name) / outcome.FILE).get("reason")
     last = log.read_text(errors="replace").strip().rpartition("\n")[2]
@@ -145,9 +149,10 @@ def _fault(run: SweepRun, folder: Folder, code: int) -> str:
 
 @contextmanager
 def _ended_with(running: dict[str, tuple[SweepRun, subprocess.Popen[bytes], float]]) -> Iterator[None]:
-    """Terminate the processes that still run when the block ends, and wait until they have saved and ended.
+    """Send SIGTERM to all running processes when the block ends, and wait until they have ended.
 
-    Inside the block SIGTERM raises KeyboardInterrupt, so that the block ends.
+    Inside the block a SIGTERM to this process raises KeyboardInterrupt, so that the block ends. A training process
+    writes a checkpoint before it ends.
     """
 
     def stop(number: int, _: object) -> None:
@@ -165,7 +170,7 @@ def _ended_with(running: dict[str, tuple[SweepRun, subprocess.Popen[bytes], floa
 
 
 def share_cores(jobs: int) -> None:
-    """Divide this machine's cores among the runs, by OMP_NUM_THREADS, unless that is set already."""
+    """Set OMP_NUM_THREADS to the number of cores divided by `jobs`, unless OMP_NUM_THREADS is already set."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:

@@ -1,4 +1,7 @@
-"""A sweep's results: the last metrics of every run, and each point's mean and standard error over its seeds."""
+"""Results from a sweep: every run's last metrics, and their mean and standard error for each point.
+
+Runs that differ only in `run.seed` form a point.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,22 @@ from typing import Any
 from hybridtron.evaluate.results import mean_of
 from hybridtron.sweep.carry_out import Folder
 from hybridtron.sweep.grid import SEED, Sweep, SweepRun
+from hybridtron.train.jsonl import read_lines
 from hybridtron.train.metrics import flat
-from hybridtron.train.records import read_lines
 
 
 @dataclass(frozen=True)
 class Value:
-    """A point's metric: its mean over the seeds, the standard error (None with one seed), and the number of runs."""
+    """A point's metric: the mean over `n` runs, and its standard error (None for one run)."""
 
     mean: float
     error: float | None
     n: int
 
     @classmethod
-    def of(cls, found: Sequence[float]) -> Value:
-        """Compute mean and standard error over runs."""
-        measured = mean_of(found)
+    def of(cls, values: Sequence[float]) -> Value:
+        """Compute the mean and its standard error from the runs' values."""
+        measured = mean_of(values)
         return cls(measured["value"], measured["standard_error"], measured["n"])
 
     def __str__(self) -> str:
@@ -35,15 +38,15 @@ class Value:
 
 @dataclass(frozen=True)
 class Point:
-    """The settings that runs with different seeds share, and their mean metrics."""
+    """A variant with values in the grid, and its runs' mean metrics; the runs differ only in the seed."""
 
     variant: str
-    values: dict[str, str]  # by key, without the seed
-    found: dict[str, Value]  # by metric; a metric that no run has is absent
+    values: dict[str, str]  # values in the grid by key, without the seed
+    metrics: dict[str, Value]  # by name; absent if no run has the metric
 
 
 def points(sweep: Sweep, folder: Folder) -> list[Point]:
-    """Compute each point's metrics over its finished runs, in the order in which the sweep lists them."""
+    """Compute each point's metrics from its finished runs. A point without a finished run is left out."""
     runs_by_point: dict[tuple[str, ...], list[SweepRun]] = {}
     for run in sweep.runs:
         if folder.is_finished(run.name):
@@ -62,7 +65,7 @@ def points(sweep: Sweep, folder: Folder) -> list[Point]:
 
 
 def last_metrics(folder: Folder, run: SweepRun, metrics: Sequence[str]) -> dict[str, float]:
-    """Read the last value of each wanted metric from a run's folder; metrics that it lacks are left out."""
+    """Read each metric's last value from a run's metrics.jsonl. Metrics without a value are left out."""
     last_values: dict[str, float] = {}
     for line in read_lines(folder.of(run.name) / "metrics.jsonl"):
         numbers = flat(line)
@@ -71,7 +74,7 @@ def last_metrics(folder: Folder, run: SweepRun, metrics: Sequence[str]) -> dict[
 
 
 def lines(sweep: Sweep, folder: Folder) -> list[dict[str, Any]]:
-    """Return one dictionary of plain values for each run."""
+    """Return for each run a dictionary: name, variant, values in the grid, `finished`, and last metrics."""
     return [
         {
             "run": run.name, "variant": run.variant, **run.values, "finished": folder.is_finished(run.name),
@@ -82,7 +85,7 @@ def lines(sweep: Sweep, folder: Folder) -> list[dict[str, Any]]:
 
 
 def header(sweep: Sweep) -> list[str]:
-    """Return the table's column names."""
+    """Return the column names for the table of points. The variants' column is left out if no variant has a name."""
     if any(run.variant for run in sweep.runs):
         variants = ["variant"]
     else:
@@ -91,10 +94,10 @@ def header(sweep: Sweep) -> list[str]:
 
 
 def cells(sweep: Sweep, point: Point) -> list[str]:
-    """Return a point's row in the table."""
+    """Return the cells in a point's row in the table, in `header`'s order."""
     if any(run.variant for run in sweep.runs):
         variant = [point.variant]
     else:
         variant = []
-    n = max((value.n for value in point.found.values()), default=0)
-    return [*variant, *point.values.values(), str(n), *(str(point.found.get(metric, "")) for metric in sweep.metrics)]
+    n = max((value.n for value in point.metrics.values()), default=0)
+    return [*variant, *point.values.values(), str(n), *(str(point.metrics.get(metric, "")) for metric in sweep.metrics)]

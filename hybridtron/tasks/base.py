@@ -1,9 +1,13 @@
-"""The base classes of tasks: pure functions from (seed, index, tokenizer, length) to a sample, with metrics.
+"""The base classes of tasks: a task generates samples (a prompt with its answer) and scores a model's answers.
 
-A task generates both training data and evaluation sets, with disjoint seeds: those below TRAINING_SEEDS are for
-evaluation, and `training_seed` maps them to larger ones. `write.py` also removes duplicates within a set, and training
-samples that are in the evaluation set. Samples are never truncated: one that doesn't fit its length is a TaskError.
-This file needs no model: a model reads `sample.prompt_tokens`, and `task.score` scores its answer.
+A sample is a pure function of (task, options, seed, index, tokenizer, length). Samples are never truncated: TaskError
+is raised if a sample can't fit the length. A task generates both training data and evaluation sets, with disjoint
+seeds. Seeds below TRAINING_SEEDS are for evaluation, and `training_seed` maps each of them to a larger seed for
+training. When sets are written, `write.py` also removes duplicates, and training samples that equal an evaluation
+sample.
+
+This file needs no model. An evaluation gives `sample.prompt_tokens` to a model, and passes the generated text to
+`task.score`.
 """
 
 from __future__ import annotations
@@ -16,12 +20,12 @@ from typing import Any, ClassVar, Protocol
 
 from hybridtron.problems import Unusable
 
-TRAINING_SEEDS = 2**32
+TRAINING_SEEDS = 2**32  # seeds from this number on are for training, smaller seeds for evaluation
 IGNORED = -100  # label of a position without a target
 
 
-MOST_TOKENS = 2**28  # maximum length of a sample
-MOST_OPTION = 2**20  # maximum of an option that is an integer
+MAX_TOKENS = 2**28  # maximum length of a sample
+MAX_OPTION = 2**20  # maximum value of an integer option
 
 
 class TaskError(Unusable):
@@ -43,13 +47,16 @@ class TextTokens(Protocol):
 class Sample:
     """One prompt and its answer.
 
-    prompt, answer  texts; for tasks on token ids, the ids in readable form
-    tokens          the prompt's tokens, then the answer's; encoded separately, so the prompt is the same without answer
-    mask            1 for each token that is learned and scored, else 0
-    outputs         strings that the metrics look for in an answer
-    generate        number of tokens that an evaluation generates
-    max_length      the requested length in tokens
-    labels          None if each target is the next token; otherwise the target at each position, or IGNORED
+    task, seed, index  the sample's origin: the task's name, and the seed and index from which the sample is generated
+    prompt, answer     texts; for tasks on token ids, the ids in readable form
+    tokens             the prompt's tokens, followed by the answer's tokens. Prompt and answer are encoded separately,
+                       so that the prompt's tokens do not depend on the answer
+    mask               1 for each token that counts in the loss, else 0
+    outputs            strings that the metrics look for in an answer
+    generate           number of tokens that an evaluation generates
+    max_length         the requested length in tokens
+    meta               further facts for the record, such as the needle's depth
+    labels             None if each target is the next token; else the target at each position, or IGNORED
     """
 
     task: str
@@ -67,7 +74,7 @@ class Sample:
 
     @property
     def prompt_tokens(self) -> tuple[int, ...]:
-        """The tokens before the first learned one; all tokens if the sample has labels."""
+        """The tokens before the first token that counts in the loss; all tokens if the sample has labels."""
         if self.labels is not None:
             return self.tokens
         return self.tokens[: self.mask.index(1)]
@@ -78,7 +85,11 @@ class Sample:
         return len(self.prompt_tokens) + self.generate
 
     def targets(self) -> tuple[int, ...]:
-        """Return the target at each position: its label, or the next token if that is learned, else IGNORED."""
+        """Return the target at each position, or IGNORED for positions without a target.
+
+        If the sample has labels, these are the targets. Otherwise the target is the next token, if that token's mask is
+        1.
+        """
         if self.labels is not None:
             return self.labels
         following = zip(self.tokens[1:], self.mask[1:], strict=True)
@@ -98,11 +109,11 @@ class Task(ABC):
 
     @abstractmethod
     def sample(self, seed: int, index: int, tokenizer: TextTokens, length: int) -> Sample:
-        """Generate sample number `index`, of at most `length` tokens. Raises TaskError if it can't fit."""
+        """Generate the sample with this index, with at most `length` tokens. Raises TaskError if it can't fit."""
 
     @abstractmethod
     def score(self, sample: Sample, answer: str) -> dict[str, float]:
-        """Score a generated continuation. Returns metrics by name, each from 0 to 1; the first is the main one."""
+        """Return the metrics of a generated answer by name, each from 0 to 1; the first metric is the main metric."""
 
     @abstractmethod
     def chance(self) -> float:
@@ -111,12 +122,17 @@ class Task(ABC):
     def random(self, seed: int, index: int) -> Random:
         """Return the random generator for one sample. Raises TaskError for a negative seed or index."""
         if seed < 0 or index < 0:
-            raise TaskError(f"{self.name}: seed={seed} index={index}: both count from 0", code="out-of-range")
-        return Random(f"{self.name} {seed} {index}")  # a string seed is hashed: the same in every process and version
+            raise TaskError(f"{self.name}: seed={seed} index={index}: both must be at least 0", code="out-of-range")
+        # Random hashes a string; the hash is the same in every process and Python version
+        return Random(f"{self.name} {seed} {index}")
 
 
 class TokenTask(Task):
-    """Base class for tasks on token ids from a vocabulary of their own, scored teacher-forced at learned positions."""
+    """Base class for tasks on token ids. Such a task has its own vocabulary, and needs no tokenizer.
+
+    Samples are scored with teacher forcing: the model's input for each prediction is the correct tokens before it. Only
+    positions with a target count.
+    """
 
     text = False
 
@@ -126,9 +142,10 @@ class TokenTask(Task):
         """The vocabulary's size."""
 
     def score(self, sample: Sample, answer: str) -> dict[str, float]:
-        """Score a generated continuation, given as ids separated by spaces.
+        """Return the metrics of a generated answer, given as ids separated by spaces.
 
-        `accuracy` is the fraction of right ids, `exact` is 1 if all are right.
+        `accuracy` is the fraction of the expected ids that the answer has at the same position. `exact` is 1 if all of
+        them are correct, else 0.
         """
         words = answer.split()
         wanted = sample.answer.split()
@@ -136,7 +153,10 @@ class TokenTask(Task):
         return {"accuracy": num_right / len(wanted), "exact": float(words[: len(wanted)] == wanted)}
 
     def score_tokens(self, sample: Sample, predicted: Sequence[int]) -> dict[str, float]:
-        """Score teacher-forced predictions: `predicted` has the most probable next token at each position."""
+        """Return the metrics of predictions with teacher forcing.
+
+        `predicted` has the most probable next token at each position of the sample.
+        """
         if len(predicted) != len(sample.tokens):
             raise ValueError(f"{self.name}: {len(predicted)} predictions for {len(sample.tokens)} positions")
         pairs = [
@@ -148,12 +168,12 @@ class TokenTask(Task):
         return {"accuracy": num_right / len(pairs), "exact": float(num_right == len(pairs))}
 
     def is_scored(self, target: int) -> bool:
-        """Check that a position with this target counts for the metrics."""
+        """Return True if a position with this target counts in the metrics."""
         return target != IGNORED
 
 
 def training_seed(seed: int) -> int:
-    """Map an evaluation seed to a training seed, which no evaluation set can have."""
+    """Return the training seed that belongs to an evaluation seed; no evaluation set can have this seed."""
     if not 0 <= seed < TRAINING_SEEDS:
-        raise TaskError(f"seed {seed}: a seed is from 0 to {TRAINING_SEEDS - 1}", code="out-of-range")
+        raise TaskError(f"seed {seed}: a seed must be from 0 to {TRAINING_SEEDS - 1}", code="out-of-range")
     return TRAINING_SEEDS + seed

@@ -1,9 +1,10 @@
-"""The copying task: a string of random letters, to be repeated, as token ids `$ s | s .` (Jelassi et al. 2024).
+"""The copying task (Jelassi et al. 2024), on token ids: a string s of random letters must be repeated, `$ s | s .`
 
     vocabulary   26 letters (0-25), $ (26), | (27), . (28), * for padding (29)
 
-The copy and its period are learned. A row holds one string, or strings packed back to back to exactly `length` tokens;
-the last one is then cut off and not learned. The length paper (Table 1) trains on 50 to 100 letters and tests on 300.
+The copy and its period count in the loss. A sample holds one string with its copy, or with `packed` several strings
+with copies, exactly `length` tokens in all. If a packed sample ends before the last string's copy is complete, this
+copy does not count in the loss. Buitrago Ruiz & Gu (Table 1) train on strings with 50 to 100 letters and test on 300.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from hybridtron.tasks.metrics import character_accuracy
 
 LETTERS = 26
 START, MIDDLE, END, PADDING = range(LETTERS, LETTERS + 4)
-FIXED = 3  # tokens of a string besides its letters
+FIXED = 3  # tokens besides the letters of a string and its copy: $ | .
 SYMBOLS = ascii_lowercase + "$|.*"
 
 
@@ -24,9 +25,9 @@ SYMBOLS = ascii_lowercase + "$|.*"
 class Copying(TokenTask):
     """The copying task.
 
-    shortest, longest  range from which the number of letters is drawn. longest=0: as many as the row can hold;
-                       shortest=0: the same number as longest
-    packed             fill rows to exactly `length` tokens, for training
+    shortest  minimum number of letters in a string; 0 stands for the maximum, so that all strings are equally long
+    longest   maximum number of letters in a string; 0 stands for the largest number that fits the length
+    packed    fill samples with strings to exactly `length` tokens, for training
     """
 
     name: str = "copying"
@@ -56,49 +57,53 @@ class Copying(TokenTask):
             strings.append(spelled(letters))
         tokens = tokens[:length]
         mask = mask[:length]
-        first = mask.index(1)
+        first_learned = mask.index(1)
         return Sample(
             self.name,
             seed,
             index,
-            spelled(tokens[:first]),
-            spelled(tokens[first:]),
+            spelled(tokens[:first_learned]),
+            spelled(tokens[first_learned:]),
             tuple(tokens),
             tuple(mask),
             (strings[0],),
-            generate=len(tokens) - first,
+            generate=len(tokens) - first_learned,
             max_length=length,
             meta={"strings": strings},
         )
 
     def _letters(self, length: int) -> tuple[int, int]:
-        """Return the minimum and maximum number of letters. Raises TaskError if the longest does not fit."""
+        """Return the minimum and maximum number of letters. Raises TaskError if the options are not possible."""
         room = (length - FIXED) // 2
         longest = self.longest or room
         shortest = self.shortest or longest
         if not 1 <= shortest <= longest:
             options = f"shortest={shortest} longest={longest}"
             raise TaskError(
-                f"{self.name}: {options}: must be at least 1 letter, and longest not below shortest",
+                f"{self.name}: {options}: must be at least 1, and longest must be at least shortest",
                 code="out-of-range",
             )
         if longest > room:
-            needed = f"it needs {2 * longest + FIXED}"
+            needed = f"which needs {2 * longest + FIXED} tokens"
             raise TaskError(
-                f"{self.name}: longest={longest}: a length of {length} can't fit the row; {needed}", code="does-not-fit"
+                f"{self.name}: longest={longest}: a length of {length} can't fit a sample, {needed}",
+                code="does-not-fit",
             )
         return shortest, longest
 
     def score(self, sample: Sample, answer: str) -> dict[str, float]:
-        """Score generated letters, as `spelled` writes them.
+        """Return the metrics for generated letters, given as text (`spelled`).
 
-        `accuracy` is the fraction of right letters, `exact` is 1 if all are right.
+        `accuracy` is the fraction of correct letters, and `exact` is 1 if all letters are correct, else 0.
         """
         (wanted,) = sample.outputs
         return {"accuracy": character_accuracy(answer, wanted), "exact": float(answer.startswith(wanted))}
 
     def is_scored(self, target: int) -> bool:
-        """Check that a position counts; the final period is learned but not scored."""
+        """Return True if a position with this target counts in the metrics.
+
+        The final period counts only in the loss.
+        """
         return target not in (IGNORED, END)
 
     def chance(self) -> float:
@@ -106,5 +111,5 @@ class Copying(TokenTask):
 
 
 def spelled(tokens: list[int]) -> str:
-    """Write ids as letters and symbols."""
+    """Return token ids as text: one letter or symbol for each id."""
     return "".join(SYMBOLS[token] for token in tokens)

@@ -1,7 +1,7 @@
-"""Downloads the data sets of RULER's qa_1 and qa_2 from their publishers, verified by SHA-256.
+"""Downloads the data sets of RULER's tasks qa_1 and qa_2 from their publishers, and verifies them by SHA-256.
 
-Files are stored in `FOLDER`, relative to the working directory, where the tasks look for them. Without a network, copy
-a file by other means and name it by the task's option data=FILE.
+Files are stored in `FOLDER`, relative to the working directory, where the tasks look for them. On a machine without a
+network, copy the file from another machine to any path, and set the task's option data=FILE to this path.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from hybridtron.storage.durable import sync, temporary_of
 from hybridtron.tasks.base import TaskError
 
 FOLDER = Path("data/ruler")
-TIMEOUT = 60.0  # seconds without receiving data
+TIMEOUT = 60.0  # seconds without data after which a download fails
 PIECE = 2**20  # bytes per read
 
 
 @dataclass(frozen=True)
 class PublishedFile:
-    """A published data set's file: description, address, size in bytes and digest."""
+    """The file of a published data set: description, URL, size in bytes and SHA-256."""
 
     about: str
     url: str
@@ -32,7 +32,7 @@ class PublishedFile:
 
     @property
     def name(self) -> str:
-        """File name, the last part of the address."""
+        """File name, the last part of the URL."""
         return self.url.rpartition("/")[2]
 
 
@@ -52,49 +52,52 @@ PUBLISHED = {
 }
 
 
-def download(one: PublishedFile, folder: Path, moved: Callable[[int, int], object]) -> Path:
-    """Download a file into `folder`, unless it is there already, and return its path.
+def download(published: PublishedFile, folder: Path, moved: Callable[[int, int], object]) -> Path:
+    """Download a file into `folder`, unless it exists there, and return its path.
 
-    The file is written under a temporary name, and renamed once its digest is verified. `moved` is called with (bytes
-    received, size). Raises TaskError if the download fails, or if the received or existing file has another digest.
+    The file is written under a temporary name, and renamed once its digest is verified. `moved` is called during the
+    download with (bytes received, size). Raises TaskError if the download fails, or if the received or existing file
+    has another digest.
     """
-    path = folder / one.name
+    path = folder / published.name
     if path.exists():
-        if (existing_digest := hashlib.sha256(path.read_bytes()).hexdigest()) == one.sha256:
+        if (existing_digest := hashlib.sha256(path.read_bytes()).hexdigest()) == published.sha256:
             return path
         raise TaskError(
-            f"{path} is another file than the published one: its SHA-256 is {existing_digest}; move it away",
+            f"{path} is not the published file: its SHA-256 is {existing_digest}; move it away and download again",
             code="changed",
         )
     folder.mkdir(parents=True, exist_ok=True)
     temporary = temporary_of(path)
     try:
-        digest = _receive(one, temporary, moved)
-        if digest != one.sha256:
+        digest = _receive(published, temporary, moved)
+        if digest != published.sha256:
             raise TaskError(
-                f"{one.url} is no longer the file with the SHA-256 {one.sha256}: it has {digest}", code="changed"
+                f"{published.url} has changed: the downloaded file has the SHA-256 {digest}, not {published.sha256}",
+                code="changed",
             )
         sync(temporary)
         temporary.replace(path)
     except (OSError, HTTPException) as error:
-        cure = f"with a copy of {one.name} from elsewhere, data=FILE names it"
-        raise TaskError(f"{one.url} can't be fetched: {error}; {cure}", code="unavailable") from error
+        cure = f"copy {published.name} from another machine, and set the task's option data=FILE"
+        raise TaskError(f"{published.url} can't be downloaded: {error}; {cure}", code="unavailable") from error
     finally:
         temporary.unlink(missing_ok=True)
     return path
 
 
-def _receive(one: PublishedFile, path: Path, moved: Callable[[int, int], object]) -> str:
+def _receive(published: PublishedFile, path: Path, moved: Callable[[int, int], object]) -> str:
     """Write the server's response to a file, and return its digest.
 
-    Reads at most one byte more than the expected size, enough to notice a larger file.
+    At most one byte more than the expected size is read. So a larger file is not read to its end, and its digest is
+    wrong.
     """
     digest = hashlib.sha256()
     size = 0
-    with urllib.request.urlopen(one.url, timeout=TIMEOUT) as answer, path.open("wb") as file:
-        while size <= one.size and (piece := answer.read(min(PIECE, one.size + 1 - size))):
+    with urllib.request.urlopen(published.url, timeout=TIMEOUT) as answer, path.open("wb") as file:
+        while size <= published.size and (piece := answer.read(min(PIECE, published.size + 1 - size))):
             file.write(piece)
             digest.update(piece)
             size += len(piece)
-            moved(size, one.size)
+            moved(size, published.size)
     return digest.hexdigest()

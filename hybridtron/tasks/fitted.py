@@ -1,6 +1,6 @@
 """Base class for tasks that fit their text to a length by adding units, such as lines of noise or an essay's words.
 
-A sample's length is the number of prompt tokens plus tokens to generate, without special tokens.
+A sample's length counts the tokens in the prompt and the tokens to generate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from hybridtron.tasks.fitting import TooShort, most_units, shrink
 class TaskText:
     """A sample's texts, before tokenization.
 
-    The prompt is `question` + `answer_prefix`; in training `answer` follows it. Metrics look for `outputs`.
+    question       the context and the question
+    answer_prefix  the answer's beginning, which is part of the prompt: the prompt is `question` + `answer_prefix`
+    answer         text that follows the prompt in training data
+    outputs        strings that metrics look for in a generated answer
+    meta           further facts for the sample's record
     """
 
     question: str
@@ -33,22 +37,27 @@ class TaskText:
 class FittedTask(Task):
     """A task whose samples have as many units as fit their length.
 
-    A search with one sample finds how many fit. Other samples start with it, and lose units until they fit.
+    A search with one sample finds how many units fit. For every other sample this number is tried first, and reduced
+    until the sample fits.
     """
 
-    generate: ClassVar[int]
-    tries: ClassVar[int] = 1  # number of times that a sample is drawn if it is too long with the fewest units
+    generate: ClassVar[int]  # number of tokens that an evaluation generates
+    tries: ClassVar[int] = 1  # maximum number of draws of a sample; a draw fails if even the fewest units are too long
 
     @abstractmethod
     def text_of(self, random: Random, units: int, index: int, length: int) -> TaskText:
-        """Generate sample `index` with this number of units; `length` is the sample's maximum in tokens."""
+        """Generate the texts for sample `index` with this number of units; `length` is the maximum in tokens."""
 
     @abstractmethod
     def steps(self, length: int) -> tuple[int, int]:
-        """Return the minimum number of units, and the step by which it grows."""
+        """Return the minimum number of units, and the step by which this number grows."""
 
     def most(self, size: Callable[[int], int], tokenizer: TextTokens, length: int) -> int:
-        """Return how many units a sample has at first; `size(units)` is its length in tokens."""
+        """Return how many units are tried first for a sample.
+
+        `size` returns the sample's length in tokens, given a unit count. By default `size` is not used: the result is
+        the unit count that a search with another sample has found.
+        """
         return fitted(self, tokenizer, length)
 
     def sample(self, seed: int, index: int, tokenizer: TextTokens, length: int) -> Sample:
@@ -62,9 +71,9 @@ class FittedTask(Task):
                     raise
         raise AssertionError(self.tries)
 
-    def _sample(self, seed: int, index: int, tokenizer: TextTokens, length: int, stream: str) -> Sample:
+    def _sample(self, seed: int, index: int, tokenizer: TextTokens, length: int, random_seed: str) -> Sample:
         def made(units: int) -> tuple[TaskText, list[int], list[int]]:
-            text = self.text_of(Random(stream), units, index, length)
+            text = self.text_of(Random(random_seed), units, index, length)
             return text, tokenizer.encode(text.question + text.answer_prefix), tokenizer.encode(text.answer)
 
         def size(units: int) -> int:
@@ -89,17 +98,17 @@ class FittedTask(Task):
         )
 
     def check(self, length: int) -> None:
-        """Raise TaskError if options or length are invalid; no sample is generated."""
+        """Raise TaskError if the options or the length are invalid."""
         if length <= self.generate:
             raise TaskError(
-                f"{self.name}: a length of {length} has no room beside the {self.generate} generated tokens",
+                f"{self.name}: a length of {length} is too short: {self.generate} tokens of it are for the answer",
                 code="does-not-fit",
             )
 
 
 @lru_cache(1024)
 def fitted(task: FittedTask, tokenizer: TextTokens, length: int) -> int:
-    """Return how many units fit in a first sample; cached by task, tokenizer and length."""
+    """Return the number of units with which one random sample fits the length; cached by task, tokenizer and length."""
 
     def size(units: int) -> int:
         text = task.text_of(Random(f"{task.name} fitting"), units, 0, length)

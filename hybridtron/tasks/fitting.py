@@ -1,7 +1,8 @@
 """Searches for the largest number of units (lines, words, ...) with which a text fits a length in tokens.
 
-A unit is at least one token, so the length bounds the search. A sample that is too long with the fewest units is an
-error. Tokens need not grow monotonically with units, so `shrink` checks each sample by itself.
+A task makes a longer text by adding units. A unit is at least one token, so a text has at most as many units as tokens.
+`most_units` searches with one sample. Other samples with this number of units may be longer, so `shrink` checks each
+sample's length and removes units until the sample fits.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from hybridtron.tasks.base import TaskError
 
 
 class TooShort(TaskError):
-    """Raised if a sample is too long even with the fewest units."""
+    """Raised if a sample with the minimum number of units does not fit the length."""
 
 
 def most_units(size: Callable[[int], int], length: int, fewest: int, step: int) -> int:
-    """Return the largest fewest + n * step units with at most `length` tokens, or `fewest` if even that is too long.
+    """Return the largest number of units, fewest + n * step, with which a sample has at most `length` tokens.
 
-    n is doubled until a sample is too long, then bisected. `size(units)` returns the sample's length in tokens; if it
-    can't generate a sample with that number of units, it may return any number above `length`.
+    size: function that returns a sample's length in tokens for a number of units; if a sample with this number can't
+        be made, the function must return a value greater than `length`
+
+    n is doubled until the sample is too long, and then found by bisection. If even `fewest` units are too long, the
+    function returns `fewest`.
     """
     fits = 0
     too_many = 1
@@ -31,17 +35,18 @@ def most_units(size: Callable[[int], int], length: int, fewest: int, step: int) 
         units = fewest + middle * step
         if units <= length and size(units) <= length:
             fits = middle
-            too_many = too_many
         else:
-            fits = fits
             too_many = middle
     return fewest + fits * step
 
 
 def shrink(size: Callable[[int], int], length: int, units: int, fewest: int, step: int, what: str) -> int:
-    """Return the largest units - n * step that fit, at least `fewest`. Raises TooShort if `fewest` don't fit.
+    """Reduce `units` by `step`, again and again, until the sample has at most `length` tokens; return the result.
 
-    `what` names the task in the message.
+    size: function that returns the sample's length in tokens for a number of units
+    what: the task's name, for the message
+
+    The result is at least `fewest`. Raises TooShort if `fewest` units do not fit.
     """
     while (needed := size(units)) > length:
         if units <= fewest:

@@ -1,11 +1,15 @@
-"""Haystacks, the texts in which facts are hidden: one repeated line (NOISE), or an essay from one of these providers.
+"""Haystacks: the texts in which tasks hide facts (needles).
 
-    synthetic    sentences made from word lists; needs no corpus
+A haystack is one repeated line (NOISE), or an essay. An essay comes from one of these providers, which the task option
+`essay` names:
+
+    synthetic    random sentences made from word lists; needs no corpus
     files:DIR    all .txt and .md files below a folder, ordered by path
-    shards:DIR   held-out documents of a prepared folder, with at least 20 words
+    shards:DIR   the held-out documents of a folder written by `hybridtron data prepare`; documents with fewer than 20
+                 words are skipped
 
-Scores with different providers are not comparable, so each sample names its provider. Sentences that could be mistaken
-for a needle ("special magic", or a 7-digit number) are left out.
+Scores with different providers are not comparable, so each sample records its provider. Sentences that could be
+mistaken for a needle are left out: those with "special magic" or a 7-digit number.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from pathlib import Path
 from hybridtron.data.folder import FolderError, TokenFolder
 from hybridtron.data.mds.store import DataError, DocumentStore
 from hybridtron.data.tokenizer_file import read_tokenizer
-from hybridtron.regular_files import Unreadable, read_regular
+from hybridtron.safe_open import Unreadable, read_regular
 from hybridtron.storage.cache import CacheOptions
 from hybridtron.tasks.base import TaskError
 from hybridtron.tasks.words import sentences
@@ -27,16 +31,19 @@ from hybridtron.tasks.words import sentences
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 SYNTHETIC = "synthetic"
 SYNTHETIC_SENTENCES = 20000
-LARGEST_FILE = 2**28  # bytes of one file
-LARGEST_CORPUS = 2**28  # characters after which no more of a corpus is read
+MAX_FILE_BYTES = 2**28  # maximum size of a file
+MAX_CORPUS_CHARACTERS = 2**28  # once this number of characters is read, the remaining files or documents are not read
 CACHE = Path("data/cache")  # for decompressed shards; the default of the key `data.cache`
-SHORTEST_DOCUMENT = 20  # words
+MIN_DOCUMENT_WORDS = 20  # shorter documents are skipped
 SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(]?[A-Z0-9])")
 LIKE_A_NEEDLE = re.compile(r"special magic|\d{7}", re.IGNORECASE)
 
 
 def essay(provider: str, count: int) -> list[str]:
-    """Return the first `count` words of a corpus, repeated if it has fewer. Raises TaskError if it can't be read."""
+    """Return the first `count` words of a corpus, which is repeated if it has fewer words.
+
+    Raises TaskError if the corpus can't be read.
+    """
     if provider != SYNTHETIC:
         words = _words(provider, 0)
     else:
@@ -46,7 +53,7 @@ def essay(provider: str, count: int) -> list[str]:
 
 
 def corpus_sentences(provider: str) -> list[str]:
-    """Return all sentences of a corpus; for the synthetic provider, SYNTHETIC_SENTENCES generated ones."""
+    """Return all sentences of a corpus. The synthetic corpus has SYNTHETIC_SENTENCES sentences."""
     if provider == SYNTHETIC:
         return list(islice(sentences(), SYNTHETIC_SENTENCES))
     return split_sentences(" ".join(_words(provider, 0)))
@@ -59,7 +66,10 @@ def split_sentences(text: str) -> list[str]:
 
 @cache
 def _words(provider: str, enough: int) -> list[str]:
-    """Return a corpus's words, without needle-like sentences; the synthetic corpus gives `enough` words."""
+    """Return the words of a corpus, without sentences that could be mistaken for a needle.
+
+    The synthetic corpus is endless; its first `enough` words are returned. Other corpora ignore `enough`.
+    """
     if provider == SYNTHETIC:
         generated_words = (word for sentence in sentences() for word in sentence.split())
         return list(islice(generated_words, enough))
@@ -72,7 +82,7 @@ def _words(provider: str, enough: int) -> list[str]:
     for text in readers[kind](Path(place)):
         words += [word for part in split_sentences(" ".join(text.split())) if usable(part) for word in part.split()]
         num_characters += len(text)
-        if num_characters > LARGEST_CORPUS:
+        if num_characters > MAX_CORPUS_CHARACTERS:
             break
     if not words:
         raise TaskError(f"essay={provider}: has no text", code="missing")
@@ -80,7 +90,7 @@ def _words(provider: str, enough: int) -> list[str]:
 
 
 def usable(sentence: str) -> bool:
-    """Check that a sentence can't be mistaken for a needle."""
+    """Return True if a sentence can't be mistaken for a needle."""
     return not LIKE_A_NEEDLE.search(sentence)
 
 
@@ -91,12 +101,10 @@ def _files(folder: Path) -> Iterator[str]:
             reason = "has no .txt or .md file"
         else:
             reason = "is not a folder"
-        raise TaskError(
-            f"essay=files:{folder}: {folder} {reason}; without a corpus, essay={SYNTHETIC} works", code="no-file"
-        )
+        raise TaskError(f"essay=files:{folder}: {folder} {reason}; essay={SYNTHETIC} needs no corpus", code="no-file")
     for file in files:
         try:
-            yield read_regular(file, LARGEST_FILE).decode()
+            yield read_regular(file, MAX_FILE_BYTES).decode()
         except (Unreadable, OSError, UnicodeDecodeError) as error:
             raise TaskError(
                 f"essay=files:{folder}: {file} can't be read as UTF-8: {error}", code="unreadable"
@@ -110,12 +118,11 @@ def _shards(path: Path) -> Iterator[str]:
         for source in sorted(folder.manifest.splits["validation"]):
             store = DocumentStore(folder, "validation", source, CacheOptions(CACHE))
             for document in range(len(store.lengths)):
-                text = tokenizer.decode(
-                    store.read(document, 0, int(store.lengths[document]) - 1).tolist()
-                )  # without eos
-                if len(text.split()) >= SHORTEST_DOCUMENT:
+                # all tokens except the last one, which is eos
+                text = tokenizer.decode(store.read(document, 0, int(store.lengths[document]) - 1).tolist())
+                if len(text.split()) >= MIN_DOCUMENT_WORDS:
                     yield text
     except (FolderError, DataError, OSError) as error:
         raise TaskError(
-            f"essay=shards:{path}: {error}; without a corpus, essay={SYNTHETIC} works", code="unreadable"
+            f"essay=shards:{path}: {error}; essay={SYNTHETIC} needs no corpus", code="unreadable"
         ) from error

@@ -1,13 +1,17 @@
 """Multi-query associative recall (MQAR; Arora et al. 2023), as token ids.
 
-A row of L tokens starts with k pairs of key and value. The rest is two-token slots. Each key occurs once more, as
-the first token of a slot; slot i is chosen with a probability in proportion to a * i^(a - 1), without replacement, so
-short gaps are likely. The target at that position is the key's value. It is not the next token, so samples have labels.
-All other positions hold random ids (or 0). With `follows` the value is the second token of the slot: then the target is
-the next token, as training on prepared tokens requires.
+A sample with L tokens begins with k pairs, each a key and its value. The remaining tokens form slots with two tokens
+each. Each key occurs once more, as the first token of a slot. The keys' slots are drawn without replacement. The weight
+of slot i, counted from 1, is a * i^(a - 1), so that early slots, and thus short gaps, are likely. The target at a key's
+second occurrence is the key's value. The token after this second occurrence usually differs from the target, so samples
+have explicit labels. Positions without a key or value hold random ids, or 0.
 
-Keys are from 1 to V/2 - 1, values from V/2 to V - 1, both without replacement. The paper's sizes (L, k): (64, 4),
-(128, 8), (256, 16), (512, 64). A state-space layer needs a convolution or a second layer to bind value to key.
+With `follows` the value is also the second token of the key's slot. Then the target is the next token, as training on
+a prepared folder requires.
+
+Keys are drawn from 1 to V/2 - 1 and values from V/2 to V - 1, both without replacement. The paper's sizes (L, k) are
+(64, 4), (128, 8), (256, 16), (512, 64). A model with one state-space layer cannot solve the task without a convolution
+before the layer, because the model must associate each value with its key, the token before the value.
 """
 
 from __future__ import annotations
@@ -19,21 +23,21 @@ from random import Random
 from hybridtron.problems import Code
 from hybridtron.tasks.base import IGNORED, Sample, TaskError, TextTokens, TokenTask
 
-# Bounds of `power`: with these, i ** (power - 1) and its reciprocal are finite for every slot i.
-SMALLEST_POWER = 1e-6
-LARGEST_POWER = 32
+# Bounds of the option `power`. Within them, i ** (power - 1) and its reciprocal are finite for every slot i
+MIN_POWER = 1e-6
+MAX_POWER = 32
 
 
 @dataclass(frozen=True)
 class MultiQueryRecall(TokenTask):
     """The MQAR task.
 
-    pairs        k, how many keys a row has
-    vocabulary   V
+    pairs        k, the number of keys
+    vocabulary   V, the number of ids for keys and values
     power        a, the exponent in the distribution of gaps, from 1e-6 to 32
-    random_rest  fill other positions with random ids, not with 0
-    noise        additional ids from which these are drawn; 0: they are drawn from all V ids, keys included
-    follows      put the value after its key also the second time, so that targets are next tokens
+    random_rest  fill positions without a key or value with random ids (else with 0)
+    noise        number of additional ids, from which `random_rest` draws; if 0, `random_rest` draws from all V ids
+    follows      put the value after the key also at the key's second occurrence, so that targets are next tokens
     """
 
     name: str = "mqar"
@@ -96,10 +100,12 @@ class MultiQueryRecall(TokenTask):
         )
 
     def _slots(self, random: Random, length: int) -> list[int]:
-        """Draw a slot for each key, counted from 0, without replacement.
+        """Return a random slot for each key, drawn without replacement; slots are counted from 0.
 
-        The k smallest values -log(u) / weight are distributed like k weighted draws without replacement: the minimum of
-        exponential variables is the i-th with a probability in proportion to its rate, and they are memoryless.
+        If u is uniform from 0 to 1, -log(u) / weight is an exponential variable with the rate `weight`. Each slot gets
+        such a variable. The probability that a slot has the smallest variable is proportional to its weight, and
+        exponential variables are memoryless. So the slots with the k smallest variables are k weighted draws without
+        replacement.
         """
         num_slots = (length - 2 * self.pairs) // 2
         waits = [-log(1 - random.random()) / (self.power * i ** (self.power - 1)) for i in range(1, num_slots + 1)]
@@ -107,19 +113,19 @@ class MultiQueryRecall(TokenTask):
 
     def _check(self, length: int) -> None:
         checks: list[tuple[object, Code, str]] = [
-            (length % 2, "not-divisible", f"a length of {length} is odd, and slots have two tokens"),
+            (length % 2, "not-divisible", f"a length of {length} is odd; choose an even length"),
             (self.pairs < 1, "out-of-range", f"pairs={self.pairs}: must be at least 1"),
             (self.noise < 0, "out-of-range", f"noise={self.noise}: must be at least 0"),
             (self.noise and not self.random_rest, "needs-other-key", f"noise={self.noise}: needs random_rest=true"),
             (
-                not SMALLEST_POWER <= self.power <= LARGEST_POWER,  # also true of nan
+                not MIN_POWER <= self.power <= MAX_POWER,  # also true of nan
                 "out-of-range",
-                f"power={self.power}: must be from {SMALLEST_POWER:g} to {LARGEST_POWER} (default: 0.01)",
+                f"power={self.power}: must be from {MIN_POWER:g} to {MAX_POWER} (default: 0.01)",
             ),
             (
                 4 * self.pairs > length,
                 "does-not-fit",
-                f"a length of {length} can't fit pairs={self.pairs}; it needs {4 * self.pairs}",
+                f"a length of {length} can't fit pairs={self.pairs}, which need {4 * self.pairs} tokens",
             ),
             (
                 self.random_rest and not self.noise and self.vocabulary <= length,

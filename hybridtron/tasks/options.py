@@ -1,7 +1,7 @@
 """Looks up tasks by name and sets their options: `named("passkey", ["digits=3"])`.
 
-A group's name stands for several tasks. Each of them gets the options that it has: `essay=...` for RULER's eleven tasks
-affects those with an essay as haystack.
+A group's name stands for several tasks. An option that is set for a group is set in all tasks of the group that have
+this option. For instance, `essay=...` for the group `ruler` is set only in tasks that have the option `essay`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import fields, replace
 from hybridtron.limits import shortened
 from hybridtron.problems import did_you_mean
 from hybridtron.tasks import GROUPS, TASKS
-from hybridtron.tasks.base import MOST_OPTION, Task, TaskError
+from hybridtron.tasks.base import MAX_OPTION, Task, TaskError
 
-LONGEST_NUMBER = 100  # characters of a number that are parsed
+MAX_NUMBER_CHARACTERS = 100  # an integer's text is cut to this length before it is parsed
 TRUTH = {"true": True, "false": False}
 
 
@@ -24,13 +24,13 @@ def options_of(task: Task) -> dict[str, object]:
 
 
 def named(name: str, settings: Sequence[str] = ()) -> Task:
-    """Return a registered task with options set from `NAME=VALUE` strings.
+    """Return a registered task with options set from `OPTION=VALUE` strings.
 
     Raises TaskError for an unknown task, an unknown option, or an invalid value.
     """
     if name not in TASKS:
         raise TaskError(
-            f"there is no task {name}{did_you_mean(name, TASKS)}; `hybridtron tasks list` names all",
+            f"there is no task {name}{did_you_mean(name, TASKS)}; `hybridtron tasks list` lists all tasks",
             code="unknown-name",
         )
     task = TASKS[name]
@@ -41,7 +41,7 @@ def named(name: str, settings: Sequence[str] = ()) -> Task:
         if option not in known or not text:
             names = ", ".join(known) or "none"
             raise TaskError(
-                f"{name}: {setting}: an option is set by NAME=VALUE{did_you_mean(option, known)}; it has {names}",
+                f"{name}: {setting}: sets no option{did_you_mean(option, known)}; write OPTION=VALUE, for {names}",
                 code="unknown-name",
             )
         changed[option] = _read(name, option, text, known[option])
@@ -49,9 +49,9 @@ def named(name: str, settings: Sequence[str] = ()) -> Task:
 
 
 def all_named(names: Sequence[str], settings: Sequence[str] = ()) -> list[Task]:
-    """Return the tasks of several names or groups, each with those options that it has.
+    """Return the tasks of several names or groups, and set each option in the tasks that have it.
 
-    Raises TaskError if none of the tasks has an option.
+    Raises TaskError for an option that none of the tasks has.
     """
     tasks = [named(name) for name in members(names)]
     options = {task.name: options_of(task) for task in tasks}
@@ -67,18 +67,21 @@ def _option(setting: str) -> str:
 
 
 def members(names: Sequence[str]) -> list[str]:
-    """Replace groups by their tasks' names; each task is listed once."""
+    """Return the names with each group replaced by its tasks; no task is listed twice."""
     return list(dict.fromkeys(member for name in names for member in GROUPS.get(name, (name,))))
 
 
 def _read(name: str, option: str, text: str, default: object) -> object:
-    """Convert a value to its option's type. Raises TaskError if it can't be, or is too large."""
+    """Return an option's value from its text, with the type of the default.
+
+    Raises TaskError if the text has another type, or the number is too large.
+    """
     try:
         if isinstance(default, bool):
             return TRUTH[text.lower()]
-        value = type(default)(text[:LONGEST_NUMBER] if isinstance(default, int) else text)  # pyrefly: ignore
-        if isinstance(value, int) and abs(value) > MOST_OPTION:
-            raise TaskError(f"{name}: {option}={shortened(text)}: must be at most {MOST_OPTION:,}", code="out-of-range")
+        value = type(default)(text[:MAX_NUMBER_CHARACTERS] if isinstance(default, int) else text)  # pyrefly: ignore
+        if isinstance(value, int) and abs(value) > MAX_OPTION:
+            raise TaskError(f"{name}: {option}={shortened(text)}: must be at most {MAX_OPTION:,}", code="out-of-range")
         return value
     except TaskError:
         raise

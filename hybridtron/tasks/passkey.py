@@ -1,13 +1,19 @@
-"""Passkey retrieval with Landmark Attention's prompt, in samples of exactly `length` tokens.
+"""Passkey retrieval with the prompt of Landmark Attention, in samples of exactly `length` tokens.
 
-A sample has five parts, each encoded separately with its leading newline: instruction, filler, key, filler, question.
-The filler is one repeated text, cut to the tokens that the other parts leave. The depth is the fraction of the filler
-before the key.
+A prompt has five parts: instruction, filler, key, filler, question. The parts, and the newlines between them, are
+encoded separately. The filler is a repeated text, cut so that the sample has exactly `length` tokens. The depth is the
+fraction of the filler that precedes the key.
 
-Samba (section 3.3): `digits=5`, `depth_steps=11`, five keys for each depth, hence 55 samples per length. It trains on
-documents of 4096 tokens with random depths (`depth_steps=0`) and keys. The length paper (section 5.2): `trim=left`, as
-its Figure 8 begins in mid-sentence, and `end=.`, since models otherwise repeat the key; its Figure 8 has `digits=4`.
-Landmark Attention itself cuts the filler by characters and draws keys from 1 to 50000, so its lengths vary.
+These options give the settings from papers:
+
+    Samba (section 3.3), evaluation    digits=5 depth_steps=11, with five keys for each depth: 55 samples per length
+    Samba, training                    digits=5 depth_steps=0, documents with 4096 tokens
+    Buitrago Ruiz & Gu (section 5.2)   trim=left end=.
+    Figure 8 in that paper             trim=left end=. digits=4
+
+In figure 8 the filler begins in mid-sentence, hence trim=left. The period that ends the answer is needed because models
+otherwise repeat the key. Landmark Attention itself cuts the filler by characters and draws keys from 1 to 50000, so its
+samples have different lengths.
 """
 
 from __future__ import annotations
@@ -26,16 +32,16 @@ WARNING = (
 KEY = "\nThe pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = "\nWhat is the pass key? The pass key is"
 TRIMS = ("left", "right")
-MOST_DIGITS = 4_000  # Python refuses to format integers of more than 4,300 digits
-MORE = 2  # tokens that an evaluation generates beyond the length of the answer
+MAX_DIGITS = 4_000  # Python refuses to format integers of more than 4,300 digits
+MORE = 2  # number of tokens that an evaluation generates in addition to the answer's length
 
 
 @dataclass(frozen=True)
 class Passkey(Task):
     """Passkey retrieval: a number hidden in filler text.
 
-    digits       how many digits the key has; the first is not 0
-    depth_steps  sample i has depth (i mod depth_steps) / (depth_steps - 1); 0: drawn uniformly from 0 to 1
+    digits       how many digits the key has; the first digit is not 0
+    depth_steps  sample i has depth (i mod depth_steps) / (depth_steps - 1); 0 draws depths uniformly from 0 to 1
     trim         side on which the filler before the key is cut: left or right
     end          string that ends the answer
     """
@@ -61,8 +67,8 @@ class Passkey(Task):
         warning, before, middle, after, question, answer_ids = parts
         num_filler = length - sum(map(len, parts))
         if num_filler < 0:
-            message = f"{self.name}: a length of {length} can't fit the sample without filler"
-            raise TaskError(f"{message}; it needs {length - num_filler} tokens", code="does-not-fit")
+            message = f"{self.name}: a length of {length} can't fit a sample, which even without filler"
+            raise TaskError(f"{message} needs {length - num_filler} tokens", code="does-not-fit")
         num_before = round(depth * num_filler)
         filler = prefix_filler(tokenizer, num_before, self.trim)
         prompt = [*warning, *before, *filler, *middle, *after, *tiled(tokenizer, num_filler - num_before), *question]
@@ -81,7 +87,11 @@ class Passkey(Task):
         )
 
     def score(self, sample: Sample, answer: str) -> dict[str, float]:
-        """Return `exact`, 1 if the first integer is the key, and `token_exact`, 1 if the answer matches verbatim."""
+        """Return two metrics for a generated answer.
+
+        `exact` is 1 if the first integer in the answer is the key, else 0. `token_exact` is 1 if the answer begins with
+        exactly the expected text, else 0.
+        """
         is_verbatim = answer.startswith(sample.answer)
         return {"exact": first_integer(answer, int(sample.outputs[0])), "token_exact": float(is_verbatim)}
 
@@ -89,28 +99,28 @@ class Passkey(Task):
         return 1 / (9 * 10 ** (self.digits - 1))
 
     def _check(self) -> None:
-        if not 1 <= self.digits <= MOST_DIGITS:
-            raise TaskError(
-                f"{self.name}: digits={self.digits}: must be from 1 to {MOST_DIGITS:,}", code="out-of-range"
-            )
+        if not 1 <= self.digits <= MAX_DIGITS:
+            raise TaskError(f"{self.name}: digits={self.digits}: must be from 1 to {MAX_DIGITS:,}", code="out-of-range")
         if self.trim not in TRIMS:
             raise TaskError(f"{self.name}: trim={self.trim}: must be {' or '.join(TRIMS)}", code="unknown-name")
 
 
 def depth_of(index: int, steps: int, random: Random) -> float:
-    """Return a sample's depth, from 0 (start of the filler) to 1: on a grid of `steps` depths, or random if it is 0.
+    """Return a sample's depth, from 0 (the filler's start) to 1 (the filler's end).
 
-    Raises TaskError for a single step.
+    steps: number of evenly spaced depths, which consecutive samples use in turn; 0 for a random depth
+
+    Raises TaskError if `steps` is 1.
     """
     if steps == 0:
         return random.random()
     if steps < 2:
-        raise TaskError(f"depth_steps={steps}: at least 2 depths make a grid, and 0 draws them", code="out-of-range")
+        raise TaskError(f"depth_steps={steps}: must be at least 2, or 0 for random depths", code="out-of-range")
     return index % steps / (steps - 1)
 
 
 def tiled(tokenizer: TextTokens, count: int) -> list[int]:
-    """Return `count` tokens of the filler text, repeated with spaces in between."""
+    """Return `count` tokens from the filler text, repeated with spaces in between."""
     tokens = tokenizer.encode(FILLER)
     repeated = tokenizer.encode(f" {FILLER}")
     while len(tokens) < count:
@@ -119,7 +129,10 @@ def tiled(tokenizer: TextTokens, count: int) -> list[int]:
 
 
 def prefix_filler(tokenizer: TextTokens, count: int, trim: str) -> list[int]:
-    """Return `count` tokens of filler, cut on the left, so that it ends with a full sentence, or on the right."""
+    """Return `count` tokens of the filler before the key, cut on the left or right (`trim`).
+
+    With trim="left" the filler ends with a complete sentence.
+    """
     if trim == "right" or count == 0:
         return tiled(tokenizer, count)
     first = tokenizer.encode(FILLER)

@@ -1,10 +1,11 @@
-"""Writes tasks on token ids as a prepared folder with loss masks, for training by a recipe.
+"""Writes samples of tasks on token ids as a prepared folder: tokenized documents with loss masks, for training.
 
-    train/TASK-LENGTH        samples from the training seed
-    validation/TASK-LENGTH   samples from the seed itself, the same that an evaluation with this seed has
+    train/TASK-LENGTH        samples with the seed `training_seed(seed)`
+    validation/TASK-LENGTH   samples with the seed `seed`, which an evaluation with this seed generates too
 
-Each sample is a document: its tokens, followed by an eos that is not learned and whose id is the first beyond all the
-tasks' vocabularies. Samples are distinct. The folder's tokenizer maps ids to words: "17" is token 17.
+Each sample is a document: the sample's tokens, followed by eos, which does not count in the loss. Token eos has the
+first id that no task uses. The samples for one task and length are distinct, also between the two splits. In the
+folder's tokenizer, a token's text is its id: "17" is token 17.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ Moved = Callable[[int, int], None]
 def prepare(wanted: WrittenSet, folder: Path, moved: Moved) -> TokenFolder:
     """Write a prepared folder; `wanted.evaluation` is the number of held-out samples per task and length.
 
-    `moved` is called with (samples written, samples in total). Raises TaskError for tasks that can't be prepared.
+    To show progress, `moved` is called before each sample with two numbers: the number of samples up to this one, and
+    the total number of samples. Raises TaskError if a task can't be prepared.
     """
     tasks = token_tasks(wanted)
     eos = max(task.num_tokens for task in tasks)
@@ -44,8 +46,10 @@ def prepare(wanted: WrittenSet, folder: Path, moved: Moved) -> TokenFolder:
             ("validation", wanted.seed, wanted.evaluation),
             ("train", training_seed(wanted.seed), wanted.training),
         ):
-            samples = _heard(distinct(task, seed, count, ByteTokens(), length, seen), lambda: moved(next(done), total))
-            # tokens and masks are read alternately, so tee buffers one sample
+            samples = _reporting(
+                distinct(task, seed, count, ByteTokens(), length, seen), lambda: moved(next(done), total)
+            )
+            # write_folder reads a sample's tokens, then its mask, so tee buffers a single sample
             token_samples, mask_samples = itertools.tee(samples)
             splits[split][f"{task.name}-{length}"] = (np.array(sample.tokens) for sample in token_samples)
             masks[split][f"{task.name}-{length}"] = (_mask(sample) for sample in mask_samples)
@@ -54,41 +58,42 @@ def prepare(wanted: WrittenSet, folder: Path, moved: Moved) -> TokenFolder:
 
 
 def token_tasks(wanted: WrittenSet) -> Sequence[TokenTask]:
-    """Return the tasks, after checking that all can be prepared.
+    """Return the set's tasks, after a check that all can be prepared.
 
-    Raises TaskError for a task in text, for one whose targets are not the next token, or without training samples.
+    Raises TaskError in three cases: a task is in text, a task's targets are not next tokens, or no training samples are
+    requested.
     """
     tasks = []
     for task in wanted.tasks:
         if not isinstance(task, TokenTask):
-            cure = "`hybridtron tasks write` and `hybridtron data prepare --learn completion` prepare a task in text"
-            raise TaskError(f"{task.name} is in text: {cure}", code="unsupported")
+            cure = "run `hybridtron tasks write`, then `hybridtron data prepare --learn completion`"
+            raise TaskError(f"{task.name} is a task in text, not on token ids: {cure}", code="unsupported")
         if task.sample(wanted.seed, 0, ByteTokens(), wanted.lengths[0]).labels is not None:
-            cure = "follows=true puts each value behind its key"
+            cure = "set follows=true, which puts each value after its key"
             raise TaskError(
-                f"{task.name}: its targets are not the next token, which prepared tokens are: {cure}",
+                f"{task.name}: the task's targets are not next tokens, as a prepared folder requires: {cure}",
                 code="unsupported",
             )
         tasks.append(task)
     if not wanted.training:
-        raise TaskError("--training 0: a prepared folder has training samples", code="out-of-range")
+        raise TaskError("--training 0: must be at least 1 for a prepared folder", code="out-of-range")
     return tasks
 
 
 def _mask(sample: Sample) -> np.ndarray:
-    """Return a sample's loss mask, with an entry for the eos, which is not learned."""
+    """Return a sample's loss mask, with a last entry for eos, which does not count in the loss."""
     return np.array([*sample.mask, 0], dtype=np.bool_)
 
 
-def _heard(samples: Iterator[Sample], made: Callable[[], None]) -> Iterator[Sample]:
-    """Pass samples through, calling `made` before each, to report progress."""
+def _reporting(samples: Iterator[Sample], report: Callable[[], None]) -> Iterator[Sample]:
+    """Yield the samples unchanged, and call `report` before each sample."""
     for sample in samples:
-        made()
+        report()
         yield sample
 
 
 def _tokenizer(eos: int) -> str:
-    """Return a tokenizer.json whose words are the ids below `eos`, separated by spaces."""
+    """Return the content of a tokenizer.json: a token's text is its id, and tokens are separated by spaces."""
     tokenizer = Tokenizer(models.WordLevel({str(token): token for token in range(eos)}, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(EOS, special=True)])

@@ -1,17 +1,21 @@
-"""Joint recall with any number of context levels (HAX, section 3.2 and appendices C.1 and D), as token ids.
+"""Joint recall, a synthetic task on token ids: a key's value depends on the context in which the key occurs.
 
-A table has a value for every combination of tokens, one from each level. It is written as nested blocks: a token of a
-level, then the blocks of the next level; a token of the last level is a key, followed by its value. A row:
+The task is from the paper on HAX (section 3.2 and appendices C.1 and D), extended to any number of levels. A sample is
+based on a random table. Each level of the table has some tokens: the last level has keys, the level before it contexts,
+the level before that contexts of contexts. The table has a value for every path: one token from each level. The table
+is written as nested blocks. A block is a token followed by all blocks of the next level; in the last level, a block is
+a key followed by its value. With contexts a, b and keys x, y, for instance: a x 1 y 2 b x 3 y 4. A sample holds the
+table twice:
 
     BOS, the table with every level in random order, SEP, the table with every level in another random order
 
-In the second table each value is learned and scored, predicted at its key. With one level, the task is associative
-recall of many queries; with two it is joint recall: a key's value depends on a context.
+In the second table the values count in the loss and in the metrics. The model predicts a value when it reads the key.
+With one level, the task is associative recall. With two levels it is joint recall. The token ids:
 
-    vocabulary   BOS 1, EOS 2, PAD 3, SEP 4; values 10-25, keys 26-41, contexts 42-57, their contexts 58-73, ...
+    BOS 1, EOS 2, PAD 3, SEP 4, values 10-25, keys 26-41, contexts 42-57, contexts of contexts 58-73, ...
 
-The paper has 5 to 16 contexts of 5 to 16 keys; a row is 2 * contexts * (2 * keys + 1) + 2 tokens long, 1058 at most.
-With `padded` every row has exactly `length` tokens, so that a training row holds one table.
+The paper has 5 to 16 contexts with 5 to 16 keys each. Then a sample has 2 * contexts * (2 * keys + 1) + 2 tokens, at
+most 1058. With `padded` every sample has exactly `length` tokens, so that each row in a training batch is one sample.
 """
 
 from __future__ import annotations
@@ -29,21 +33,22 @@ BOS = 1
 EOS = 2
 PADDING = 3
 SEPARATOR = 4
-VOCABULARY = 100
-SYMBOLS = 16  # number of different tokens of each level, and of values
+VOCABULARY = 100  # number of ids
+SYMBOLS = 16  # number of ids that are reserved for each level, and for values
 FIRST_VALUE = 10
 FIRST_KEY = 26
-MOST_LEVELS = 4  # the maximum for a vocabulary of 100
-Table = dict[tuple[int, ...], int]
+MAX_LEVELS = 4  # with more levels, ids would exceed the vocabulary
+Table = dict[tuple[int, ...], int]  # path -> value
 
 
 @dataclass(frozen=True)
 class JointRecall(TokenTask):
     """Joint recall: keys whose values depend on contexts.
 
-    sizes    each level's number of tokens, outermost first: `5-16,5-16` draws two numbers from 5 to 16
-    symbols  number of different tokens from which each level and the values are drawn, at most 16
-    padded   fill rows to the length with PAD, which is not learned
+    sizes    for each level, the range from which its token count is drawn; `5-16,5-16` stands for 5 to 16 contexts and
+             5 to 16 keys
+    symbols  number of different ids for each level's tokens, and for the values; at most 16
+    padded   fill samples to the length with PAD, which does not count in the loss
     """
 
     name: str = "joint_recall"
@@ -63,15 +68,15 @@ class JointRecall(TokenTask):
         ranges = self.ranges()
         if (needed := row_length([largest for _, largest in ranges])) > length:
             raise TaskError(
-                f"{self.name}: sizes={self.sizes}: a length of {length} can't fit it; it needs {needed}",
+                f"{self.name}: sizes={self.sizes}: a length of {length} can't fit a sample, which needs {needed}",
                 code="does-not-fit",
             )
         random = self.random(seed, index)
         counts = [random.randint(fewest, most) for fewest, most in ranges]
-        firsts = [FIRST_KEY + SYMBOLS * above for above in reversed(range(len(counts)))]
+        first_ids = [FIRST_KEY + SYMBOLS * levels_below for levels_below in reversed(range(len(counts)))]
         levels = [
-            random.sample(range(first, first + self.symbols), count)
-            for first, count in zip(firsts, counts, strict=True)
+            random.sample(range(first_id, first_id + self.symbols), count)
+            for first_id, count in zip(first_ids, counts, strict=True)
         ]
         table = {path: random.randrange(FIRST_VALUE, FIRST_VALUE + self.symbols) for path in product(*levels)}
         first_table, second_table = (blocks(table, levels, (), random) for _ in range(2))
@@ -82,18 +87,18 @@ class JointRecall(TokenTask):
             padding = ()
         tokens = (*prefix, *second_table, *padding)
         mask = (*(0 for _ in prefix), *(int(token < FIRST_KEY) for token in second_table), *(0 for _ in padding))
-        first = mask.index(1)
+        first_learned = mask.index(1)
         answer = " ".join(str(token) for token in second_table if token < FIRST_KEY)
         return Sample(
             self.name,
             seed,
             index,
-            " ".join(map(str, tokens[:first])),
+            " ".join(map(str, tokens[:first_learned])),
             answer,
             tokens,
             mask,
             tuple(answer.split()),
-            generate=len(prefix) + len(second_table) - first,
+            generate=len(prefix) + len(second_table) - first_learned,
             max_length=length,
             meta={"levels": levels},
         )
@@ -105,8 +110,8 @@ class JointRecall(TokenTask):
         if not 1 <= self.symbols <= SYMBOLS:
             raise TaskError(f"{self.name}: symbols={self.symbols}: must be from 1 to {SYMBOLS}", code="out-of-range")
         usable = all(1 <= fewest <= most <= self.symbols for fewest, most in ranges)
-        if not usable or not 1 <= len(ranges) == len(matches) <= MOST_LEVELS:
-            cure = f"1 to {MOST_LEVELS} ranges from 1 to {self.symbols}, such as 5-16,5-16"
+        if not usable or not 1 <= len(ranges) == len(matches) <= MAX_LEVELS:
+            cure = f"1 to {MAX_LEVELS} ranges from 1 to {self.symbols}, such as 5-16,5-16"
             raise TaskError(f"{self.name}: sizes={self.sizes}: must be {cure}", code="out-of-range")
         return ranges
 
@@ -115,7 +120,10 @@ class JointRecall(TokenTask):
 
 
 def blocks(table: Table, levels: Sequence[Sequence[int]], path: tuple[int, ...], random: Random) -> list[int]:
-    """Return the table below `path` as tokens, with each level in random order; values follow their keys."""
+    """Return the part of the table below `path` as tokens, with each level in random order.
+
+    `path` has one token from each outer level; () is the full table.
+    """
     if len(path) == len(levels):
         return [table[path]]
     tokens: list[int] = []
@@ -125,6 +133,9 @@ def blocks(table: Table, levels: Sequence[Sequence[int]], path: tuple[int, ...],
 
 
 def row_length(counts: Sequence[int]) -> int:
-    """Return a row's length: BOS, SEP, and twice the table, with a token for each node of each level and the values."""
+    """Return a sample's length for these numbers of tokens per level.
+
+    A sample is BOS, SEP, and the table twice. A table has a token for each block and for each value.
+    """
     paths = [prod(counts[: depth + 1]) for depth in range(len(counts))]
     return 2 + 2 * (sum(paths) + paths[-1])

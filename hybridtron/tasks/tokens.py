@@ -1,6 +1,7 @@
-"""Tokenizers for tasks: a local tokenizer.json, or bytes. They add no special tokens, so samples begin without bos.
+"""Tokenizers for tasks: a local tokenizer.json, or bytes as tokens. No special tokens (such as bos) are added.
 
-A sample of a given length in tokens depends on the tokenizer, so every written set records the tokenizer's digest.
+A task's samples depend on the tokenizer, because their length is counted in tokens. So every sample set that is written
+records the tokenizer's digest.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from hybridtron.data.folder import LARGEST_TOKENIZER
+from hybridtron.data.folder import MAX_TOKENIZER_BYTES
 from hybridtron.data.tokenizer_file import BadTokenizer, read_tokenizer
 from hybridtron.limits import possible_path
-from hybridtron.regular_files import Unreadable, read_regular
+from hybridtron.safe_open import Unreadable, read_regular
 from hybridtron.tasks.base import TaskError, TextTokens
 
 BYTES = "bytes"
@@ -36,7 +37,7 @@ class ByteTokens:
 
 @dataclass(frozen=True)
 class FileTokens:
-    """A tokenizer from tokenizer.json. Special tokens' names in a text are encoded as ordinary characters."""
+    """A tokenizer from tokenizer.json. Special tokens' names in a text are encoded as plain text."""
 
     tokenizer: Tokenizer = field(compare=False)
     digest: str
@@ -49,7 +50,10 @@ class FileTokens:
 
 
 def open_tokens(name: str) -> TextTokens:
-    """Open a tokenizer: `bytes`, a tokenizer.json, or a folder that has one. Raises TaskError if it can't be read."""
+    """Open a tokenizer; `name` is `bytes`, the path of a tokenizer.json, or a folder that contains a tokenizer.json.
+
+    Raises TaskError if the file can't be read.
+    """
     if name == BYTES:
         return ByteTokens()
     if (fault := possible_path(name)) is not None:
@@ -57,10 +61,10 @@ def open_tokens(name: str) -> TextTokens:
     path = Path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
-        content = read_regular(file, LARGEST_TOKENIZER)
+        content = read_regular(file, MAX_TOKENIZER_BYTES)
         tokenizer = read_tokenizer(content, spelled=True)
     except FileNotFoundError as error:
-        cure = f"name a folder with tokenizer.json, that file, or {BYTES}"
+        cure = f"name a tokenizer.json, a folder that contains a tokenizer.json, or {BYTES}"
         raise TaskError(f"--tokenizer {name}: {file} does not exist; {cure}", code="no-file") from error
     except (Unreadable, OSError) as error:
         raise TaskError(f"--tokenizer {name}: {file} can't be read: {error}", code="unreadable") from error

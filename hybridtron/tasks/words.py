@@ -1,7 +1,8 @@
-"""English words from the package wonderwords (extra `tasks`), and random sentences made from them.
+"""English words from the package wonderwords (extra `tasks`), and random sentences made from these words.
 
-RULER's keys (`adjective-noun`) and word lists are drawn from these words. The sentences are the haystack when there is
-no corpus; they have 8 to 25 words, no digits and no "magic".
+RULER's keys (`adjective-noun`) and word lists are drawn from the words. The sentences are the haystack if there is no
+corpus. They have 8 to 25 words. They contain no digit and no word that begins with "magic", so that they cannot be
+mistaken for a needle.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from random import Random
 from hybridtron.tasks.base import TaskError
 
 KINDS = ("noun", "adjective", "verb")
-# words of a sentence
-SHORTEST = 8
-LONGEST = 25
+MIN_WORDS = 8  # minimum number of words in a sentence
+MAX_WORDS = 25  # maximum number of words in a sentence
 CLAUSES = (  # n: noun, a: adjective, v: verb
     "the {a} {n} near the {n} will {v} before the {n} can {v}",
     "a {n} that seems {a} may still {v} without any {n}",
@@ -49,25 +49,28 @@ CLAUSES = (  # n: noun, a: adjective, v: verb
     "the {n} was {a} and the {n} was not even close to {a}",
     "all that remains of the {n} is a {a} {n} which they {v}",
 )
-JOINTS = (", and ", ", but ", " because ", ", so ", " although ")
+JOINTS = (", and ", ", but ", " because ", ", so ", " although ")  # connect two clauses to a sentence
 
 
 @cache
 def lists() -> dict[str, tuple[str, ...]]:
-    """Return each kind's distinct words, sorted. Raises TaskError if wonderwords is not installed."""
+    """Return the distinct words of each kind (noun, adjective, verb), sorted.
+
+    Raises TaskError if wonderwords is not installed.
+    """
     try:
         from wonderwords import RandomWord
     except ModuleNotFoundError as error:
-        cure = "pip install 'hybridtron[tasks]'; passkey, vt, fwe, niah_multikey_3 and the tasks on token ids need none"
+        cure = "run pip install 'hybridtron[tasks]', or choose a task without words: passkey, vt, fwe, niah_multikey_3"
         raise TaskError(
-            f"this task takes its words from the package wonderwords: {cure}", code="not-installed"
+            f"this task needs the package wonderwords, which is not installed: {cure}", code="not-installed"
         ) from error
     words = RandomWord()
     return {kind: tuple(sorted(set(words.filter(include_categories=[kind])))) for kind in KINDS}
 
 
 def word_pair(random: Random) -> str:
-    """Draw a key `adjective-noun`."""
+    """Return a random key `adjective-noun`."""
     return f"{random.choice(lists()['adjective'])}-{random.choice(lists()['noun'])}"
 
 
@@ -79,23 +82,26 @@ def single_words() -> tuple[str, ...]:
 
 @cache
 def _plain() -> dict[str, tuple[str, ...]]:
-    """Return all-lower-case words by their kind's first letter; words that begin with `magic` are left out."""
+    """Return words by the first letter of their kind: n, a or v.
+
+    Only words in lower-case letters are included, and no words that begin with `magic`.
+    """
     pattern = re.compile(r"(?!magic)[a-z]+\Z")
     return {kind[0]: tuple(word for word in words if pattern.match(word)) for kind, words in lists().items()}
 
 
 def sentences() -> Iterator[str]:
-    """Yield random sentences without end, the same on every call."""
+    """Yield random sentences without end, the same sentences in every call."""
     random = Random("sentences")
     while True:
         text = _clause(random)
         if random.random() < 0.4:
             longer = f"{text}{random.choice(JOINTS)}{_clause(random)}"
-            text = longer if len(longer.split()) <= LONGEST else text
-        if len(text.split()) >= SHORTEST:
+            text = longer if len(longer.split()) <= MAX_WORDS else text
+        if len(text.split()) >= MIN_WORDS:
             yield f"{text[0].upper()}{text[1:]}."
 
 
 def _clause(random: Random) -> str:
-    """Fill a random clause with random words."""
+    """Return a random clause, filled with random words."""
     return re.sub(r"\{(\w)\}", lambda kind: random.choice(_plain()[kind[1]]), random.choice(CLAUSES))

@@ -1,12 +1,12 @@
 """Writes sets of samples as JSON lines: a file for each split, task and length, and set.json with the settings.
 
-    DIR/set.json                          tokenizer's digest, seed, numbers of samples, each task's options
+    DIR/set.json                          tokenizer's digest, seed, sample counts, each task's options
     DIR/evaluation/passkey-1024.jsonl
     DIR/training/passkey-1024.jsonl
 
-For a text task, a line has `prompt`, `completion` and the fields that an evaluation needs. For a task on token ids it
-has `tokens` and `mask`, or `labels` if targets are not the next token. Samples within a file are distinct, and the
-training set has no sample from the evaluation set.
+A line is a sample. For a task in text, the line has `prompt`, `completion` and the fields that an evaluation needs. For
+a task on token ids, the line has `tokens` and `mask`; if the targets are not the next tokens, it has `labels` instead
+of `mask`. The samples in a file are distinct, and no training sample equals an evaluation sample.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from hybridtron.storage.durable import temporary_of
 from hybridtron.tasks.base import Sample, Task, TaskError, TextTokens, training_seed
 from hybridtron.tasks.options import options_of
 
-TRIES = 20  # maximum number of samples drawn per distinct sample
+TRIES = 20  # maximum number of draws for each requested sample; a draw that repeats an earlier sample is not written
 
 
 @dataclass(frozen=True)
 class WrittenSet:
-    """A set's contents: for each task and length, `evaluation` and `training` are the numbers of samples."""
+    """A requested set of samples.
+
+    `evaluation` and `training` say how many samples these two splits have for each task and length.
+    """
 
     tasks: tuple[Task, ...]
     lengths: tuple[int, ...]
@@ -52,16 +55,16 @@ class WrittenSet:
 def distinct(
     task: Task, seed: int, count: int, tokenizer: TextTokens, length: int, seen: set[bytes]
 ) -> Iterator[Sample]:
-    """Yield `count` samples whose identities are not in `seen`, and add them to it.
+    """Yield `count` samples whose identities are not in `seen`, and add their identities to `seen`.
 
-    Raises TaskError if the task does not give that many distinct samples in TRIES * count tries.
+    Raises TaskError if TRIES * count draws do not give `count` distinct samples.
     """
     num_distinct = 0
     index = 0
     while num_distinct < count:
         if index >= TRIES * count:
             message = f"{task.name}: a length of {length} gives {num_distinct} distinct samples in {index} tries"
-            raise TaskError(f"{message}, and {count} are asked for", code="does-not-fit")
+            raise TaskError(f"{message}; request fewer than {count} samples", code="does-not-fit")
         sample = task.sample(seed, index, tokenizer, length)
         index += 1
         if (digest := identity(sample)) not in seen:
@@ -71,12 +74,12 @@ def distinct(
 
 
 def identity(sample: Sample) -> bytes:
-    """Return a digest of a sample's tokens and labels, equal for samples that a model can't distinguish."""
+    """Return a digest of a sample's tokens and labels; samples with equal digests are duplicates."""
     return hashlib.blake2b(repr((sample.tokens, sample.labels)).encode(), digest_size=16).digest()
 
 
 def row(sample: Sample, text: bool) -> dict[str, Any]:
-    """Return a sample's fields for a JSON line; `text` is the task's `text`."""
+    """Return a sample's fields for a JSON line; `text` is True for a task in text, False for token ids."""
     about = {"task": sample.task, "seed": sample.seed, "index": sample.index}
     sizes = {"length": sample.length, "generate": sample.generate, "max_length": sample.max_length}
     if text:
@@ -93,9 +96,9 @@ def row(sample: Sample, text: bool) -> dict[str, Any]:
 
 
 def write(wanted: WrittenSet, folder: Path, moved: Callable[[int, int], None]) -> list[Path]:
-    """Write a set's files and return their paths. The folder appears atomically, when all of them are complete.
+    """Write a set's files and return their paths. The folder appears atomically, when all files are complete.
 
-    `moved` is called with (files done, files in total) before each task and length.
+    `moved` is called before each pair of task and length, with two counts: pairs done, and all pairs.
     """
     temporary = temporary_of(folder)
     shutil.rmtree(temporary, ignore_errors=True)

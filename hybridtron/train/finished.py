@@ -1,7 +1,11 @@
-"""Start of a run that is already trained to its end.
+"""Start of a run whose training has already finished.
 
-Such a start reports that nothing is left to train, and retries failed exports. It refuses changed keys, which would
-have no effect.
+Such a start logs that nothing is left to train, and repeats failed exports. It compares the configuration with that in
+the run's last checkpoint. A changed value has one of three effects, which depends on the key:
+
+    keys in FREE      no effect: these keys say where and how a run is started, or which exports it makes
+    keys in UNUSED    a warning: these keys only observe or speed up training steps, and no step is left
+    all other keys    ConfigError: the user may expect that the run is trained with the new value
 """
 
 from __future__ import annotations
@@ -17,29 +21,35 @@ from hybridtron.config.resolve import RunPlan
 from hybridtron.parallel.groups import Groups
 from hybridtron.problems import ConfigError, Problem
 from hybridtron.train.hooks import Hook, RunContext, failures_of
-from hybridtron.train.outcome import record_exports
-from hybridtron.train.run_folder import ExportsFailed
+from hybridtron.train.outcome import ExportsFailed, record_exports
 
 LOG = logging.getLogger(__name__)
-# Keys that may change: how and where a run is started, and exports, which are still made.
+# Keys that may change without a warning. If phases.N.export has changed, this start makes the export.
 FREE = re.compile(
     r"(cluster|parallel)\..*|phases\.\d+\.export"
     r"|run\.(dir|plan|resume|max_minutes|timeout|log_every|accept_data_changes|tunes|hooks.*)"
 )
+# Keys that may change with a warning: profiled steps, and the choice between an op's implementations.
+UNUSED = re.compile(r"run\.(profile|force_ops)(\..*)?")
 
 
 def report_finished(start: Checkpoint, plan: RunPlan, hooks: Sequence[Hook], groups: Groups) -> None:
-    """Repeat failed work of hooks, then log that nothing is left to train. Raises ExportsFailed."""
+    """Let the hooks repeat their failed work, such as exports, and log that nothing is left to train.
+
+    Raises ExportsFailed if the work of a hook fails again.
+    """
     run = RunContext(plan, groups, start.meta.step, beat=lambda doing: None)
     for hook in hooks:
         hook.retry_failed(run)
     if not groups.is_first:
         return
+    for key in sorted({match[1] for key in _changed(start, plan) if (match := UNUSED.fullmatch(key))}):
+        LOG.warning("run.%s has no effect: no step is left to run", key)
     LOG.info(
         f"{plan.run_dir} has finished: {start.folder} is at step {start.meta.step} of {plan.last_step}, "
         "nothing left to do.\n"
-        f"To train further raise phases or run.max_steps; to start from scratch set run.dir=FOLDER, "
-        f"or run.name=NAME for {plan.run_dir.parent}/NAME."
+        f"To train further add a phase, or raise run.max_steps; to start from scratch set run.dir=FOLDER, "
+        f"or run.name=NAME for the folder {plan.run_dir.parent}/NAME."
     )
     failed = failures_of(hooks)
     record_exports(plan.run_dir, failed)
@@ -48,27 +58,39 @@ def report_finished(start: Checkpoint, plan: RunPlan, hooks: Sequence[Hook], gro
 
 
 def check_unchanged(start: Checkpoint, plan: RunPlan) -> None:
-    """Raise ConfigError if a finished run is started with keys that differ from its checkpoint and would do nothing."""
+    """Raise ConfigError if a key's value differs from that in `start`, the last checkpoint of a finished run.
+
+    The values of keys in FREE and UNUSED may differ.
+    """
+    step = start.meta.step
+    problems = [
+        Problem(key, "changed", f"is {configured}, but was {trained} when {plan.run_dir} was trained")
+        for key, (configured, trained) in _changed(start, plan).items()
+        if not FREE.fullmatch(key) and not UNUSED.fullmatch(key)
+    ]
+    if problems:
+        why = f"names a run that has finished at step {step}, so changed keys would have no effect: change them back"
+        cure = "or start a new run with run.name=NAME or run.dir=FOLDER, or from scratch here with run.resume=never"
+        raise ConfigError(
+            [*problems, Problem("run.dir", "changed", f"{why}, {cure}; to train further, add phases or run.max_steps")]
+        )
+
+
+def _changed(start: Checkpoint, plan: RunPlan) -> dict[str, tuple[str, str]]:
+    """Return the keys whose configured and stored values differ, each with both values as text.
+
+    Stored values are those in the checkpoint `start`.
+    """
     step = start.meta.step
     trained = values_by_key(start.config)
     configured = values_by_key(plan.phase_ending_at(step).config)
-    if plan.last_step == step:
+    if plan.last_step == step:  # a changed run.max_steps that does not change the last step is ignored
         configured["run.max_steps"] = trained.get("run.max_steps")
-    problems = [
-        Problem(
-            key,
-            "changed",
-            f"is {_shown(configured, key)}, and was {_shown(trained, key)} when {plan.run_dir} was trained",
-        )
+    return {
+        key: (_shown(configured, key), _shown(trained, key))
         for key in {**configured, **trained}
-        if configured.get(key) != trained.get(key) and not FREE.fullmatch(key)
-    ]
-    if problems:
-        why = f"has finished at step {step}, so that nothing would be done with these keys: leave them as they were"
-        cure = "a run of its own is run.name=NAME or run.dir=FOLDER, one from scratch here run.resume=never"
-        raise ConfigError(
-            [*problems, Problem("run.dir", "changed", f"{why}; {cure}; phases or run.max_steps train further")]
-        )
+        if configured.get(key) != trained.get(key)
+    }
 
 
 def _shown(values: dict[str, Any], key: str) -> str:

@@ -1,21 +1,30 @@
-"""Hooks: work that a run does beside its training steps, such as to evaluate, to write metrics or to export.
+"""Hooks: work that a run does in addition to its training steps, such as evaluating, writing metrics and exporting.
 
-A hook is an object with any of the methods of `Hook`. All processes have the same hooks and call their methods at the
-same points in the same order, so a method may communicate. A hook must leave weights, gradients and the random state of
-training unchanged. Its attributes are not part of checkpoints: a resumed run starts with new hooks.
+A hook is an instance of a class derived from `Hook`. All processes have the same hooks, and call the hooks' methods at
+the same points in the same order, so a method may use collectives. A hook must leave weights, gradients and the random
+state of training unchanged.
+
+A run may be started several times: it is interrupted, and another start resumes it from a checkpoint. Each start
+creates new hooks. Checkpoints do not store the attributes of hooks.
+
+A refused step is a step whose update was discarded because its loss or gradients were abnormal. The methods are called
+at these points:
 
     on_run_start                         once, before the first step of this start
       on_phase_start                     where a phase begins or is resumed
-        on_decision                      a refused step, or a rollback
-        on_evaluation, then on_step      after each step, while its metrics are complete except for those of hooks
+        on_decision                      at a refused step, and when the run rolls back to an earlier checkpoint
+        on_evaluation                    after a step at which an evaluation is due
+        on_step                          after each step, and after its evaluation if there is one
         on_checkpoint                    after a checkpoint was written
       on_phase_end                       after a phase's last step and its checkpoint
     on_run_end                           after the run's last step and its checkpoint
     close                                at the end, also after an error
 
-`run.hooks` names classes of a user's own (`load_hooks`); docs/extending.md has an example. Code is only named there by
-the configuration that a user trains with: a configuration that was stored beside weights is read without this key.
-Nothing here needs torch.
+`on_evaluation` and `on_step` receive the step's metrics and return them, possibly with numbers added.
+
+The configuration key `run.hooks` names a user's own classes, which `load_hooks` imports; docs/extending.md has an
+example. When the configuration in a checkpoint is read, this key is ignored: the checkpoint may come from somebody
+else, and importing a class runs code. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -43,11 +52,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunContext:
-    """A run as its hooks see it.
+    """Information about a run for its hooks.
 
     plan: the configuration, its phases and the last step
-    resumed_step: the last step of earlier starts; 0 for a new run
-    beat: announces work to the watchdog, which allows it `run.timeout`
+    groups: the process groups of this rank
+    resumed_step: the step of the checkpoint that this start continues from; 0 if it starts from scratch
+    beat: function that reports to the watchdog that new work begins, with a description of the work; the watchdog ends
+        the process if there is no other call within `run.timeout` seconds
     """
 
     plan: RunPlan
@@ -70,11 +81,12 @@ class RunContext:
 
 @dataclass(frozen=True)
 class StepContext:
-    """A point in a phase as hooks see it.
+    """Information about a point in a phase for hooks.
 
-    step: the last step that was trained, counted over the run
-    batches, data: the micro-batches of that step on this process, and the key of the global batch; none at a phase's
-        start and end
+    step: the last step that was trained; the run's first step is 1
+    batches: the micro-batches of that step on this process; empty at a phase's start and end
+    data: the phase's index, and the index of that step's global batch in the phase's data; None at a phase's start and
+        end
     """
 
     run: RunContext
@@ -87,7 +99,7 @@ class StepContext:
 
     @property
     def ends_phase(self) -> bool:
-        """True at the phase's last step in this run."""
+        """True at the phase's last step, or at the run's last step if the run ends within the phase."""
         return self.step == min(self.phase.end_step, self.run.last_step)
 
 
@@ -98,56 +110,69 @@ class Hook:
         """Prepare for a run, before the first step of this start."""
 
     def on_phase_start(self, context: StepContext) -> None:
-        """Prepare for a phase, at its start or where it is resumed. A rollback calls it again."""
+        """Prepare for a phase, at its start or where the run resumes within it; called again after a rollback."""
 
     def on_evaluation(self, context: StepContext, metrics: StepMetrics) -> StepMetrics:
         """Measure the model after a step at which an evaluation is due (`run.eval_every`, and a phase's last step).
 
-        Returns the step's metrics, with others added (`metrics.adding`).
+        Returns the step's metrics. `metrics.adding` adds a hook's numbers to them.
         """
         return metrics
 
     def on_step(self, context: StepContext, metrics: StepMetrics) -> StepMetrics:
-        """Work after a step, also a refused one. Returns the step's metrics, with others added (`metrics.adding`)."""
+        """Work after every step, also after a refused step.
+
+        Returns the step's metrics. `metrics.adding` adds a hook's numbers to them.
+        """
         return metrics
 
     def on_decision(self, decision: Decision) -> None:
-        """Record a refused step or a rollback. After a rollback, later steps are repeated."""
+        """Record a refused step or a rollback.
+
+        After a rollback `decision.to` is not None, and the steps after `decision.to` are trained again.
+        """
 
     def on_checkpoint(self, step: int, folder: Path) -> None:
-        """Work after a step's checkpoint was written.
+        """Work after the checkpoint of `step` was written to `folder`.
 
-        With `checkpoint.asynchronous` this is known when the next checkpoint begins, or the phase ends.
+        With `checkpoint.asynchronous` the checkpoint is written while training continues. In this case the call takes
+        place later: when the next checkpoint begins, or when the phase ends.
         """
 
     def on_phase_end(self, context: StepContext) -> None:
-        """Work after a phase's last step in this run."""
+        """Work after a phase's last step, or after the run's last step if the run ends within the phase."""
 
     def on_run_end(self, run: RunContext) -> None:
         """Work after the run's last step."""
 
     def retry_failed(self, run: RunContext) -> None:
-        """Repeat work that failed in an earlier start. A finished run calls only this method."""
+        """Repeat work that failed in an earlier start of the run.
+
+        Called if training had already finished when the run was started; then no other method is called.
+        """
 
     def close(self) -> None:
-        """Release what the hook holds, such as files; also called after an error."""
+        """Release the hook's resources, such as files; also called after an error."""
 
     @property
     def failed(self) -> Mapping[str, str]:
-        """Reasons of work that failed on this process, by name; any makes the finished run exit with code 1."""
+        """Reasons why this hook's work has failed on this process, by the name of the work (such as a phase's name).
+
+        If this is not empty when training has finished, the process exits with code 1.
+        """
         return {}
 
 
 def failures_of(hooks: Iterable[Hook]) -> dict[str, str]:
-    """Return the reasons of all work of hooks that failed, by name."""
+    """Return the `failed` reasons of all these hooks in one dictionary."""
     return {name: reason for hook in hooks for name, reason in hook.failed.items()}
 
 
 def load_hooks(entries: Sequence[Any], key: str = "run.hooks") -> tuple[list[Hook], list[Problem]]:
-    """Import and make the hooks that a configuration names, and list the problems of all others.
+    """Import and create the hooks that a configuration names; return them, and a problem for each invalid entry.
 
-    An entry is `MODULE.CLASS`, or `{MODULE.CLASS: {OPTION: VALUE}}` with arguments of the class by keyword. Modules are
-    found where Python finds any, and in the working folder.
+    An entry is `MODULE.CLASS`, or `{MODULE.CLASS: {OPTION: VALUE}}` with keyword arguments for the class. Modules are
+    searched on Python's import path, and then in the working folder.
     """
     hooks: list[Hook] = []
     problems: list[Problem] = []
@@ -160,35 +185,35 @@ def load_hooks(entries: Sequence[Any], key: str = "run.hooks") -> tuple[list[Hoo
 
 
 def _hook_of(entry: Any) -> Hook:
-    """Import and make the hook that an entry names. Raises Unusable."""
+    """Import and create the hook that an entry names. Raises Unusable if this fails."""
     path, options = _parsed(entry)
     module_name, _, name = path.rpartition(".")
     with _working_folder_last():
         try:
             module = importlib.import_module(module_name)
         except Exception as error:
-            cure = f"put the module into {Path.cwd()} or install it, and mend it if `python -c 'import ...'` fails too"
+            cure = f"put the module into {Path.cwd()} or install it, and check that Python can import the module"
             fault = f"names {path}, whose module can't be imported ({_reason(error)}): {cure}"
             raise Unusable(fault, code="unavailable") from error
     hook_class = getattr(module, name, None)
     if hook_class is None:
         near = did_you_mean(name, [known for known, value in vars(module).items() if _is_hook(value)])
-        fault = f"names {path}, and {module_name} has no {name}{near}: name a class of that module"
+        fault = f"names {path}, but {module_name} has no {name}{near}: name a class of that module"
         raise Unusable(fault, code="unknown-name")
     if not _is_hook(hook_class):
-        cure = "derive it from hybridtron.train.hooks.Hook"
+        cure = "name a class that is derived from hybridtron.train.hooks.Hook"
         fault = f"names {path}, which is not a hook but {type(hook_class).__name__} {name}: {cure}"
         raise Unusable(fault, code="wrong-type")
     try:
         return hook_class(**options)
     except Exception as error:
-        cure = "set the options that its __init__ takes, as {MODULE.CLASS: {OPTION: VALUE}}"
-        fault = f"names {path}, which can't be made with {options or 'no options'} ({_reason(error)}): {cure}"
+        cure = "set the options that the class's __init__ takes, as {MODULE.CLASS: {OPTION: VALUE}}"
+        fault = f"names {path}, which can't be created with {options or 'no options'} ({_reason(error)}): {cure}"
         raise Unusable(fault, code="unsupported") from error
 
 
 def _parsed(entry: Any) -> tuple[str, dict[str, Any]]:
-    """Split an entry into the class's path and its options. Raises Unusable."""
+    """Split an entry into the class's path and the options. Raises Unusable if the entry names no class."""
     path = entry
     options: Any = {}
     if isinstance(entry, dict) and len(entry) == 1:
@@ -211,7 +236,10 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _working_folder_last() -> Iterator[None]:
-    """Let the block import modules of the working folder; none of them replaces an installed one."""
+    """Let the block import modules from the working folder.
+
+    The folder is searched last, so that its modules do not replace installed modules of the same name.
+    """
     folder = str(Path.cwd())
     if folder in sys.path:
         yield

@@ -1,7 +1,11 @@
 """Learning rate and weight decay, as pure functions of the phases and the tokens read.
 
-In a course the learning rate rises and falls once. A course covers a phase, and the phases after it with
-`lr_piece: carry_on`. The shapes of its fall are in `config/lr_shapes.py`.
+A run consists of phases. A phase's setting `lr_piece` says how its learning rate is computed:
+
+    rewarm      The phase begins a schedule: the rate is 0 during an optional hold, rises linearly during the warm-up,
+                and then falls by the shape `optim.schedule` (`config/lr_shapes.py`).
+    carry_on    The phase continues the schedule of the phase before, as if both were one long phase.
+    decay       The rate falls from its last value in the phase before to the setting `lr_to`.
 """
 
 from __future__ import annotations
@@ -15,30 +19,26 @@ from hybridtron.config.units import parse_share, parse_tokens
 
 
 def learning_rate(phases: Sequence[ResolvedPhase], index: int, tokens: int) -> float:
-    """Return the learning rate for a step, after which phase `index` has read `tokens` tokens.
-
-    With `lr_piece: decay` the rate falls from the final rate of the phase before to `lr_to`. Other phases follow their
-    course.
-    """
+    """Return the learning rate for the step at whose end the phase with this index has read `tokens` tokens."""
     settings = phases[index].settings
     if settings.lr_piece is LrPiece.decay:
         assert settings.lr_to is not None
-        start_lr = _end_of(phases, index - 1)
+        start_lr = _final_rate(phases, index - 1)
         phase_tokens = parse_tokens(settings.tokens)
         at = LrPosition(tokens, warmup=0, whole=phase_tokens, decay=phase_tokens)
         return settings.lr_to + (start_lr - settings.lr_to) * SHAPES[phases[index].optim.schedule].height(at)
-    leader = index
-    while phases[leader].settings.lr_piece is LrPiece.carry_on:
-        leader -= 1
-        tokens += parse_tokens(phases[leader].settings.tokens)
-    return _course(phases, leader, tokens)
+    first = index
+    while phases[first].settings.lr_piece is LrPiece.carry_on:
+        first -= 1
+        tokens += parse_tokens(phases[first].settings.tokens)
+    return _scheduled(phases, first, tokens)
 
 
 def weight_decay(phases: Sequence[ResolvedPhase], index: int, lr: float) -> float:
-    """Return the weight decay for a step with this learning rate.
+    """Return the weight decay for a step with learning rate `lr` in the phase with this index.
 
-    It is the phase's constant, or that constant times lr / peak. A phase without a peak of its own uses the last peak
-    before it.
+    If `optim.weight_decay_schedule` is constant, this is `optim.weight_decay`, otherwise `optim.weight_decay` * lr /
+    peak. The peak is the phase's setting `lr`, or the `lr` of the last earlier phase that sets it.
     """
     optim = phases[index].optim
     if optim.weight_decay_schedule is DecaySchedule.constant:
@@ -48,17 +48,21 @@ def weight_decay(phases: Sequence[ResolvedPhase], index: int, lr: float) -> floa
     return optim.weight_decay * lr / peak
 
 
-def _course(phases: Sequence[ResolvedPhase], leader: int, tokens: int) -> float:
-    """Return the learning rate at `tokens` of the course that phase `leader` begins.
+def _scheduled(phases: Sequence[ResolvedPhase], first: int, tokens: int) -> float:
+    """Return the learning rate after `tokens` tokens in the schedule that begins with the phase at index `first`.
 
-    The rate is 0 during the hold, rises linearly during the warm-up, then falls to final_lr by the phase's shape.
+    The rate is 0 for the first `optim.hold` tokens. Then it rises linearly to the peak for `optim.warmup` tokens, and
+    after that it falls by the shape `optim.schedule`, to `optim.final_lr` * peak.
+
+    The rise begins at 0 in the run's first phase, after a hold, or if weights or moments are replaced at the phase's
+    beginning. Otherwise it begins at the final rate of the phase before, but not above the peak.
     """
-    phase = phases[leader].settings
-    optim = phases[leader].optim
+    phase = phases[first].settings
+    optim = phases[first].optim
     peak = phase.lr
     assert peak is not None
     total_tokens = parse_tokens(phase.tokens)
-    for follower in phases[leader + 1 :]:
+    for follower in phases[first + 1 :]:
         if follower.settings.lr_piece is not LrPiece.carry_on:
             break
         total_tokens += parse_tokens(follower.settings.tokens)
@@ -67,11 +71,11 @@ def _course(phases: Sequence[ResolvedPhase], leader: int, tokens: int) -> float:
     if tokens <= hold and hold:
         return 0.0
     if (tokens := tokens - hold) < warmup:
-        from_zero = leader == 0 or hold or phase.moments is Moments.reset or phase.init_from is not None
+        from_zero = first == 0 or hold or phase.moments is Moments.reset or phase.init_from is not None
         if from_zero:
             start_lr = 0.0
         else:
-            start_lr = min(_end_of(phases, leader - 1), peak)
+            start_lr = min(_final_rate(phases, first - 1), peak)
         return start_lr + (peak - start_lr) * tokens / warmup
     shape = SHAPES[optim.schedule]
     lowest = peak * optim.final_lr
@@ -82,6 +86,6 @@ def _course(phases: Sequence[ResolvedPhase], leader: int, tokens: int) -> float:
     return lowest + (peak - lowest) * shape.height(LrPosition(tokens, warmup, total_tokens - hold, decay))
 
 
-def _end_of(phases: Sequence[ResolvedPhase], index: int) -> float:
-    """Return the final learning rate of a phase."""
+def _final_rate(phases: Sequence[ResolvedPhase], index: int) -> float:
+    """Return the learning rate at the last step of the phase with this index."""
     return learning_rate(phases, index, parse_tokens(phases[index].settings.tokens))

@@ -1,7 +1,7 @@
 """Tables for planning a run: its phases with steps, tokens, learning rates, costs, sources and changed settings.
 
-`run.plan=true` prints them. They are computed from the configuration, and from the manifests of token folders on this
-machine. No model is built and no tokens are read.
+The setting `run.plan=true` prints the tables. They are computed from the configuration, and from the manifests of token
+folders on this machine. No model is built, and no tokens are read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hybridtron.planning.count import count
 from hybridtron.storage.remote import is_url
 from hybridtron.train.lr import learning_rate
 
-MFU = 0.4  # assumed for the estimate of GPU-hours; large hybrids reach 0.33 to 0.47 on H100s
+MFU = 0.4  # assumed model FLOPs utilization, for estimated GPU-hours; large hybrids reach 0.33 to 0.47 on H100s
 
 
 def print_timetable(plan: RunPlan) -> None:
@@ -41,21 +41,21 @@ def print_timetable(plan: RunPlan) -> None:
 
 
 def print_changes(plan: RunPlan, console: Console) -> None:
-    """Print each phase's starting point and the settings that it changes."""
+    """Print for each phase its starting point, and the settings that the phase changes."""
     for phase in plan.phases:
         changes = list(changes_of(phase))
-        console.print(f"\n{phase.settings.name}" + ("" if changes else ": as the phase before"))
+        console.print(f"\n{phase.settings.name}" + ("" if changes else ": same settings as the phase before"))
         for change in changes:
             console.print(f"  {change}", highlight=False, markup=False)
 
 
 def flops(phase: ResolvedPhase) -> float:
-    """Return the FLOPs of a phase, forward and backward."""
-    return count(phase.model, phase.settings.seq_len).flops_per_token * phase.tokens
+    """Return the FLOPs of all forward and backward passes in a phase."""
+    return count(phase.arch, phase.settings.seq_len).flops_per_token * phase.tokens
 
 
 def cost(plan: RunPlan) -> Iterator[str]:
-    """Yield lines with a run's FLOPs and, if the device's peak FLOP/s are known, estimated GPU-hours."""
+    """Yield a line with a run's FLOPs, and a line with estimated GPU-hours if the device's peak FLOP/s are known."""
     cluster = plan.config.cluster
     peak = cluster.peak_tflops
     total = sum(flops(phase) for phase in plan.phases)
@@ -66,12 +66,14 @@ def cost(plan: RunPlan) -> Iterator[str]:
 
 
 def phase_table(plan: RunPlan) -> Table:
-    """Build a table with one row for each phase."""
+    """Build a table with one row for each phase.
+
+    The column `rows` has the number of sequences in a global batch, `micro` the number of sequences in a micro-batch.
+    """
     peak = plan.config.cluster.peak_tflops
-    hours = () if peak is None else ("GPU-hours",)
-    table = table_of(
-        "phase", "steps", "tokens", "rows", "micro", "seq_len", "learning rate", "FLOPs/token", "FLOPs", *hours
-    )
+    table = table_of("phase", "steps", "tokens", "rows", "micro", "seq_len", "learning rate", "FLOPs/token", "FLOPs")
+    if peak is not None:
+        table.add_column("GPU-hours", justify="right")
     for phase in plan.phases:
         settings = phase.settings
         ramp = settings.ramp
@@ -94,7 +96,7 @@ def phase_table(plan: RunPlan) -> Table:
 
 
 def _rate(rate: float) -> str:
-    """Format a rate in scientific notation, such as `4e-4`, so that the rates of a row can be compared."""
+    """Format a learning rate in short scientific notation, such as `4e-4`; zero as `0`."""
     mantissa, _, exponent = f"{rate:.2e}".partition("e")
     if rate:
         return f"{float(mantissa):g}e{int(exponent)}"
@@ -102,7 +104,10 @@ def _rate(rate: float) -> str:
 
 
 def rates_of(phases: Sequence[ResolvedPhase], phase: ResolvedPhase) -> list[float]:
-    """Return a phase's learning rate at its first step and at its last; its peak comes between if it is higher."""
+    """Return a phase's learning rates: at the first step, at the peak, and at the last step.
+
+    The peak is left out unless it is higher than the first and the last rate.
+    """
     after = [phase.phase_tokens_at(phase.start_step + 1), phase.tokens]
     first, last = (learning_rate(phases, phase.index, tokens) for tokens in after)
     peak = phase.settings.lr or 0.0
@@ -114,7 +119,8 @@ def rates_of(phases: Sequence[ResolvedPhase], phase: ResolvedPhase) -> list[floa
 def source_table(plan: RunPlan) -> Table:
     """Build a table with one row for each source in each phase.
 
-    Epochs and the share of learned tokens are known only for folders on this machine.
+    Learned tokens are those that count in the loss. Their share, and the epochs, are shown only if the source's folder
+    is on this machine.
     """
     table = table_of("phase", "source", "share", "tokens", "epochs", "learned", "folder", numbers_from=2)
     table.columns[-1].justify = "left"
@@ -133,9 +139,10 @@ def source_table(plan: RunPlan) -> Table:
 
 
 def sources_of(phase: ResolvedPhase) -> list[Epochs]:
-    """Return how much a phase reads of each source.
+    """Return the name, share, tokens and epochs for each source in a phase.
 
-    If a folder is a URL or can't be opened, epochs are None and only the configuration's names and shares are given.
+    If a source's path is a URL, or its folder can't be opened, names and shares come from the configuration, and the
+    epochs of all sources are None.
     """
     data = phase.data
     paths = [entry.path or data.path for entry in data.mixture.values()] or [data.path]
@@ -152,15 +159,15 @@ def sources_of(phase: ResolvedPhase) -> list[Epochs]:
 
 
 def changes_of(phase: ResolvedPhase) -> Iterator[str]:
-    """Yield lines on a phase's starting point and the settings in which it differs from the phase before."""
+    """Yield lines with a phase's starting point, and with the settings in which it differs from the phase before."""
     settings = phase.settings
     run = phase.config.run
     if phase.before is None and run.weights is None and run.tunes is not None:
-        yield f"starts from run.weights, which is not set: {run.tunes}"
+        yield f"starts from run.weights, which is not set; set it to {run.tunes}"
     elif phase.before is None:
         yield f"starts from {f'the weights of {run.weights}' if run.weights else 'new weights'}"
     elif settings.init_from is not None:
-        yield f"starts from the weights of {settings.init_from}, without moments"
+        yield f"starts from the weights of {settings.init_from}, without the optimizer's moments"
     elif settings.moments is Moments.reset:
         yield "starts without the optimizer's moments"
     if settings.lr_piece is not LrPiece.rewarm:
@@ -178,7 +185,7 @@ def changes_of(phase: ResolvedPhase) -> Iterator[str]:
 
 
 def _settings(phase: ResolvedPhase) -> dict[str, Any]:
-    """Return all settings that a phase may change, by key."""
+    """Return the values of all settings that a phase may change, by key."""
     sections = {"optim": phase.optim, "precision": phase.precision, "states": phase.states}
     by_section = {
         f"{name}.{key}": value
@@ -209,7 +216,7 @@ def _shown(value: Any) -> str:
 
 
 def table_of(*headers: str, numbers_from: int = 1) -> Table:
-    """Build an empty table. Columns from `numbers_from` on are right-aligned, for numbers."""
+    """Build an empty table. The columns from index `numbers_from` on are right-aligned, for numbers."""
     table = Table()
     for index, header in enumerate(headers):
         table.add_column(header, justify="right" if index >= numbers_from else "left")
@@ -217,7 +224,7 @@ def table_of(*headers: str, numbers_from: int = 1) -> Table:
 
 
 def wide_console() -> Console:
-    """Return a console on the terminal, or one for plain text of 160 columns if there is no terminal."""
+    """Return a console for the terminal; without a terminal, a console for plain text with 160 columns."""
     console = Console()
     if console.is_terminal:
         return console

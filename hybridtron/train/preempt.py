@@ -1,20 +1,30 @@
 """Stopping on demand: all ranks save a checkpoint after the same step and exit with code 75.
 
-Three events stop a run: SIGTERM, SIGINT or SIGUSR1 at any rank; the end of the allowed time (`run.max_minutes` or
-SLURM_JOB_END_TIME); and the death of the torchrun that started this process. A signal handler only sets a flag, whether
-during start-up, a step, an evaluation or a checkpoint. After every step the ranks all-reduce these flags, so that a
-signal at one rank stops all. Further signals change nothing. When torchrun has died, `launcher.GRACE_S` remain to save,
-and a process that has not done a step ends at once, since another start may already wait for the folder.
+Three events stop a run:
 
-A run stops early enough to save: it reserves the time of its longest checkpoint so far, plus twice the longest time
-between the ends of two steps. Under SLURM, which kills late processes, the reserve is at least a minute. A large model
-that is stopped before its first periodic checkpoint may need more: then ask early, by `#SBATCH --signal=B:USR1@600`.
+    - A rank gets the signal SIGTERM, SIGINT or SIGUSR1.
+    - The deadline is near: the end of the allowed time (`run.max_minutes` or SLURM_JOB_END_TIME).
+    - The torchrun that started this process has died.
 
-The signal has to reach a rank. torchrun forwards SIGTERM and SIGINT, and kills processes that have not ended 30 s later
-(`--shutdown-timeout`). SIGUSR1 kills torchrun itself, unless it runs with `--signals-to-handle SIGTERM,SIGINT,SIGUSR1`.
-Exit code 75 is a failure to torchrun: with `--max-restarts` it would start the run again.
-srun forwards SIGUSR1 to every rank, but kills the ranks at SIGTERM (SLURM 22.05). So the job script, which SLURM alone
-signals, forwards every signal as SIGUSR1 (`cluster/forwarding.sh`).
+A signal may arrive during start-up, a step, an evaluation or a checkpoint. The signal handler only sets a flag. After
+every step the ranks all-reduce their flags, so that all ranks stop after the same step. Later signals change nothing.
+When torchrun dies, the ranks have `launcher.GRACE_S` seconds to save. A process that has not yet done a step has
+nothing to save. It ends immediately, since another start of the run may already wait for the run's folder.
+
+A run stops before the deadline, early enough to save a checkpoint. It reserves the duration of its longest checkpoint
+so far, plus twice the longest time between the ends of two successive steps. Under SLURM, which kills a job at the
+deadline, the reserve is at least a minute. A large model's first checkpoint may take longer than a minute. For such a
+model let SLURM send a signal earlier, with `#SBATCH --signal=B:USR1@600`.
+
+Launchers treat signals in different ways:
+
+    torchrun    It forwards SIGTERM and SIGINT to the ranks, and kills ranks that have not ended 30 s later
+                (`--shutdown-timeout`). SIGUSR1 kills torchrun itself, unless torchrun was started with
+                `--signals-to-handle SIGTERM,SIGINT,SIGUSR1`. Exit code 75 counts as a failure: with `--max-restarts`
+                torchrun would start the run again.
+    srun        It forwards SIGUSR1 to the ranks. But when it gets SIGTERM, it kills the ranks (SLURM 22.05). So SLURM
+                must send signals to the job script only. For every signal that the script gets, it sends SIGUSR1 to
+                the ranks (`cluster/forwarding.sh`).
 """
 
 from __future__ import annotations
@@ -31,7 +41,7 @@ from hybridtron.config.schema import RunConfig
 from hybridtron.train.launcher import Launcher
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-SLURM_RESERVE_S = 60.0
+SLURM_RESERVE_S = 60.0  # minimum reserve before the deadline in a SLURM job
 
 
 class StopRequests:
@@ -39,15 +49,15 @@ class StopRequests:
 
     def __init__(self, run: RunConfig, is_main: bool, environment: Mapping[str, str] = os.environ) -> None:
         self.is_main = is_main
-        self.received = 0
+        self.received = 0  # number of the first signal that this process has received; 0 if there is none
         self.deadline = _deadline(run.max_minutes, environment)
         if "SLURM_JOB_END_TIME" in environment:
             self.least_reserve = SLURM_RESERVE_S
         else:
             self.least_reserve = 0.0
         self.launcher = Launcher(environment)
-        self.longest_save = self.longest_step = 0.0
-        self.last_border: float | None = None
+        self.longest_save = self.longest_step = 0.0  # durations in seconds
+        self.last_border: float | None = None  # the time at which the last step ended, on the monotonic clock
 
     def __enter__(self) -> Self:
         self.before: dict[int, Any] = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
@@ -61,17 +71,18 @@ class StopRequests:
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self.received:
-            again = "again, the run stops already"
+            response = "the run is already stopping"
         else:
-            again = "the run saves and stops after this step"
+            response = "the run saves and stops after this step"
         self.received = self.received or number
-        if self.is_main:  # not print, which must not be interrupted by itself
-            os.write(2, f"{name}: {again}\n".encode())
+        if self.is_main:  # not `print`: it raises an error if the signal has interrupted another `print`
+            os.write(2, f"{name}: {response}\n".encode())
 
     def agreed(self, greatest: Callable[[list[float]], list[float]]) -> str | None:
-        """Return why all ranks stop after this step, or None. All ranks call it at the end of each step.
+        """Return the reason why all ranks must stop after this step, or None if they continue.
 
-        `greatest` is an all-reduce: it returns each number's maximum over all ranks.
+        All ranks call this method at the end of each step, and all get the same result. `greatest` is an all-reduce
+        that returns each list element's maximum over all ranks.
         """
         now = time.monotonic()
         if self.last_border is not None:
@@ -89,18 +100,18 @@ class StopRequests:
 
     @staticmethod
     def ignore() -> None:
-        """Ignore signals from now on, so that a late one can't change the exit code of a finished process."""
+        """Ignore signals from now on, so that a late signal can't change the exit code of a finished process."""
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
     @property
     def reserve(self) -> float:
-        """Seconds to keep in reserve before the deadline, for the last step and its checkpoint."""
+        """Seconds before the deadline that are reserved for the last step and its checkpoint."""
         return max(self.least_reserve, self.longest_save + 2 * self.longest_step)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Time the block, which writes a checkpoint. Its time does not count as part of the next step."""
+        """Measure the duration of the block, which writes a checkpoint; it does not count as a step's duration."""
         began = time.monotonic()
         yield
         took = time.monotonic() - began
@@ -110,7 +121,7 @@ class StopRequests:
 
 
 def _deadline(max_minutes: float | None, environment: Mapping[str, str]) -> float:
-    """Return the deadline in seconds on the monotonic clock, infinity if nothing sets one."""
+    """Return the deadline in seconds on the monotonic clock; infinity if the time is not limited."""
     limits = [float("inf")]
     if max_minutes is not None:
         limits.append(60 * max_minutes)

@@ -1,7 +1,7 @@
 """Profiles of the steps in `run.profile`, and the process's peak memory.
 
-A profiled step writes a Chrome trace, a table of the operations that allocated most memory, and on CUDA a snapshot for
-torch's memory viewer.
+For each profiled step, every rank writes a Chrome trace, and a table of the operations that allocated most memory. On
+CUDA every rank also writes a snapshot for torch's memory viewer.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hybridtron.device import compute_device, dump_memory_snapshot, peak_memory_
 
 
 @contextmanager
-def profiled(step: int, chosen: Sequence[int], logs: Path, rank: int) -> Iterator[None]:
-    """Profile the block if `step` is among the chosen ones, and write the files to `logs`."""
+def profile_if_chosen(step: int, chosen: Sequence[int], logs: Path, rank: int) -> Iterator[None]:
+    """Profile the block if `step` is one of the steps in `chosen`, and write the files to the folder `logs`."""
     if step not in chosen:
         yield
         return
@@ -41,9 +41,9 @@ def profiled(step: int, chosen: Sequence[int], logs: Path, rank: int) -> Iterato
 
 
 def most_memory_gib() -> float:
-    """Return this process's peak memory so far in GiB: on the device if it counts memory, else on the host."""
+    """Return this process's peak memory so far in GiB: device memory if the device reports it, else host memory."""
     on_device = peak_memory_gib()
-    unit = 2**20 if sys.platform == "linux" else 2**30  # Linux counts KiB, macOS bytes
+    unit = 2**20 if sys.platform == "linux" else 2**30  # one GiB in ru_maxrss's unit: KiB on Linux, bytes on macOS
     if on_device is None:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
     return on_device

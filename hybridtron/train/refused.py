@@ -1,11 +1,15 @@
 """Batches of refused steps, kept in the run's folder so that `hybridtron replay` can repeat the step.
 
-    refused/phase-0-batch-00000121/            the phase and the data step, as logs/decisions.jsonl has them (`data`)
-        about.json                             the step, and why it was refused
-        data-00000-context-00000.safetensors   the micro-batches of one data-parallel rank: its part of every row
+A refused step is a step whose update was discarded, because its loss or gradients were abnormal. Its files are:
 
-Ranks with the same rows, of which only one writes, see the same bytes. A folder holds a batch as training had it in
-memory, which the data may no longer give. The newest `run.keep_refused` folders are kept.
+    refused/phase-0-batch-00000121/            named by the phase's index, and the batch's index in the phase's data
+        about.json                             the step, the reason for the refusal, the loss and the gradient norm
+        data-00000-context-00000.safetensors   the micro-batches of data-parallel rank 0, with the tokens that
+                                               context-parallel rank 0 processed
+
+All tensor-parallel and pipeline-parallel ranks read the same rows (sequences), so only the rank with index 0 in both
+groups writes a file. The files are written from memory, because the data on disk may change before the replay. The
+folders of the newest `run.keep_refused` refused steps are kept, and older folders are deleted.
 """
 
 from __future__ import annotations
@@ -28,19 +32,19 @@ from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.parallel.groups import barrier
 from hybridtron.problems import Unusable
 from hybridtron.train.hooks import Hook, StepContext
+from hybridtron.train.jsonl import read_record
 from hybridtron.train.metrics import StepMetrics
 from hybridtron.train.outcome import finite
-from hybridtron.train.records import read_record
 from hybridtron.train.skipped_data import BatchKey
 
 FOLDER = "refused"
 ABOUT = "about.json"
-OPTIONAL = ("documents", "continues")  # tensors that not every batch has
+OPTIONAL = ("documents", "continues")  # tensors that some batches do not have
 LOG = logging.getLogger(__name__)
 
 
 class RefusedBatches(Hook):
-    """Hook that keeps the batches of the newest refused steps. A full disk does not stop the run."""
+    """Hook that keeps the batches from the newest refused steps. If the disk is full, it logs a warning instead."""
 
     def on_step(self, context: StepContext, metrics: StepMetrics) -> StepMetrics:
         keep = context.run.config.run.keep_refused
@@ -55,7 +59,7 @@ class RefusedBatches(Hook):
                 about = {"step": context.step, "why": why, "loss": metrics.loss, "norm": metrics.grad_norm}
                 make_room(folder, keep)
                 (folder / ABOUT).write_text(json.dumps(finite(about)))
-        barrier()  # all processes reach it, also if the first one could not make the folder
+        barrier()  # all processes must reach the barrier, even if the first could not make the folder
         with warn_of_failure(context.step):
             if groups.tensor.rank == 0 and groups.pipeline.rank == 0:
                 name = f"data-{groups.data.rank:05}-context-{groups.context.rank:05}.safetensors"
@@ -65,15 +69,18 @@ class RefusedBatches(Hook):
 
 @contextmanager
 def warn_of_failure(step: int) -> Iterator[None]:
-    """Log a warning if the block fails to write a step's batch."""
+    """Log a warning if the block, which writes a step's batch, raises an OSError."""
     try:
         yield
     except OSError as error:
-        LOG.warning("the batch of step %d is not kept: %s", step, error)
+        LOG.warning("the batch of the refused step %d is not kept: %s", step, error)
 
 
 def make_room(folder: Path, keep: int) -> None:
-    """Make an empty folder for a batch, and remove the oldest others so that `keep` folders are left."""
+    """Make an empty folder for a batch, and remove the oldest folders, so that at most `keep` folders remain.
+
+    The `keep` folders include the new folder.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     for old in kept_batches(folder.parents[1])[: 1 - keep or None]:
         shutil.rmtree(old, ignore_errors=True)
@@ -82,36 +89,39 @@ def make_room(folder: Path, keep: int) -> None:
 
 @dataclass(frozen=True)
 class RefusedBatch:
-    """A refused step's batch as one process reads it, with the step and the reason of the refusal."""
+    """A refused step's batch as read by a single process, with the step and the reason for the refusal."""
 
     key: BatchKey
     step: int
     why: str
-    batches: list[Batch]
+    batches: list[Batch]  # the step's micro-batches
 
 
 def folder_of(run_dir: Path, key: BatchKey) -> Path:
-    """Return the folder of a kept batch."""
+    """Return the folder for a kept batch."""
     return run_dir / FOLDER / f"phase-{key.phase}-batch-{key.step:08d}"
 
 
 def key_of(folder: Path) -> BatchKey:
-    """Return the key of the batch that a folder holds. Raises Unusable if its name is another."""
+    """Return the key for the batch that a folder holds. Raises Unusable if the folder's name has no such key."""
     if (match := re.fullmatch(r"phase-(\d+)-batch-(\d+)", folder.name)) is None:
         raise Unusable(
-            f"{folder} is not a batch of a refused step: such a folder is called phase-N-batch-N", code="malformed"
+            f"{folder} is not a batch of a refused step: name a folder such as phase-0-batch-00000121", code="malformed"
         )
     return BatchKey(int(match[1]), int(match[2]))
 
 
 def kept_batches(run_dir: Path) -> list[Path]:
-    """Return the folders of a run's kept batches, by the steps that were refused, the newest last."""
+    """Return the folders of a run's kept batches, sorted by the refused step."""
     folders = [path.parent for path in (run_dir / FOLDER).glob(f"phase-*/{ABOUT}")]
     return sorted(folders, key=lambda path: (read_record(path / ABOUT).get("step", 0), path.name))
 
 
 def tensors_of(batches: Sequence[Batch]) -> dict[str, Tensor]:
-    """Stack a step's micro-batches, which all have the same shape."""
+    """Stack the tensors in a step's micro-batches along a new axis 0, and return the stacks by name.
+
+    An optional tensor is left out unless all micro-batches have it.
+    """
     stacked = {
         "tokens": torch.stack([batch.tokens_BL for batch in batches]),
         "labels": torch.stack([batch.labels_BL for batch in batches]),
@@ -129,34 +139,40 @@ def tensors_of(batches: Sequence[Batch]) -> dict[str, Tensor]:
 
 
 def read_batch(folder: Path, turns: int) -> RefusedBatch:
-    """Read a kept batch with full rows, its micro-batches in the order in which one process takes them.
+    """Read a kept batch for a single process: with full rows, and in the order in which the process trains on them.
 
-    `turns` is the number of chunks that a step reads of each lane, one after another. Raises Unusable.
+    A row position is a sequence's index in the global batch. At each row position a step may read several consecutive
+    chunks of one text; `turns` says how many chunks these are. A single process trains on the first chunks of all row
+    positions, then on the second chunks, and so on. Raises Unusable if the folder has no complete batch.
     """
     about = read_record(folder / ABOUT)
     files = sorted(folder.glob("data-*.safetensors"))
     if not about or not files:
-        fault = "has no batch of a refused step: the run was killed while it was written; name another"
+        fault = "has no complete batch, as the run was killed while it wrote the files: name another folder"
         raise Unusable(f"{folder} {fault}", code="unreadable")
     parts: dict[str, list[Mapping[str, Tensor]]] = {}
     for file in files:
         parts.setdefault(file.name.split("-context-")[0], []).append(load_file(file))
-    ranks = [_joined_rows(shares) for shares in parts.values()]
-    groups = len(ranks[0]["tokens"]) // turns
+    ranks = [_joined_rows(shards) for shards in parts.values()]
+    per_turn = len(ranks[0]["tokens"]) // turns  # number of micro-batches that one data-parallel rank has in each turn
     batches = [
-        _batch_of(tensors, turn * groups + group)
+        _batch_of(tensors, turn * per_turn + index)
         for turn in range(turns)
         for tensors in ranks
-        for group in range(groups)
+        for index in range(per_turn)
     ]
     return RefusedBatch(key_of(folder), about["step"], about["why"], batches)
 
 
-def _joined_rows(shares: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Join the sequence shards of the same rows; a row continues its document if its first shard does."""
-    first = shares[0]
+def _joined_rows(shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Join one data-parallel rank's sequence shards to full rows (sequences).
+
+    The tensor `continues` has one entry for each row, and is the same in all shards. The other tensors have an entry
+    for each token.
+    """
+    first = shards[0]
     return {
-        name: first[name] if name == "continues" else torch.cat([share[name] for share in shares], dim=2)
+        name: first[name] if name == "continues" else torch.cat([shard[name] for shard in shards], dim=2)
         for name in first
     }
 

@@ -1,4 +1,4 @@
-"""Log messages of the first rank: at the start of a run and of each phase, and at the end, with a sample of text."""
+"""Log messages by the first rank: when a run starts, when a phase starts, and when the run ends."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from hybridtron.architecture.model import ModelConfig
-from hybridtron.architecture.table import architecture
+from hybridtron.architecture.table import Architecture
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.schema import Config, RunConfig
 from hybridtron.config.units import readable
@@ -21,13 +20,14 @@ from hybridtron.data.mixture_spec import reading_plan
 from hybridtron.data.tokenizer_file import read_tokenizer
 from hybridtron.device import describe_device
 from hybridtron.engine.engine import Engine
+from hybridtron.inference.detokenize import Detokenizer, stream_texts
+from hybridtron.inference.generate import Prompts, continue_prompts
+from hybridtron.inference.reader import reader
+from hybridtron.inference.sampling import Sampling
 from hybridtron.mixers.base import mixer_class
 from hybridtron.mixers.norm import RMSNorm
-from hybridtron.model.generate import Prompts, continued, reader
 from hybridtron.model.lm import LanguageModel
-from hybridtron.model.sampling import Sampling
 from hybridtron.model.stack import Residual
-from hybridtron.model.text import TextOfRow, write
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.dropout import dropout
 from hybridtron.ops.loss import linear_cross_entropy
@@ -36,16 +36,16 @@ from hybridtron.ops.registry import choices
 from hybridtron.ops.softmax import softmax_gradients, softmax_sums
 from hybridtron.train.outcome import Progress, clock
 
-LOSS = (linear_cross_entropy, softmax_sums, softmax_gradients)
-
+LOSS = (linear_cross_entropy, softmax_sums, softmax_gradients)  # the ops that compute the loss
 SAMPLING = Sampling(temperature=0.8, seed=0)
 LOG = logging.getLogger(__name__)
 
 
 def announce_run(config: Config, engine: Engine, first: int, last: int) -> None:
-    """Log a run's model, device, layout, steps and folder, and each op's implementation with the reason for it.
+    """Log a run's model, device, layout, steps and folder, and a table of ops.
 
-    The run trains the steps after `first`, up to `last`.
+    The table has the chosen implementation of each op, and the reason for the choice. The run trains the steps after
+    `first`, up to and including `last`.
     """
     parameters = sum(parameter.size for parameter in engine.optimizer.table.values())
     LOG.info(
@@ -60,11 +60,11 @@ def announce_run(config: Config, engine: Engine, first: int, last: int) -> None:
             f"pipeline {parallel.pipeline} x {parallel.virtual_pipeline}, data {groups.data.size}"
         )
     if parallel.offload and engine.device.type == "cpu":
-        LOG.warning("parallel.offload saves nothing on a CPU, whose memory is the host's: it costs copies")
+        LOG.warning("parallel.offload has no use on a CPU: it saves no memory there, and only adds copies")
     if engine.device.type == "cpu" and (reason := missing()):
-        LOG.warning(f"ops run in torch alone, several times slower than compiled for this CPU ({reason})")
+        LOG.warning(f"ops run without their C++ implementations for the CPU, several times slower: {reason}")
     table = Table("op", "runs", "why", box=None, title="kernels", title_justify="left")
-    used = ops_of(engine.config.model)
+    used = ops_of(engine.arch)
     for name, implementation, reason in choices(engine.device.type):
         if name in used:
             table.add_row(name, implementation, reason)
@@ -79,15 +79,17 @@ def as_text(table: Table) -> str:
     return "\n".join(line.rstrip() for line in shown.get().splitlines())
 
 
-def ops_of(model: ModelConfig) -> set[str]:
+def ops_of(arch: Architecture) -> set[str]:
     """Return the names of the ops that a model may call.
 
-    These are the ops named in the modules of its layers' classes, its adapters' dropout, and the loss's ops.
+    These are the ops that the layers' files import, the ops that compute the loss, and the dropout op if the model has
+    adapters with dropout.
     """
-    mixers = [cls for spec in architecture(model).specs for cls in mixer_class(spec).__mro__]
+    mixers = [cls for spec in arch.specs for cls in mixer_class(spec).__mro__]
     files = {sys.modules[cls.__module__] for cls in (*mixers, Residual, RMSNorm)}
     named = {value.name for file in files for value in vars(file).values() if isinstance(value, Op)}
-    if model.adapters is not None and model.adapters.dropout:
+    adapters = arch.model.adapters
+    if adapters is not None and adapters.dropout:
         dropped = {dropout.name}
     else:
         dropped = set()
@@ -95,7 +97,7 @@ def ops_of(model: ModelConfig) -> set[str]:
 
 
 def announce_reading(loader: Loader, phase: ResolvedPhase) -> None:
-    """Log a phase's data: tokens and epochs of each source, and the mean length of uninterrupted text."""
+    """Log a phase's data: each source's share, tokens and epochs, and the mean length between document boundaries."""
     settings = phase.settings
     order = loader.order
     table = Table("source", "share", "tokens", "epochs", "learned", box=None, title_justify="left")
@@ -104,11 +106,11 @@ def announce_reading(loader: Loader, phase: ResolvedPhase) -> None:
     for line in reading_plan(loader.sources.mixture, phase.tokens):
         table.add_row(line.source, f"{line.share:.1%}", readable(line.tokens), line.shown_epochs, line.shown_learned)
     LOG.info(as_text(table))
-    LOG.info(f"text runs on for {readable(loader.mean_stretch)} tokens on average; every row is full")
+    LOG.info(f"mean length of uninterrupted text: {readable(loader.mean_stretch)} tokens; rows are fully packed")
 
 
 def announce_end(progress: Progress, run_dir: Path, checkpoint: Path) -> None:
-    """Log the duration, the held-out losses and the last checkpoint of a run, and commands that usually come next."""
+    """Log a run's duration, its held-out losses, its last checkpoint, and commands that usually come next."""
     losses = "".join(f", held-out loss {loss:.4f} at {length}" for length, loss in (progress.validation or {}).items())
     LOG.info(
         f"finished at step {progress.step} after {clock(time.monotonic() - progress.began)}{losses}\n"
@@ -121,20 +123,27 @@ def announce_end(progress: Progress, run_dir: Path, checkpoint: Path) -> None:
 
 
 def sample_text(model: LanguageModel, checkpoint: Path, prompt: str, new_tokens: int) -> str:
-    """Return the prompt continued by `new_tokens` generated tokens, with the tokenizer in the checkpoint folder."""
+    """Generate `new_tokens` tokens after a prompt, and return the prompt with the generated text.
+
+    The tokenizer is read from the checkpoint folder.
+    """
     tokenizer = read_tokenizer((checkpoint / "tokenizer.json").read_bytes())
     ids = tokenizer.encode(prompt).ids
-    text = TextOfRow(tokenizer.decode, new_tokens, before=ids)
+    text = Detokenizer(tokenizer.decode, new_tokens, before=ids)
     prompts = Prompts.of([ids], next(model.parameters()).device)
-    write([text], continued(reader(model), prompts, SAMPLING), lambda row, new: None)
+    stream_texts([text], continue_prompts(reader(model), prompts, SAMPLING), lambda row, new: None)
     return tokenizer.decode(ids) + text.text
 
 
 def sample_report(model: LanguageModel, checkpoint: Path, run: RunConfig, tokens: int) -> str:
-    """Format the sample at the end of a run, with a note if the model has read fewer tokens than it has weights."""
+    """Generate a text sample for the end of a run, and format it for the log.
+
+    `tokens` is the number of tokens that the run has read. If it is smaller than the number of weights, a note says
+    that the sample may be noise.
+    """
     text = sample_text(model, checkpoint, run.sample_prompt, run.sample_tokens)
     parameters = sum(weight.numel() for weight in model.parameters())
     note = ""
     if tokens < parameters:
-        note = f" (noise is expected: {readable(tokens)} tokens were read, {tokens / parameters:.2g} for each weight)"
+        note = f" (may be noise: the model has read {readable(tokens)} tokens, {tokens / parameters:.2g} per weight)"
     return f"\na sample of {run.sample_tokens} tokens after {run.sample_prompt!r}{note}:\n{text}"

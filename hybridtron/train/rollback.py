@@ -1,9 +1,11 @@
 """Rules for rolling back a run: when, to which checkpoint, and how often.
 
-A run rolls back after too many refused steps in a row, and when a weight or moment is not finite as a checkpoint is
-written. It returns to its newest valid checkpoint, except those that were written while steps were being refused: their
-weights may be damaged already. Then it skips the data on which it failed. After MOST_TIMES rollbacks to the same
-checkpoint the run ends with an error.
+A refused step is a step whose update was discarded, because its loss or gradients were abnormal. A run rolls back after
+too many refused steps in a row, and when a checkpoint that it writes has a weight or optimizer moment that is not
+finite. It returns to its newest valid checkpoint that was not written right after a refused step: after a refused step
+the weights may already be damaged. When the run continues, it skips the data of the steps after that checkpoint, up to
+and including the failed step. If a run has rolled back to one checkpoint MAX_ROLLBACKS times and would have to roll
+back to it once more, it ends with an error.
 """
 
 from __future__ import annotations
@@ -15,20 +17,23 @@ from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.finite import NotFinite
 from hybridtron.config.schema import Config, OptimConfig
-from hybridtron.engine.guard import Guard
+from hybridtron.engine.step_guard import StepGuard
 from hybridtron.train.metrics import Decision
 from hybridtron.train.skipped_data import BatchKey, SkippedData
 from hybridtron.train.start import candidates
 
-MOST_TIMES = 3  # rollbacks to the same checkpoint
+MAX_ROLLBACKS = 3  # rollbacks to the same checkpoint
 
 
 class Diverged(RuntimeError):
-    """Raised when rolling back has not helped, or when there is no checkpoint to roll back to."""
+    """Raised when rollbacks have not helped, or when there is no checkpoint to roll back to."""
 
 
 class RollbackRequested(Exception):
-    """Raised to ask for a rollback after `step`: `what` describes the failure, `advice` what a user might change."""
+    """Raised to request a rollback after the failed step `step`.
+
+    `what` describes the failure, and `advice` says how a user might prevent it.
+    """
 
     def __init__(self, step: int, what: str, advice: str) -> None:
         super().__init__(what)
@@ -38,7 +43,10 @@ class RollbackRequested(Exception):
 
 
 class Rollback:
-    """The checkpoints that a run may roll back to: those it has written, and those it could have started from."""
+    """Finds the checkpoints to which a run may roll back, and limits the number of rollbacks to each checkpoint.
+
+    `start` is the checkpoint from which this start of the run resumed, or None.
+    """
 
     def __init__(self, config: Config, run_dir: Path, start: Checkpoint | None) -> None:
         self.config = config
@@ -47,9 +55,11 @@ class Rollback:
         self._times: Counter[int] = Counter()
 
     def checkpoints(self, request: RollbackRequested, written: set[int]) -> list[Checkpoint]:
-        """Return the usable checkpoints before the failed step, newest first. Raises Diverged if there is none.
+        """Return the usable checkpoints before the failed step, newest first. Raises Diverged if there are none.
 
-        `written` are the steps whose checkpoints this start has written. The folder may hold those of other starts too.
+        Usable are the checkpoints that this start of the run has written, at the steps in `written`, and those from
+        which this start could have resumed. The run's folder may have other checkpoints, for example if `run.resume`
+        names a single checkpoint. They are not used.
         """
         written_checkpoints = [
             checkpoint for checkpoint in checkpoints.valid_checkpoints(self.run_dir) if checkpoint.meta.step in written
@@ -68,19 +78,22 @@ class Rollback:
         return sorted(usable.values(), key=lambda checkpoint: checkpoint.meta.step, reverse=True)
 
     def count(self, request: RollbackRequested, to: int) -> int:
-        """Count a rollback to step `to` and return the count so far. Raises Diverged beyond MOST_TIMES."""
+        """Count a rollback to step `to`, and return the number of rollbacks to this step so far.
+
+        Raises Diverged if the number exceeds MAX_ROLLBACKS.
+        """
         self._times[to] += 1
-        if self._times[to] > MOST_TIMES:
-            times = f"and the run has returned to its checkpoint of step {to} {MOST_TIMES} times already"
+        if self._times[to] > MAX_ROLLBACKS:
+            times = f"and the run has already rolled back to its checkpoint of step {to} {MAX_ROLLBACKS} times"
             raise Diverged(f"{request.what}, {times}; {request.advice}")
         return self._times[to]
 
 
-def check_refused(step: int, is_last: bool, guard: Guard, optim: OptimConfig) -> None:
-    """Raise RollbackRequested if too many consecutive steps, up to this one, were refused: `optim.skips`.
+def check_refused(step: int, is_last: bool, guard: StepGuard, optim: OptimConfig) -> None:
+    """Raise RollbackRequested if this step and too many steps directly before it were refused.
 
-    At the last step of a run two are too many, since no later step can show a recovery. One is too many if the phase
-    has no accepted step.
+    The limit is `optim.skips` consecutive refused steps. At the run's last step it is at most 2, since no later step
+    can show that training has recovered. If the last phase has no accepted step, the limit at this step is 1.
     """
     refused = guard.refused
     at_end = is_last and refused > 0 and (refused > 1 or not guard.norms)
@@ -90,26 +103,27 @@ def check_refused(step: int, is_last: bool, guard: Guard, optim: OptimConfig) ->
 
 
 def not_saved(step: int, fault: NotFinite) -> RollbackRequested:
-    """Build the rollback request for a checkpoint that was not written, since a value in it is not finite."""
+    """Build the rollback request for a checkpoint that was not written because a value in it is not finite."""
     advice = "look for a learning rate that is too high, or a broken device"
     return RollbackRequested(step, f"no checkpoint of step {step} was written, as {fault}", advice)
 
 
 def _advice(optim: OptimConfig) -> str:
     return (
-        "logs/decisions.jsonl says why each was. Look for bad data, a learning rate that is too high, or a broken "
-        f"device; larger optim.skips, or optim.spike (now {optim.spike}; null takes every finite step), allows more"
+        "logs/decisions.jsonl has the reasons. Look for bad data, a learning rate that is too high or a broken device. "
+        f"To refuse fewer steps raise optim.spike (now {optim.spike}; null accepts every finite step); to roll back "
+        "later raise optim.skips"
     )
 
 
-def refusal_event(step: int, guard: Guard, loss: float, *, norm: float, data: BatchKey) -> Decision:
-    """Build the decision record of a refused step."""
+def refusal_event(step: int, guard: StepGuard, loss: float, *, norm: float, data: BatchKey) -> Decision:
+    """Build the decision record for a refused step."""
     assert guard.why is not None
     return Decision(step, "refused", guard.why, loss, norm, guard.limit, in_a_row=guard.refused, data=data)
 
 
 def rollback_event(request: RollbackRequested, to: int, times: int, skipped: SkippedData) -> Decision:
-    """Build the decision record of a rollback to step `to`, the `times`-th to this step."""
+    """Build the decision record for a rollback to step `to`; `times` counts the rollbacks to that step."""
     named = ", ".join(f"steps {skip.first} to {skip.end - 1} of phases.{skip.phase}" for skip in skipped.all)
-    why = f"{request.what}; on from step {to}, skipping the data of {named}, counted from 0"
+    why = f"{request.what}; training continues from step {to} without the data of {named}, counted from 0"
     return Decision(request.step, "rolled back", why, to=to, times=times, windows=skipped.all)

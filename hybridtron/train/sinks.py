@@ -1,9 +1,12 @@
 """Sinks: the destinations of a run's metrics, by name in `SINKS`.
 
-Sinks are created when a run starts, resumes or rolls back. Steps after the resumed one are then repeated, and each sink
-deals with its old records. metrics.jsonl is truncated after the resumed step. TensorBoard purges later steps
-(`purge_step`). wandb keeps its history: there the step is a separate metric, which may decrease, and a resumed run
-continues the same wandb run, whose id is kept in the run's folder.
+Sinks are created when a run starts, resumes from a checkpoint or rolls back to a checkpoint. Steps after the checkpoint
+may already have been recorded. The old records are treated as follows:
+
+    metrics.jsonl   The old lines are removed.
+    TensorBoard     The old events are hidden (`purge_step`).
+    wandb           The old records are kept. The x-axis is the metric `step`, which may decrease. A resumed run
+                    continues the wandb run whose id is stored in the run's folder.
 
 To add a sink, write a class with the methods of `Sink`, and a line in `SINKS` (docs/extending.md).
 """
@@ -13,39 +16,42 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
 from hybridtron.config.load import to_plain
 from hybridtron.config.schema import Config
 from hybridtron.device import optional_package
-from hybridtron.train.console import ConsoleSink
 from hybridtron.train.hooks import Hook, RunContext, StepContext
+from hybridtron.train.jsonl import read_lines, write_whole
 from hybridtron.train.metrics import Decision, StepMetrics
-from hybridtron.train.outcome import finite
-from hybridtron.train.records import read_lines, write_whole
+from hybridtron.train.outcome import clock, finite
 
 LOG = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """A destination of metrics. It exists on the first process only."""
+    """A destination for metrics. Only the first process has sinks."""
 
     def write(self, metrics: StepMetrics) -> None:
         """Write the metrics of one step; called after every step."""
         ...
 
     def close(self) -> None:
-        """Flush and close. A sink is not used after this."""
+        """Flush and close. A closed sink is not used any more."""
         ...
 
 
 @dataclass(frozen=True)
 class SinkStart:
-    """Inputs of a new sink. The first step that it will receive is `resumed_step` + 1."""
+    """Inputs for a new sink. The first step that the sink will receive is `resumed_step` + 1."""
 
     config: Config
     run_dir: Path
@@ -70,8 +76,59 @@ class JsonLines:
         self.file.close()
 
 
+class ConsoleSink:
+    """Sink that shows a progress bar on a terminal, or else prints a line every `log_every` steps.
+
+    Results of evaluations are printed in both cases. The remaining time is the number of remaining steps, multiplied by
+    the mean time per step since this sink was created. Evaluations and checkpoints are included in the mean.
+    """
+
+    def __init__(self, log_every: int, first_step: int, last_step: int) -> None:
+        self.console = Console()
+        self.first_step, self.began = first_step, time.monotonic()
+        self.log_every = log_every
+        self.last_step = last_step
+        self.bar: Progress | None = None
+        if self.console.is_terminal:
+            self.bar = Progress(
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self.task = self.bar.add_task("", total=last_step, completed=first_step)
+            self.bar.start()
+
+    def write(self, metrics: StepMetrics) -> None:
+        added = "".join(f"  {name} {loss:.4f}" for name, loss in (metrics.auxiliary or {}).items())
+        summary = (
+            f"loss {metrics.loss:.4f}{added}  lr {metrics.lr:.2e}  grad norm {metrics.grad_norm:.3f}  "
+            f"{metrics.tokens_per_second:,.0f} tokens/s"
+        )
+        if self.bar is not None:
+            self.bar.update(self.task, completed=metrics.step, description=summary)
+        elif metrics.step % self.log_every == 0 or metrics.step == self.last_step:
+            print(f"step {metrics.step}/{self.last_step}  {summary}  {self._left(metrics.step)}", flush=True)
+        if metrics.validation:
+            losses = "  ".join(f"{length} {loss:.4f}" for length, loss in metrics.validation.items())
+            text = f"step {metrics.step}  validation loss at multiples of the training length: {losses}"
+            self.console.print(text, highlight=False, soft_wrap=True)  # rich prints this above a progress bar
+        if metrics.evaluation:
+            values = "  ".join(f"{name} {value:.4g}" for name, value in metrics.evaluation.items())
+            self.console.print(f"step {metrics.step}  {values}", highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def _left(self, step: int) -> str:
+        pace = (time.monotonic() - self.began) / (step - self.first_step)
+        return f"{clock(pace * (self.last_step - step))} left"
+
+
 class TensorBoard:
-    """Sink to TensorBoard event files in logs/. Earlier events of repeated steps are purged."""
+    """Sink to TensorBoard event files in logs/. Old events of steps after `resumed_step` are hidden."""
 
     def __init__(self, module: Any, start: SinkStart) -> None:
         self._writer = module.SummaryWriter(str(start.run_dir / "logs"), purge_step=start.resumed_step + 1)
@@ -85,7 +142,10 @@ class TensorBoard:
 
 
 class Wandb:
-    """Sink to Weights & Biases: one wandb run for all starts of a run. The package's presence was checked before."""
+    """Sink to Weights & Biases. All starts of a run write to one wandb run.
+
+    The package is installed, as the check of the configuration has ensured.
+    """
 
     def __init__(self, start: SinkStart) -> None:
         module: Any = optional_package("wandb").module
@@ -97,8 +157,9 @@ class Wandb:
             resume="allow",
             config=to_plain(start.config),
         )
+        # The metric `step` replaces wandb's step counter, which can't decrease: after a rollback wandb would drop data.
         self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")  # wandb's own counter can't decrease: it drops earlier steps
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, metrics: StepMetrics) -> None:
         self._run.log({**metrics.numbers(), "step": metrics.step})
@@ -108,7 +169,7 @@ class Wandb:
 
 
 def tensorboard_if_installed(start: SinkStart) -> Sink | None:
-    """Build the TensorBoard sink, or return None if the package or torch's writer for it is missing."""
+    """Build the TensorBoard sink, or return None if the package tensorboard or torch's writer can't be imported."""
     if optional_package("tensorboard").module is None:
         return None
     module = optional_package("torch.utils.tensorboard").module
@@ -118,7 +179,7 @@ def tensorboard_if_installed(start: SinkStart) -> Sink | None:
 
 
 def wandb_if_wanted(start: SinkStart) -> Sink | None:
-    """Build the wandb sink if `run.wandb` names a project."""
+    """Build the wandb sink, or return None if `run.wandb` names no project."""
     if start.config.run.wandb is None:
         return None
     return Wandb(start)
@@ -139,11 +200,11 @@ SINKS: dict[str, Callable[[SinkStart], Sink | None]] = {
 
 
 class MetricsWriter(Hook):
-    """Hook that writes metrics to all sinks, and decisions to logs/decisions.jsonl. The first process writes."""
+    """Hook that writes metrics to all sinks, and decisions to logs/decisions.jsonl; only the first process writes."""
 
     def __init__(self) -> None:
         self.sinks: list[Sink] = []
-        self.started: SinkStart | None = None  # None on processes that do not write
+        self.started: SinkStart | None = None  # inputs of the present sinks; None on processes that do not write
 
     def on_run_start(self, run: RunContext) -> None:
         if run.groups.is_first:
@@ -163,10 +224,10 @@ class MetricsWriter(Hook):
             self.start(replace(self.started, resumed_step=decision.to))
 
     def on_run_end(self, run: RunContext) -> None:
-        self.close()  # before the report of the run's end, which a progress bar would disturb
+        self.close()  # a progress bar would disturb the messages at the end of the run
 
     def start(self, start: SinkStart) -> None:
-        """Replace the sinks by new ones that start after `start.resumed_step`."""
+        """Close the present sinks, and create sinks for the steps after `start.resumed_step`."""
         self.close()
         self.started = start
         self.sinks += [sink for make in SINKS.values() if (sink := make(start)) is not None]
@@ -181,7 +242,7 @@ class MetricsWriter(Hook):
 
 
 def _run_id(path: Path) -> str:
-    """Return the run's id at wandb. The first start draws it and stores it at `path`."""
+    """Return the run's id at wandb, from the file at `path`; if the file is missing, draw a random id and store it."""
     if not path.exists():
         path.write_text(secrets.token_hex(8))
     return path.read_text().strip()

@@ -1,7 +1,7 @@
 """Starting point of a run or phase: a checkpoint to resume, weights of another run, or none.
 
-The checks here compare the model, the weights and the data with the checkpoint's, and raise ConfigError if they don't
-fit.
+The functions `check_same_...` raise ConfigError if the configured model, optimizer or data differ from those in that
+checkpoint. `check_fp8` and `check_forced_ops` raise ConfigError if this device can't run the configured kernels.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from hybridtron.architecture.base import LayerOwner, Parameter
 from hybridtron.architecture.model import ModelConfig
-from hybridtron.architecture.table import parameter_table
+from hybridtron.architecture.table import Architecture
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
-from hybridtron.checkpoint.merged import merged
+from hybridtron.checkpoint.merged import merge_adapters
 from hybridtron.config.checks.precision import needs
 from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.resolve import ResolvedPhase, RunPlan
@@ -38,54 +38,72 @@ LOG = logging.getLogger(__name__)
 
 
 def starting_point(config: Config) -> Checkpoint | None:
-    """Return the checkpoint to resume from as `run.resume` says, or None to start from scratch.
+    """Return the checkpoint to resume from, or None to start from scratch.
 
-    With `auto` it is the newest one in the run's folder that is complete by its manifest. Raises ConfigError if the
-    folder has only broken ones, or if a named one can't be opened.
+    The value of `run.resume` decides:
+
+        never    None
+        auto     the newest valid checkpoint in the run's folder; None if the folder has no checkpoints
+        a path   the checkpoint at this path
+
+    Only a checkpoint's manifest and configuration are checked here, not its tensors. Raises ConfigError if all
+    checkpoints in the run's folder are broken, or if the checkpoint at the path is broken.
     """
     if config.run.resume == "never":
         return None
     if config.run.resume != "auto":
-        return opened(Path(config.run.resume), "run.resume", "name a whole checkpoint, or use auto or never")
+        return open_checkpoint(
+            Path(config.run.resume), "run.resume", "set it to a valid checkpoint, to auto or to never"
+        )
     run_dir = Path(config.run.dir)
     checkpoint = checkpoints.newest(run_dir)
     if checkpoint is None and (broken := checkpoints.all_of(run_dir)):
-        cure = "start from scratch with run.resume=never, or name another checkpoint"
+        cure = "start from scratch with run.resume=never, or set run.resume to another checkpoint"
         raise ConfigError(
-            [Problem("run.resume", "unreadable", f"finds {len(broken)} checkpoints, but none is valid; {cure}")]
+            [Problem("run.resume", "unreadable", f"all {len(broken)} checkpoints in {run_dir} are broken: {cure}")]
         )
     return checkpoint
 
 
-def given_weights(config: Config) -> Checkpoint | None:
-    """Return the checkpoint that `run.weights` names, with its adapters merged. None if it is not set."""
+def initial_weights(config: Config) -> Checkpoint | None:
+    """Return the checkpoint that `run.weights` names, or None if the key is not set.
+
+    If the checkpoint has adapters, the returned checkpoint's weights include them.
+    """
     if config.run.weights is None:
         return None
-    return merged(_named(config.run.weights, "run.weights"))
+    return merge_adapters(_named_checkpoint(config.run.weights, "run.weights"))
 
 
-def _named(named: str, key: str) -> Checkpoint:
-    """Return the checkpoint that the value of a key names; raise ConfigError if there is none.
+def _named_checkpoint(named: str, key: str) -> Checkpoint:
+    """Return the checkpoint that `named`, the value of configuration key `key`, names.
 
-    The value is a checkpoint folder, a run's folder for its newest, or RUN@best for its lowest held-out loss.
+        a checkpoint's folder   that checkpoint
+        RUN                     the newest valid checkpoint in the run's folder RUN
+        RUN@best                the checkpoint with the lowest held-out loss in the run's folder RUN
+
+    Raises ConfigError if there is no such checkpoint.
     """
     path = Path(folder_of(named))
-    cure = "name a run's folder that has one, or a whole checkpoint"
+    cure = "set the key to a valid checkpoint, or to the folder of a run that has a valid checkpoint"
     if named.endswith(BEST):
         if (checkpoint := checkpoints.best(path)) is None:
-            why = f"{path} has no checkpoint with a held-out loss; checkpoints store it only at evaluation steps"
-            raise ConfigError([Problem(key, "no-file", f"{why} (run.eval_every): name another folder")])
+            why = f"{path} has no checkpoint with a held-out loss, which is measured only at evaluation steps"
+            raise ConfigError([Problem(key, "no-file", f"{why} (run.eval_every): set the key to another run's folder")])
         return checkpoint
     if not (path / "checkpoints").exists():
-        return opened(path, key, cure)
+        return open_checkpoint(path, key, cure)
     checkpoint = checkpoints.newest(path)
     if checkpoint is None:
-        raise ConfigError([Problem(key, "no-file", f"{path} has no checkpoint; {cure}")])
+        raise ConfigError([Problem(key, "no-file", f"{path} has no valid checkpoint; {cure}")])
     return checkpoint
 
 
-def opened(path: Path, key: str, cure: str) -> Checkpoint:
-    """Open a checkpoint folder. Raises ConfigError under `key`, with `cure` as advice, if it is broken."""
+def open_checkpoint(path: Path, key: str, cure: str) -> Checkpoint:
+    """Open a checkpoint folder.
+
+    If the checkpoint is broken, raises ConfigError for the configuration key `key`, with `cure` as advice.
+    """
     try:
         return Checkpoint.open(path)
     except BrokenCheckpoint as error:
@@ -93,50 +111,61 @@ def opened(path: Path, key: str, cure: str) -> Checkpoint:
 
 
 def weights_for(phase: ResolvedPhase) -> Checkpoint | None:
-    """Return the checkpoint that a phase's `init_from` names, with its adapters merged. None if it is not set.
+    """Return the checkpoint that a phase's `init_from` names, or None if the key is not set.
 
-    Raises ConfigError if its weights don't fit the phase's model.
+    If the checkpoint has adapters, the returned checkpoint's weights include them. Raises ConfigError if the weights
+    don't fit the phase's model.
     """
     if phase.settings.init_from is None:
         return None
     key = phase.own_key("init_from")
-    checkpoint = merged(_named(phase.settings.init_from, key))
-    check_same_weights(checkpoint, phase.model, key)
+    checkpoint = merge_adapters(_named_checkpoint(phase.settings.init_from, key))
+    check_same_weights(checkpoint, phase.arch, key)
     return checkpoint
 
 
 def check_same_model(start: Checkpoint, plan: RunPlan) -> None:
-    """Raise ConfigError if the configured model or optimizer differs from the checkpoint that the run resumes from."""
+    """Raise ConfigError if the configured model or optimizer differs from that of the checkpoint `start`.
+
+    `start` is the checkpoint that the run resumes from.
+    """
     differences = _differences(start, plan.phase_ending_at(start.meta.step).model)
     if (stored := start.config.optim.name) != (wanted := plan.config.optim.name):
         differences.append(("optim.name", f"is {wanted}, but {start.folder} holds the state of {stored}"))
     if differences:
         raise ConfigError(
-            [Problem(key, "changed", f"{message}: set it so, or run.resume=never") for key, message in differences]
+            [
+                Problem(key, "changed", f"{message}: set the checkpoint's value, or run.resume=never to start over")
+                for key, message in differences
+            ]
         )
 
 
-def check_same_weights(given: Checkpoint, model: ModelConfig, key: str, may_grow: bool = False) -> list[str]:
-    """Raise ConfigError unless a checkpoint's weights fit a model by name and shape; return lines on how they differ.
+def check_same_weights(initial: Checkpoint, arch: Architecture, key: str, may_grow: bool = False) -> list[str]:
+    """Raise ConfigError unless a model's weights have the same names and shapes as a checkpoint's weights.
 
-    The model may use its weights in another way: attention may get another window, or become span attention. With
-    `may_grow` it may also have optional weights that the checkpoint lacks. The lines name the changed keys and the new
-    weights. The adapters of `given` must be merged; those of `model` begin with the phase and are ignored.
+    `key` is the configuration key that names the checkpoint. Returns a line for each difference that is allowed:
+
+        - The model uses the same weights in another way. For example, it has another attention window.
+        - With `may_grow`, the model has optional weights that the checkpoint lacks.
+
+    Adapters in the checkpoint `initial` must already be merged into its weights. The model's adapters are not compared,
+    since they are initialized at the phase's start.
     """
-    model = replace(model, adapters=None)  # they begin with the phase
-    differences = _differences(given, model)
-    stored, expected = (parameter_table(config) for config in (given.config.model, model))
+    differences = _differences(initial, replace(arch.model, adapters=None))
+    stored = initial.plan.arch.base_table
+    expected = arch.base_table
     new = {name: weight for name, weight in expected.items() if name not in stored and weight.grown is not None}
-    same = {name: weight for name, weight in expected.items() if name not in new or not may_grow}
-    shapes = [{name: (weight.shape, weight.parts) for name, weight in table.items()} for table in (stored, same)]
+    needed = {name: weight for name, weight in expected.items() if name not in new or not may_grow}
+    shapes = [{name: (weight.shape, weight.parts) for name, weight in table.items()} for table in (stored, needed)]
     if shapes[0] != shapes[1]:
-        cure = f"set it so, or name another {key}"
+        cure = f"set the checkpoint's value, or name another checkpoint in {key}"
         raise ConfigError([Problem(key, "mismatch", f"{message}: {cure}") for key, message in differences])
     return [f"{key} {message}" for key, message in differences] + _new_weights(new)
 
 
 def _new_weights(new: Mapping[str, Parameter]) -> list[str]:
-    """Describe new weights: one line for each name within a sub-layer, with its layers and its initial value."""
+    """Return lines that describe new weights: the weight's name in its sub-layer, the sub-layers, the initial value."""
     layers: dict[tuple[str, str], list[str]] = {}
     for name, weight in new.items():
         assert isinstance(weight.owner, LayerOwner)
@@ -149,15 +178,15 @@ def _new_weights(new: Mapping[str, Parameter]) -> list[str]:
     return [f"{key} is new in layers {', '.join(on)} and starts as {start}" for (key, start), on in layers.items()]
 
 
-def weights_of(given: Checkpoint, phase: ResolvedPhase) -> Callable[[str], Tensor]:
-    """Return a function that reads a phase's full weights by name from a checkpoint.
+def weights_of(initial: Checkpoint, phase: ResolvedPhase) -> Callable[[str], Tensor]:
+    """Return a function that takes a weight's name and returns the phase's full weight, from the checkpoint `initial`.
 
-    A weight that the checkpoint lacks starts as the parameter table says: from an initializer, or as a concatenation of
-    its sub-layer's other weights.
+    If the checkpoint lacks the weight, `Parameter.grown` defines its initial value. `grown` is an initializer, or it
+    names other weights in the same sub-layer, and the initial value is their concatenation.
     """
     table = phase.table
-    stored = parameter_table(given.config.model)
-    read_stored = given.weights(stored)
+    stored = initial.plan.arch.table
+    read_stored = initial.weights(stored)
 
     def weight(name: str) -> Tensor:
         if name in stored:
@@ -166,38 +195,41 @@ def weights_of(given: Checkpoint, phase: ResolvedPhase) -> Callable[[str], Tenso
         owner = table[name].owner
         if isinstance(grown, tuple):
             assert owner is not None
-            return torch.cat([given.whole(f"{owner.path}.mixer.{key}") for key in grown])
+            return torch.cat([initial.whole(f"{owner.path}.mixer.{key}") for key in grown])
         assert grown is not None
         return starting_value(grown, table[name].shape, phase.config.run.seed, name)
 
     return weight
 
 
-def _differences(held: Checkpoint, model: ModelConfig) -> list[tuple[str, str]]:
-    """Return the keys of the model that differ from a checkpoint's, each with a message naming both values."""
+def _differences(checkpoint: Checkpoint, model: ModelConfig) -> list[tuple[str, str]]:
+    """Return the keys in which model and checkpoint differ, each with a message about both values."""
     return [
-        (key, f"is {ours}, but {held.folder} holds {theirs}")
-        for key, ours, theirs in _differing("model", asdict(model), asdict(held.config.model))
+        (key, f"is {configured}, but {checkpoint.folder} holds {stored}")
+        for key, configured, stored in _differing("model", asdict(model), asdict(checkpoint.config.model))
     ]
 
 
-def _differing(key: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield each key below `key` with differing values, and both values as text (`not set`, `nothing` if absent)."""
-    for name in {**ours, **theirs}:
-        our_value = ours.get(name)
-        their_value = theirs.get(name)
-        if isinstance(our_value, Mapping) and isinstance(their_value, Mapping):
-            yield from _differing(f"{key}.{name}", our_value, their_value)
-        elif our_value != their_value or (name in ours) != (name in theirs):
+def _differing(key: str, configured: Mapping[str, Any], stored: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield each key below `key` whose configured and stored values differ, with both values as text.
+
+    The text is `not set` if `configured` lacks the key, and `nothing` if `stored` lacks it.
+    """
+    for name in {**configured, **stored}:
+        configured_value = configured.get(name)
+        stored_value = stored.get(name)
+        if isinstance(configured_value, Mapping) and isinstance(stored_value, Mapping):
+            yield from _differing(f"{key}.{name}", configured_value, stored_value)
+        elif configured_value != stored_value or (name in configured) != (name in stored):
             yield (
                 f"{key}.{name}",
-                repr(our_value) if name in ours else "not set",
-                repr(their_value) if name in theirs else "nothing",
+                repr(configured_value) if name in configured else "not set",
+                repr(stored_value) if name in stored else "nothing",
             )
 
 
 def check_fp8(plan: RunPlan) -> None:
-    """Raise ConfigError if a phase needs FP8 without emulation and this process's device can't run it."""
+    """Raise ConfigError if a phase needs real FP8 (not emulated) and this process's device can't run it."""
     for phase in plan.phases:
         precision = phase.precision
         if precision.name in FP8_MULTIPLES and not precision.emulate and (fault := fp8_fault(precision.name)):
@@ -205,29 +237,30 @@ def check_fp8(plan: RunPlan) -> None:
 
 
 def check_forced_ops(config: Config) -> None:
-    """Raise ConfigError if `run.force_ops` names what this process's device can't run."""
+    """Raise ConfigError if `run.force_ops` names an implementation that this process's device can't run."""
     if problems := force_problems(config.run.force_ops, compute_device().type):
         raise ConfigError(problems)
 
 
-def check_same_data(start: Checkpoint, config: Config, phase: ResolvedPhase, found: Fingerprint) -> list[Problem]:
-    """Raise ConfigError if a resumed run's data has changed; `found` is the data's present fingerprint.
+def check_same_data(start: Checkpoint, config: Config, phase: ResolvedPhase, fingerprint: Fingerprint) -> list[Problem]:
+    """Raise ConfigError if a resumed run's data differ from the data in the checkpoint `start`.
 
-    A phase that is resumed in its middle needs the same data in the same order. Any other phase needs the same
-    tokenizer. With `run.accept_data_changes` the differences are returned instead of raised.
+    `fingerprint` describes the present data. If the run resumes in the middle of the phase, data and order must be
+    those in the checkpoint. If it resumes at the phase's start or end, only the tokenizer must be that in the
+    checkpoint. With `run.accept_data_changes` the differences are returned, and no error is raised.
     """
     stored = start.meta.data
     step = start.meta.step
     if phase.start_step < step < phase.end_step:
-        keys = found
+        keys = fingerprint
     else:
         keys = ["tokenizer"]
     accepted = config.run.accept_data_changes
-    cure = "set it back, start from scratch with run.resume=never, or continue anyway with run.accept_data_changes=true"
+    cure = "restore the data, start over with run.resume=never, or continue anyway with run.accept_data_changes=true"
     differences = [
-        Problem(key, "changed", f"is {found[key]}, was {stored[key]} at step {step} of {phase.settings.name}")
+        Problem(key, "changed", f"is {fingerprint[key]}, was {stored[key]} at step {step} of {phase.settings.name}")
         for key in keys
-        if stored.get(key, found[key]) != found[key]
+        if stored.get(key, fingerprint[key]) != fingerprint[key]
     ]
     if differences and not accepted:
         raise ConfigError([replace(problem, message=f"{problem.message}; {cure}") for problem in differences])
@@ -235,15 +268,23 @@ def check_same_data(start: Checkpoint, config: Config, phase: ResolvedPhase, fou
 
 
 def archive_superseded(start: Checkpoint | None, config: Config) -> None:
-    """Rename the run's checkpoints later than its starting point, so that the next start does not resume from them."""
+    """Rename the checkpoints in the run's folder for later steps than `start`, so that the next start ignores them.
+
+    If the checkpoint `start` is not in the run's folder, or the run starts from scratch (None), all checkpoints in the
+    run's folder are renamed.
+    """
     run_dir = Path(config.run.dir)
     is_own = start is not None and checkpoints.belongs_to(run_dir, start.folder)
     for path in checkpoints.archive_later(run_dir, start.meta.step if start is not None and is_own else -1):
-        LOG.info("run.resume=%s: a checkpoint that this run does not continue from is now %s", config.run.resume, path)
+        LOG.info("run.resume=%s: a checkpoint of a later step was renamed to %s", config.run.resume, path)
 
 
 def candidates(start: Checkpoint, config: Config) -> Iterable[Checkpoint]:
-    """Return the checkpoints that a run may resume from: its own from the newest on, or only the named one."""
+    """Return the checkpoints from which a run may resume, in the order of the attempts.
+
+    With `run.resume=auto` these are all valid checkpoints in the run's folder, newest first. Otherwise the only
+    checkpoint is `start`, which `run.resume` names.
+    """
     if config.run.resume == "auto":
         return checkpoints.valid_checkpoints(Path(config.run.dir))
     return [start]

@@ -1,6 +1,11 @@
 """The training loop: phases, steps, checkpoints, and the points at which hooks run (`train/hooks.py`).
 
-It does not depend on the mixers or the layout.
+A run consists of phases, which may differ in their data, lengths and learning rates. All models and parallel layouts
+have this same loop; the engine does the work that depends on the model or the layout.
+
+A refused step is a step whose update the engine discards, because its loss or gradients are abnormal. After too many
+refused steps in a row the run rolls back to a checkpoint (`rollback.py`). A start is one launch of the run: a run that
+was interrupted is started again, and resumes from a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ import torch
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.finite import NotFinite
-from hybridtron.checkpoint.restore import check_given, restore_newest, restore_states
+from hybridtron.checkpoint.restore import restore_newest, restore_states, verify_weights
 from hybridtron.checkpoint.save import Saver, meta_of
 from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.config.units import parse_steps
@@ -27,18 +32,18 @@ from hybridtron.data.loader import Loader, build_loader
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups, all_reduce_max, barrier
 from hybridtron.train import rollback
-from hybridtron.train.engines import Engines
 from hybridtron.train.hooks import Hook, RunContext, StepContext
 from hybridtron.train.lr import learning_rate, weight_decay
 from hybridtron.train.metrics import Decision, StepMetrics
-from hybridtron.train.phase_work import PhaseWork
+from hybridtron.train.outcome import Preempted
+from hybridtron.train.phase_engines import PhaseEngines
 from hybridtron.train.preempt import StopRequests
-from hybridtron.train.profile import most_memory_gib, profiled
+from hybridtron.train.profile import most_memory_gib, profile_if_chosen
 from hybridtron.train.report import announce_end, announce_reading, announce_run, sample_report
 from hybridtron.train.rollback import Rollback, RollbackRequested
-from hybridtron.train.run_folder import Preempted
 from hybridtron.train.skipped_data import BatchKey, SkippedData
 from hybridtron.train.start import candidates, check_same_data, weights_of
+from hybridtron.train.throughput import Throughput
 from hybridtron.train.watchdog import Watchdog
 
 LOG = logging.getLogger(__name__)
@@ -47,7 +52,8 @@ LOG = logging.getLogger(__name__)
 class Trainer:
     """Trains a run, on one process or as one rank of several. Only the first rank logs.
 
-    `start` is the checkpoint to resume from, and `initial` the one that `run.weights` names.
+    `start` is the checkpoint from which the run resumes, or None for a new run. `initial` is the checkpoint with a new
+    run's initial weights (`run.weights`), or None for random weights.
     """
 
     def __init__(
@@ -72,43 +78,49 @@ class Trainer:
         self.watchdog = watchdog
         watchdog.beat("building the model")
         torch.manual_seed(config.run.seed)
-        self.engines = Engines(plan, groups)
+        self.engines = PhaseEngines(plan, groups)
         if initial is not None:
-            check_given(initial, groups, "run.weights")
+            verify_weights(initial, groups, "run.weights")
         self.start: Checkpoint | None = None
-        self.resume_step = 0  # done at this start or rollback
+        self.resume_step = 0  # the step of the checkpoint that was restored last; 0 if there is none
         self.skipped_data = SkippedData()
         if start is not None:
             self.start = self.restored(candidates(start, config))
             self.resume_step = self.start.meta.step
             self.skipped_data = SkippedData(self.start.meta.windows)
         elif initial is not None:
-            self.engines.build(0, weights_of(initial, self.phases[0]))
+            self.engines.build(self.phases[0], weights_of(initial, self.phases[0]))
         else:
-            self.engines.build(0)
+            self.engines.build(self.phases[0])
         self.rollback = Rollback(config, run_dir, self.start)
         self.progress = watchdog.failures.progress
         self.progress.step = self.resume_step
-        self.saver = Saver(config, run_dir, groups, patience_s=config.run.timeout, on_written=self.report_checkpoint)
+        self.saver = Saver(plan, run_dir, groups, patience_s=config.run.timeout, on_written=self.report_checkpoint)
         if (
             self.saver.mirror is not None
             and self.start is not None
             and checkpoints.belongs_to(run_dir, self.start.folder)
         ):
-            self.saver.mirror.offer(self.start.folder)  # a stopped run may not have copied it
-        self.skipped = 0
+            self.saver.mirror.offer(self.start.folder)  # an earlier start may have ended before it copied this folder
+        self.skipped = 0  # how many steps were refused in this start
 
     @property
     def engine(self) -> Engine:
         """The current phase's engine."""
-        return self.engines.now
+        return self.engines.current
 
     def restored(self, checkpoints: Iterable[Checkpoint]) -> Checkpoint:
-        """Restore the first valid checkpoint into the engine that continues from it, and return it."""
+        """Restore the first valid checkpoint, and return it.
+
+        If the current engine does not fit the phase that continues from the checkpoint, a new engine is built.
+        """
         return restore_newest(checkpoints, self.engines.engine_for, self.run_dir)
 
     def fit(self) -> None:
-        """Train all remaining steps, and roll back whenever training has failed. Raises Preempted on demand."""
+        """Train all remaining steps, and roll back when training fails.
+
+        Raises Preempted if the run was asked to stop before its last step.
+        """
         if self.groups.is_first:
             announce_run(self.config, self.engine, self.resume_step, self.last)
         self.run = RunContext(self.plan, self.groups, self.resume_step, beat=self.watchdog.beat)
@@ -122,7 +134,7 @@ class Trainer:
                     trained = True
                 except RollbackRequested as request:
                     self.roll_back(request)
-            self.saver.finish()
+            self.saver.finish()  # wait until the last checkpoint is written, since hooks may read it
             for hook in self.hooks:
                 hook.on_run_end(self.run)
         finally:
@@ -142,25 +154,31 @@ class Trainer:
                 self.train_phase(phase)
 
     def resumes_within(self, phase: ResolvedPhase) -> bool:
-        """Return True if some of the phase's steps were done before this start or rollback."""
+        """Return True if some of the phase's steps were done before this start or the last rollback."""
         return phase.start_step < self.resume_step
 
     def reached_by_training(self, phase: ResolvedPhase) -> bool:
-        """Return True if this start has trained the phase before it; else a checkpoint comes first."""
+        """Return True if training reaches the phase's beginning from an earlier phase.
+
+        Return False if this start, or the last rollback, continues at the phase's beginning or within the phase.
+        """
         return phase.start_step > self.resume_step
 
     def load_phase_start(self, phase: ResolvedPhase) -> None:
-        """Restore the checkpoint at the phase boundary if the phase needs another engine, weights or moments."""
+        """Restore the checkpoint at a phase's beginning if the phase needs another engine, weights or moments.
+
+        Nothing is restored if this start or the last rollback continues in this phase: the engine already fits.
+        """
         if not self.reached_by_training(phase) or not self.engines.needs_rebuild(phase):
             return
         self.watchdog.beat(f"the start of phase {phase.settings.name}")
-        self.saver.finish()
-        border = Checkpoint.open(checkpoints.folder_of(self.run_dir, phase.start_step))
-        self.start = self.restored([border])
+        self.saver.finish()  # wait until the checkpoint that is opened below is written
+        boundary = Checkpoint.open(checkpoints.folder_of(self.run_dir, phase.start_step))
+        self.start = self.restored([boundary])
         self.resume_step = phase.start_step
 
     def train_phase(self, phase: ResolvedPhase) -> None:
-        """Train the remaining steps of one phase. It ends with an evaluation and a checkpoint."""
+        """Train the remaining steps of one phase. An evaluation and a checkpoint follow the last step."""
         loader = self.loader_of(phase)
         self.enter_phase(phase, loader)
         first = max(self.resume_step, phase.start_step)
@@ -173,8 +191,9 @@ class Trainer:
                 self.watchdog.beat(f"step {step}")
                 waiting_since = time.perf_counter()
                 batches = next(steps)
-                with profiled(step, self.config.run.profile, self.run_dir / "logs", self.groups.rank):
+                with profile_if_chosen(step, self.config.run.profile, self.run_dir / "logs", self.groups.rank):
                     metrics = self.train_step(step, phase, batches, waiting_since)
+                # This does not wait: the step's update came after the last checkpoint's tensors were copied.
                 self.check_saved()
                 data = self.batch_key(step, phase)
                 context = StepContext(self.run, phase, self.engine, loader, step, batches, data)
@@ -186,28 +205,29 @@ class Trainer:
                 self.record_progress(metrics)
                 refused = self.engine.guard.refused
                 rollback.check_refused(step, step == self.last, self.engine.guard, self.config.optim)
-                stop = self.requests.agreed(all_reduce_max)
+                stop = self.requests.agreed(all_reduce_max)  # all ranks get the same value
                 due |= step % save_every == 0
-                # refused steps leave the weights as they are, and a run never rolls back to a checkpoint of such a step
+                # A checkpoint that is due after a refused step is written after the next accepted step, because a run
+                # never rolls back to a checkpoint that was written right after a refused step.
                 if (due and not refused) or step == last or stop:
                     self.save(step, loader, metrics)
                     due = False
                 if stop or step == last:
-                    self.check_saved()
+                    self.check_saved()  # there is no next step, which would check this checkpoint
                 if stop and step < self.last:
                     self.saver.finish()
                     raise Preempted(step, stop)
-        self.saver.settle()
+        self.saver.settle()  # wait until the phase's last checkpoint is written, since hooks may read it
         for hook in self.hooks:
             hook.on_phase_end(StepContext(self.run, phase, self.engine, loader, last))
 
     def enter_phase(self, phase: ResolvedPhase, loader: Loader) -> None:
-        """Prepare the engine for a phase, from its start or from the middle that a checkpoint was written at."""
+        """Prepare the engine and the hooks for a phase, at its beginning or where the run resumes within it."""
         if self.start is not None and not self.reached_by_training(phase):
             for difference in check_same_data(self.start, self.config, phase, loader.fingerprint):
                 if self.groups.is_first:
                     LOG.info("run.accept_data_changes=true: %s %s", difference.key, difference.message)
-        self.engine.start_phase(phase.index, loader.lanes)
+        self.engine.start_phase(phase, loader.lanes)
         if not self.resumes_within(phase):
             self.engine.guard.restart()
         elif self.engine.carrier is not None and self.start is not None:
@@ -218,7 +238,7 @@ class Trainer:
         if self.groups.is_first:
             announce_reading(loader, phase)
         self.masked = loader.sources.masked
-        self.work = PhaseWork(self.engine.config, phase.settings.seq_len, self.groups.world_size)
+        self.throughput = Throughput(phase, self.groups.world_size)
 
     def record_progress(self, metrics: StepMetrics) -> None:
         """Update the progress that outcome.json will report."""
@@ -228,16 +248,21 @@ class Trainer:
         self.progress.validation = metrics.validation or self.progress.validation
 
     def train_step(self, step: int, phase: ResolvedPhase, batches: list[Batch], asked: float) -> StepMetrics:
-        """Train one step and return its metrics; `asked` is the time at which its data was requested."""
+        """Train one step and return its metrics.
+
+        `asked` is the time at which the step's data was requested, in seconds of `time.perf_counter`.
+        """
         arrived = time.perf_counter()
         lr = learning_rate(self.phases, phase.index, phase.phase_tokens_at(step))
         number = step - phase.start_step - 1
         guard = self.engine.guard
+        # The carried states do not fit this step's rows (sequences) if the last step was refused, because its final
+        # states were discarded. They do not fit either if data was skipped directly before this step.
         if guard.refused or self.skipped_data.jumps(phase.index, number):
             self.engine.invalidate_states()
         self.engine.forward_backward(batches, number)
         if self.config.run.layer_norms:
-            layers = self.engine.optimizer.norms()
+            layers = self.engine.optimizer.norms()  # before the update, which resets the gradients
         else:
             layers = None
         grad_norm, accepted = self.engine.step(lr, weight_decay(self.phases, phase.index, lr))
@@ -247,7 +272,7 @@ class Trainer:
             self.report_decision(rollback.refusal_event(step, guard, self.engine.mean_loss, norm=grad_norm, data=data))
         step_time = time.perf_counter() - asked
         speed = phase.tokens_of(step) / step_time
-        tflops, mfu = self.work.rates(speed)
+        tflops, mfu = self.throughput.rates(speed)
         return StepMetrics(
             step=step,
             phase=phase.settings.name,
@@ -263,18 +288,18 @@ class Trainer:
             memory_gib=most_memory_gib(),
             skipped=self.skipped,
             learned=self.engine.learned if self.masked else None,
-            imbalance=self.work.imbalance(batches),
+            imbalance=self.throughput.imbalance(batches),
             auxiliary=self.engine.auxiliary or None,
             restarted_lanes=self.engine.restarted_lanes,
             layers=layers,
         )
 
     def batch_key(self, step: int, phase: ResolvedPhase) -> BatchKey:
-        """Return the key of the batch that a step of the run reads."""
+        """Return the key of the batch that a step reads."""
         return BatchKey(phase.index, self.skipped_data.data_step(phase.index, step - phase.start_step - 1))
 
     def save(self, step: int, loader: Loader, metrics: StepMetrics) -> None:
-        """Write the checkpoint of a step. Raises RollbackRequested if a value in it is not finite."""
+        """Write the checkpoint of a step. Raises RollbackRequested if a value in the checkpoint is not finite."""
         self.watchdog.beat(f"the checkpoint of step {step}")
         with self.requests.saving():
             if metrics.validation is None:
@@ -293,16 +318,19 @@ class Trainer:
         self.requests.longest_save = max(self.requests.longest_save, self.saver.longest_s)
 
     def check_saved(self) -> None:
-        """Raise RollbackRequested if the checkpoint being written has a value that is not finite."""
+        """Raise RollbackRequested if the checkpoint being written in the background has a value that is not finite."""
         try:
             self.saver.check()
         except NotFinite as fault:
             raise rollback.not_saved(self.saver.step, fault) from fault
 
     def roll_back(self, request: RollbackRequested) -> None:
-        """Restore the newest usable checkpoint, and skip the data between it and the failed step."""
+        """Restore the newest usable checkpoint, and skip the data of the steps after it.
+
+        The data is skipped up to and including the failed step.
+        """
         self.watchdog.beat(f"rolling back from step {request.step}")
-        self.saver.settle()
+        self.saver.settle()  # a checkpoint that is still being written may become the newest usable one
         self.start = self.restored(self.rollback.checkpoints(request, self.saver.written))
         self.resume_step = self.start.meta.step
         times = self.rollback.count(request, self.resume_step)
@@ -310,24 +338,28 @@ class Trainer:
         self.report_decision(rollback.rollback_event(request, self.resume_step, times, self.skipped_data))
 
     def report_decision(self, decision: Decision) -> None:
-        """Pass a decision to the hooks."""
+        """Pass a decision, which is a refused step or a rollback, to the hooks."""
         for hook in self.hooks:
             hook.on_decision(decision)
 
     def report_checkpoint(self, step: int) -> None:
-        """Pass a checkpoint that was written to the hooks."""
+        """Call the hooks' `on_checkpoint` for a checkpoint that was written."""
         for hook in self.hooks:
             hook.on_checkpoint(step, checkpoints.folder_of(self.run_dir, step))
 
     def read(self, loader: Loader, phase: ResolvedPhase, first: int, last: int) -> Generator[list[Batch]]:
-        """Yield the micro-batches of each step after `first`, up to `last`, without skipped data."""
-        for run in self.skipped_data.runs(phase.index, first - phase.start_step, last - phase.start_step):
-            yield from loader.iterate(run.start, run.stop)
+        """Yield each step's micro-batches, for the steps `first` + 1 to `last`, without skipped data."""
+        for steps in self.skipped_data.runs(phase.index, first - phase.start_step, last - phase.start_step):
+            yield from loader.iterate(steps.start, steps.stop)
 
     def loader_of(self, phase: ResolvedPhase) -> Loader:
-        """Build this rank's loader. The first rank builds first, so that a corpus is prepared only once."""
+        """Build this rank's loader.
+
+        The first rank builds its loader before the other ranks. Building a loader also prepares the corpus if that has
+        not been done, so that only the first rank prepares it.
+        """
         data = self.groups.data
-        build = partial(build_loader, phase, data.rank, data.size, self.groups.part)
+        build = partial(build_loader, phase, data.rank, data.size, self.groups.shard_index)
         if self.groups.is_first:
             loader = build()
             barrier()
@@ -336,7 +368,7 @@ class Trainer:
         return build()
 
     def report_end(self, checkpoint: Path) -> None:
-        """Log the end of the run, with a text sample if one process holds the full model."""
+        """Log the end of the run; on a single process also log a text sample."""
         announce_end(self.progress, self.run_dir, checkpoint)
         run = self.config.run
         if run.sample_tokens and self.groups.world_size == 1:

@@ -1,13 +1,19 @@
-"""Watchdog: a thread that ends a process without progress.
+"""Watchdog: a thread that ends a process which makes no progress.
 
-Causes are a loader that hangs, a collective in which a rank is missing, or a dead disk. Training announces each part
-that it begins (`beat`), which must end within `run.timeout`. If it does not, the watchdog writes all Python threads'
-stacks to logs/stacks-RANK.txt, makes the loader's worker processes write theirs to stderr, and records the failure.
-Then it ends the process with exit code 1 by os._exit, which works wherever the main thread is stuck. A launcher then
-ends the other ranks, and the next start resumes.
+A process may hang because of a stuck data loader, a collective in which a rank is missing, or a dead disk. Training
+calls `beat` whenever a new part of its work begins, such as a step or a checkpoint. The next call must follow within
+`run.timeout` seconds. If it does not, the watchdog
 
-If the interpreter itself is stuck, faulthandler's own thread writes stacks and ends the process BACKSTOP_S later, but
-leaves no record in outcome.json.
+    1. writes the stacks of all Python threads to logs/stacks-RANK.txt,
+    2. records the failure in outcome.json,
+    3. makes the loader's worker processes write their stacks to stderr, and kills them,
+    4. ends this process with exit code 1 by os._exit, which works even if the main thread is stuck in native code.
+
+A launcher such as torchrun then ends the other ranks, and the next start resumes the run.
+
+If the interpreter itself is stuck, the watchdog's thread can't run. For this case Python's faulthandler has a thread
+that does not need the interpreter. BACKSTOP_S seconds after the time limit, this thread writes the stacks and ends the
+process. It can't write outcome.json.
 """
 
 from __future__ import annotations
@@ -26,14 +32,14 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from hybridtron.data.loader import STACKS
-from hybridtron.train.failures import Failures, process_fault, waits_for_others
+from hybridtron.train.outcome import Failures, process_fault, waits_for_others
 
-# After run.timeout, the time until faulthandler ends a stuck interpreter. It must be short: a launcher that has lost
-# another rank kills this process too, and then its stacks would be missing.
+# Seconds after the time limit at which faulthandler ends the process. The number is small because a launcher that has
+# lost another rank soon kills this process too: the stacks must be written before.
 BACKSTOP_S = 4.0
-LAST_WORDS_S = 10.0  # time limit for recording a failure
-WORKERS_S = 0.5  # time for worker processes to write their stacks
-LOADING = "/torch/utils/data/dataloader.py"  # in the stack of a thread that waits for worker processes
+LAST_WORDS_S = 10.0  # seconds in which the watchdog must record a failure and end the process
+WORKERS_S = 0.5  # seconds for worker processes to write their stacks
+LOADING = "/torch/utils/data/dataloader.py"  # the file whose functions wait for worker processes
 
 
 class Watchdog:
@@ -62,13 +68,17 @@ class Watchdog:
                 self.path.unlink()
 
     def beat(self, doing: str, at_least_s: float = 0.0) -> None:
-        """Announce the part that begins now. Its time limit is the larger of `run.timeout` and `at_least_s`."""
+        """Announce the start of the work named `doing`, and the end of the work before it.
+
+        The new part's time limit is the larger of `run.timeout` and `at_least_s`, in seconds.
+        """
         patience = max(self.timeout_s, at_least_s)
+        # name of the part, time limit in seconds, deadline on the monotonic clock
         self._doing = (doing, patience, time.monotonic() + patience)
         faulthandler.dump_traceback_later(patience + BACKSTOP_S, exit=True, file=self._file)
 
     def overdue(self) -> str | None:
-        """Return a message if the current part has exceeded its time limit, else None."""
+        """Return a message if the current part of the work has exceeded its time limit, else None."""
         doing, patience, deadline = self._doing
         if time.monotonic() <= deadline:
             return None
@@ -104,7 +114,7 @@ class Watchdog:
 
 
 def _where(frames: Sequence[FrameType]) -> str:
-    """Describe a thread's activity from its stack, innermost call first."""
+    """Describe a thread's activity from the frames in its stack, which begin with the innermost call."""
     if waits_for_others(frames):
         return "waiting for other ranks"
     if any(frame.f_code.co_filename.endswith(LOADING) for frame in frames):
@@ -115,7 +125,7 @@ def _where(frames: Sequence[FrameType]) -> str:
 
 
 def _faults(workers: Sequence[BaseProcess]) -> list[str]:
-    """List the worker processes that are dead or stopped."""
+    """Return a description of each worker process that is dead or stopped."""
     pids = [worker.pid for worker in workers if worker.pid is not None]
     return [f"worker process {pid} {fault}" for pid in pids if (fault := process_fault(pid)) is not None]
 

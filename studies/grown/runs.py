@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridtron.sweep.grid import SweepRun
-from hybridtron.train.records import read_lines
+from hybridtron.train.jsonl import read_lines
 from studies.results import Part
 from studies.study import answers, selected
 
@@ -78,7 +78,7 @@ def write_samples(sizes: Sizes, data: Path) -> None:
 
     In those folders every sample, with its end of text, is one row. Folders that exist are kept.
     """
-    from hybridtron.cli.prepare_data import main as prepare
+    from hybridtron.cli.data_prepare import main as prepare
     from hybridtron.cli.tasks import write_main
     from hybridtron.data.prepare.embedded import prepare_embedded
 
@@ -106,7 +106,7 @@ def found_of(run: Path, sizes: Sizes) -> dict[str, Any]:
 
     The newest checkpoint answers the needles; each combination of digits and length gives one row.
     """
-    from hybridtron.cli.given import newest_checkpoint
+    from hybridtron.cli.arguments import newest_checkpoint
 
     rows = []
     for digits in sizes.digits:

@@ -146,7 +146,7 @@ def accuracy(run: Path, sizes: Sizes) -> float:
 
 def accuracy_on(run: Path, length: int, counts: str, asked: int) -> float:
     """Return the accuracy on tables with the given numbers of contexts and keys."""
-    from hybridtron.cli.given import newest_checkpoint
+    from hybridtron.cli.arguments import newest_checkpoint
 
     options = {"sizes": counts, "symbols": SYMBOLS}
     task = {"task": "joint_recall", "lengths": [length], "samples": asked, "options": options}

@@ -134,6 +134,7 @@ def draw_copying(findings: Findings, path: Path) -> None:
             lengths = [int(length) for length in next(iter(seeds.values()))]
             accuracies = [list(of_seed.values()) for of_seed in seeds.values()]
             draw_seeds(axes, lengths, accuracies, color=COLORS[name], label=f"from {name}", style="o-")
+            axes.set_xticks(lengths)
         for length, label in zip(findings.trained_lengths, ("lengths trained on", None), strict=True):
             axes.axvline(length, color="black", linestyle=":", linewidth=0.8, label=label)
-        axes.set(xticks=lengths, xlabel="letters to copy", ylabel="copied rightly", ylim=(0, 1.02))
+        axes.set(xlabel="letters to copy", ylabel="copied rightly", ylim=(0, 1.02))

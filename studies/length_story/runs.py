@@ -134,7 +134,7 @@ def copy_accuracy(run: Path, sizes: Sizes) -> dict[str, float]:
 
     It is the share of letters that the model finds likeliest, given the right letters before them.
     """
-    from hybridtron.cli.given import newest_checkpoint
+    from hybridtron.cli.arguments import newest_checkpoint
 
     lengths = [2 * letters + FIXED for letters in sizes.copy_test]
     asked = {"samples": sizes.copy_samples, "tasks": [{"task": "copying", "lengths": lengths}]}

@@ -102,7 +102,7 @@ def of_text(run: Path, sizes: Sizes) -> dict[str, Any]:
 
 def of_recall(run: Path, sizes: Sizes) -> float:
     """Measure recall on samples that were not trained on: the share of values that the model finds likeliest."""
-    from hybridtron.cli.given import newest_checkpoint
+    from hybridtron.cli.arguments import newest_checkpoint
     from hybridtron.config.load import load_saved
 
     length = load_saved(run / "config.yaml").phases[0].seq_len - 1

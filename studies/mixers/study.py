@@ -20,8 +20,8 @@ from pathlib import Path
 
 from hybridtron.evaluate.pictures import picture
 from hybridtron.problems import Unusable
-from hybridtron.proving.measuring import BenchReport, Timing, interleaved, markdown
-from hybridtron.proving.steps import Steps, checked, one_process, random_batches
+from hybridtron.proving.measuring import BenchReport, Timing, markdown, time_in_turns
+from hybridtron.proving.steps import Steps, load_checked, one_process, random_batches
 from hybridtron.sweep.grid import SEED, SweepRun
 from studies.long_text import Curve, draw_seeds, spread
 from studies.mixers.runs import PAIRS, VOCABULARY, Sizes, part_of, sizes_of, write_rows
@@ -88,10 +88,10 @@ def gathered(text: Sequence[tuple[SweepRun, Result]], recall: Sequence[tuple[Swe
 
 def step_times(runs: Sequence[SweepRun]) -> dict[str, Timing]:
     """Time training steps of each mixer's first run in turns, by processor time."""
-    configs = {run.variant: checked(run.settings) for run in reversed(runs)}
+    configs = {run.variant: load_checked(run.settings) for run in reversed(runs)}
     with one_process(next(iter(configs.values()))) as groups:
         forms = {name: Steps(config, groups, random_batches(config)) for name, config in configs.items()}
-        return interleaved(forms, ROUNDS)
+        return time_in_turns(forms, ROUNDS)
 
 
 def described(text: Trained, recall: Trained | None, sizes: Sizes) -> list[str]:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hybridtron.cli.given import positive
+from hybridtron.cli.arguments import positive
 from hybridtron.cli.sweep import INTERRUPTED
 from hybridtron.problems import Unusable, did_you_mean
 from hybridtron.requirements import demand

@@ -71,7 +71,7 @@ def write_stories(sizes: Sizes, data: Path) -> None:
 
     Folders that exist are kept.
     """
-    from hybridtron.cli.prepare_data import main as prepare
+    from hybridtron.cli.data_prepare import main as prepare
     from hybridtron.cli.tasks import write_main
     from hybridtron.data.prepare.embedded import prepare_embedded
 
@@ -96,7 +96,7 @@ def found_of(run: Path, sizes: Sizes, tuned: bool) -> list[dict[str, Any]]:
 
     A tuned model is also asked without any text around the facts, which counts as length 0.
     """
-    from hybridtron.cli.given import newest_checkpoint
+    from hybridtron.cli.arguments import newest_checkpoint
 
     wanted: list[dict[str, Any]] = [{"lengths": [*sizes.few_shot], "options": {"style": "few_shot"}}]
     if tuned:

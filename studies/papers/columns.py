@@ -31,7 +31,7 @@ def in_rows(*lengths: int) -> Column:
     """Return a column with perplexities on the same held-out text, in rows of each length."""
 
     def cells(run: Path) -> list[str]:
-        from hybridtron.cli.given import newest_checkpoint
+        from hybridtron.cli.arguments import newest_checkpoint
         from hybridtron.evaluate.held_out import trained_model
 
         model, config, _ = trained_model(newest_checkpoint(run), None)
@@ -49,9 +49,9 @@ def by_position(*multiples: int) -> Column:
     """
 
     def cells(run: Path) -> list[str]:
-        from hybridtron.cli.given import newest_checkpoint
+        from hybridtron.cli.arguments import newest_checkpoint
         from hybridtron.evaluate.held_out import trained_model
-        from hybridtron.model.generate import reader
+        from hybridtron.inference.reader import reader
 
         model, config, seq_len = trained_model(newest_checkpoint(run), None)
         tokens_BT = held_out_rows(config.data, seq_len * max(multiples) + 1, ROWS)
@@ -90,7 +90,7 @@ def _found(
     run: Path, asked: Mapping[str, Any], name: str, *, metric: str, attention: ReadingAttention | None
 ) -> list[str]:
     """Evaluate a run's newest checkpoint on a task; returns a cell for each length."""
-    from hybridtron.cli.given import newest_checkpoint
+    from hybridtron.cli.arguments import newest_checkpoint
     from hybridtron.evaluate.results import shown
 
     checkpoint = newest_checkpoint(run)

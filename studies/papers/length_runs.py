@@ -111,7 +111,7 @@ def of_run(run: Path, sizes: Sizes, base: bool) -> dict[str, Any]:
     """Measure a run's last checkpoint, and a base's earlier checkpoints too."""
     from hybridtron.checkpoint.folder import all_of, step_of
     from hybridtron.evaluate.held_out import trained_model
-    from hybridtron.model.generate import reader
+    from hybridtron.inference.reader import reader
 
     checkpoints = {step: folder for folder in all_of(run) if (step := step_of(folder))}
     last = max(checkpoints)
@@ -135,7 +135,7 @@ def behaviour(
     Both are lists of pairs, with t or the position first.
     """
     from hybridtron.evaluate.length import effective_remembrance, remembrance_points, state_deviation
-    from hybridtron.model.generate import reader
+    from hybridtron.inference.reader import reader
 
     length = 4 * CONTEXT
     few_BT = tokens_BT[:: max(1, len(tokens_BT) // rows)][:rows]

@@ -1,6 +1,6 @@
 """The test of a claim on one H100: its runs, their expected hours, and the page's third column.
 
-Hours come from a model, corrected by measured steps of six recipes on an H200; none of these runs was made on a GPU.
+Hours are modelled (`hybridtron rehearse`), not measured: none of these runs was made on a GPU.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import Config
-from hybridtron.planning.rates import BESIDE_S, LAUNCH_S
+from hybridtron.planning.rates import HOST_S
 from hybridtron.problems import Unusable, did_you_mean
-from hybridtron.sweep.grid import SweepRun, narrowed, read, with_starts
-from hybridtron.train.records import read_lines, read_record
+from hybridtron.sweep.grid import SweepRun, narrow, read, with_starts
+from hybridtron.train.jsonl import read_lines, read_record
 from studies.papers import speed
 from studies.papers.claim import Claim, OnGpu, Table
 from studies.papers.material import MATERIAL
 from studies.results import ROOT, commit
 
+OLD_LAUNCH_S = 6e-6  # host seconds per launch in records that do not name them
 RUNS = {False: "runs/gpu", True: "runs/full"}
 """The folders of sweeps: of runs shorter than the paper's (False), and of its size (True)."""
 SWEEPS = ROOT / "studies/sweeps"
@@ -36,7 +38,7 @@ def runs_of(on_gpu: OnGpu, full: bool = False) -> list[SweepRun]:
     settings = on_gpu.smaller
     if full:
         settings = ()
-    return list(narrowed(read(SWEEPS / f"{on_gpu.sweep}.yaml", settings), on_gpu.only).runs)
+    return list(narrow(read(SWEEPS / f"{on_gpu.sweep}.yaml", settings), on_gpu.only).runs)
 
 
 def read_runs(on_gpu: OnGpu) -> list[SweepRun]:
@@ -64,7 +66,7 @@ def config_of(chain: Chain) -> Config:
 
     with TemporaryDirectory() as folder:
         config = load(loadable(chain, Path(folder)))
-        require(config)
+        require(RunPlan.of(config))
         return config
 
 
@@ -109,8 +111,9 @@ def hours(on_gpu: OnGpu) -> dict[str, float]:
 def expected(chain: Chain) -> float:
     """Return the expected hours of a chain's last run.
 
-    Two estimates are made, and the longer one counts: the planner's, for its fastest layout, leaves out launch
-    overhead; a rehearsal's is for an H200, with more bandwidth than an H100. Raises Unusable if no layout fits.
+    Three estimates are made, and the longest one counts: the planner's, for its fastest layout; a rehearsal's of the
+    device, which is for an H200, with more bandwidth than an H100; and the host's, which launches the rehearsed
+    kernels. Raises Unusable if no layout fits.
     """
     from hybridtron.config.resolve import resolve
     from hybridtron.planning.fit import fit
@@ -118,13 +121,13 @@ def expected(chain: Chain) -> float:
 
     config = config_of(chain)
     (phase,) = resolve(config)
-    layouts = fit(config, 1, GPUS["h100"].memory)
+    layouts = fit(RunPlan.of(config), 1, GPUS["h100"].memory)
     if not layouts:
         raise Unusable(f"{' '.join(chain[-1])} fits into no layout of one H100", code="does-not-fit")
     recipe = next(text.removeprefix("recipe=") for text in chain[-1] if text.startswith("recipe="))
     rate, launches = rehearsed(recipe)
     launches *= recipes_micro_batch(chain) / phase.settings.micro_batch
-    rehearsal = phase.end_step * phase.settings.tokens_per_step * (1 / rate + BESIDE_S * launches)
+    rehearsal = phase.end_step * phase.settings.tokens_per_step * max(1 / rate, HOST_S * launches)
     return max(layouts[0].seconds * phase.end_step, rehearsal) / 3600
 
 
@@ -145,8 +148,11 @@ def rehearsed(recipe: str) -> tuple[float, float]:
     if not parts:
         return math.inf, 0.0
     seconds = sum(1 / line["tokens_per_second"] for line in parts)  # a token's
-    # the share is a part of the device's time, which is nearly all of the step
-    launches = sum(line["launch_share"] / line["tokens_per_second"] for line in parts) / LAUNCH_S
+    # the share is the host's time at the seconds a launch of the record, divided by the device's time, which is nearly
+    # all of the step
+    launches = sum(
+        line["launch_share"] / line["tokens_per_second"] / line.get("launch_s", OLD_LAUNCH_S) for line in parts
+    )
     return 1 / seconds, launches
 
 
@@ -215,7 +221,7 @@ def _named(text: str, known: Collection[str], claim: Claim) -> tuple[str, Path]:
 
 def _places(name: str, run: Path, every: bool) -> Iterator[tuple[str, Path]]:
     """Yield the places to read of a run, with names; raises at once if it has no checkpoint."""
-    from hybridtron.cli.given import checkpoints_at
+    from hybridtron.cli.arguments import checkpoints_at
 
     checkpoints = checkpoints_at(run)
     if not every:

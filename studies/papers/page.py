@@ -90,7 +90,7 @@ def further(claim: Claim, kept: Kept) -> str:
     return claim.reason(kept)
 
 
-MODEL = "[a model, corrected by steps on an H200](../../../benchmarks/gpu.md)"
+MODEL = "[modelled](../../../docs/rehearse.md)"
 
 
 def on_gpu(paper: Paper, claim: Claim) -> Iterator[str]:

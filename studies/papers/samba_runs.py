@@ -88,7 +88,7 @@ def of_run(run: Path, lengths: Sequence[int], sizes: Sizes, whole: bool) -> dict
 
     With `whole` also perplexity by position in the longest rows, and entropies.
     """
-    from hybridtron.cli.given import newest_checkpoint
+    from hybridtron.cli.arguments import newest_checkpoint
     from hybridtron.evaluate.held_out import trained_model
 
     model, config, _ = trained_model(newest_checkpoint(run), None)
@@ -108,7 +108,7 @@ def losses_in_rows(model: LanguageModel, spans_BT: Tensor, length: int) -> list[
     import torch
 
     from hybridtron.evaluate.length import position_losses
-    from hybridtron.model.generate import reader
+    from hybridtron.inference.reader import reader
 
     rows_BT = spans_BT.unfold(1, length + 1, length).flatten(0, 1)
     turns = rows_BT.split(max(1, AT_ONCE // length))
@@ -119,7 +119,7 @@ def losses_in_rows(model: LanguageModel, spans_BT: Tensor, length: int) -> list[
 def entropy_of(model: LanguageModel, spans_BT: Tensor, rows: int) -> list[dict[str, Any]]:
     """Measure each attending or scanning layer's entropy, over rows of the training length (Figure 5)."""
     from hybridtron.evaluate.entropy import entropies
-    from hybridtron.model.generate import reader
+    from hybridtron.inference.reader import reader
 
     rows_BL = spans_BT.unfold(1, CONTEXT, CONTEXT).flatten(0, 1)
     evenly = rows_BL[:: max(1, len(rows_BL) // rows)][:rows]

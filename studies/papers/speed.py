@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridtron.problems import Unusable
-from hybridtron.train.records import read_record, write_whole
+from hybridtron.train.jsonl import read_record, write_whole
 from studies.papers.claim import Claim, Kept, Table, Verdict, holds
 from studies.results import commit
 

@@ -105,7 +105,7 @@ def _about(claims: Sequence[Claim], queued: Sequence[Queued], full: bool) -> Ite
         if claim.on_gpu is not None:
             spent |= {(claim.on_gpu.sweep, name): took for name, took in hours(claim.on_gpu).items()}
     together = f"{sum(spent.values()):.1f} hours together expected"
-    yield f"# {count} runs of one H100 each, {together}: a model, corrected by steps on an H200"
+    yield f"# {count} runs of one H100 each, {together}: modelled"
     yield "# Written by python -m studies.papers --submit"
 
 

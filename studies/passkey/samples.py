@@ -16,7 +16,7 @@ from typing import Any
 
 from hybridtron.checkpoint.folder import all_of, step_of
 from hybridtron.sweep.grid import SweepRun
-from hybridtron.train.records import read_lines
+from hybridtron.train.jsonl import read_lines
 from studies.results import Part
 from studies.study import answers, selected
 
@@ -95,7 +95,7 @@ def write_samples(sizes: Sizes, data: Path) -> None:
 
     In those folders every sample, with its end of text, is one row. Folders that exist are kept.
     """
-    from hybridtron.cli.prepare_data import main as prepare
+    from hybridtron.cli.data_prepare import main as prepare
     from hybridtron.cli.tasks import write_main
     from hybridtron.data.prepare.embedded import prepare_embedded
 

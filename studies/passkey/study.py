@@ -63,7 +63,8 @@ def described(runs: Sequence[tuple[SweepRun, Result]], sizes: Sizes) -> list[str
         took = f"{result.minutes:.0f} minutes of steps on one thread beside other work"
         tokens = " + ".join(phase.tokens for phase in trained.phases)
         notes.append(f"{NAMES[run.variant]}: {size}; {tokens} tokens; seed {trained.seed}; {took}")
-    phases = ", ".join(f"{phase.name} in {phase.global_batch} rows of {phase.seq_len}" for phase in trained.phases)
+    first = runs[0][1].trained  # every run trains in the same phases
+    phases = ", ".join(f"{phase.name} in {phase.global_batch} rows of {phase.seq_len}" for phase in first.phases)
     return [
         *notes,
         f"phases, by steps: {phases} (configs/recipe/passkey_laptop.yaml)",

@@ -17,7 +17,7 @@ from hybridtron.architecture.attention import ReadingAttention
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hybridtron.evaluate.served import Served
+    from hybridtron.evaluate.loaded_model import LoadedModel
     from hybridtron.model.lm import LanguageModel
     from hybridtron.tasks.mqar import MultiQueryRecall
 
@@ -90,22 +90,22 @@ def recalled(run: Path, lengths: Sequence[int], rows: int) -> dict[str, Any]:
 
     An attention that gives the same model as one before is not measured twice.
     """
-    from hybridtron.cli.given import newest_checkpoint
+    from hybridtron.cli.arguments import newest_checkpoint
     from hybridtron.evaluate.length import attention_at_eval
-    from hybridtron.evaluate.served import served
+    from hybridtron.evaluate.loaded_model import load_model
 
     answers_by_attention: dict[str, Any] = {}
     seen = list[dict[str, str]]()
     for how in ReadingAttention:
-        with served(newest_checkpoint(run), attention=how) as model:
-            attention = attention_at_eval(model.config.model)
+        with load_model(newest_checkpoint(run), attention=how) as model:
+            attention = attention_at_eval(model.arch)
             if attention not in seen:
                 answers_by_attention[how.value] = {str(length): at_length(model, length, rows) for length in lengths}
             seen.append(attention)
     return answers_by_attention
 
 
-def at_length(model: Served, length: int, rows: int) -> dict[str, Sequence[float]]:
+def at_length(model: LoadedModel, length: int, rows: int) -> dict[str, Sequence[float]]:
     """Measure answers in rows of one length; returns the fields of `Asked`."""
     asked, right, nats = ([0.0] * len(DISTANCES) for _ in range(3))
     for distance, loss, is_right in answers(model, length, rows):
@@ -117,7 +117,7 @@ def at_length(model: Served, length: int, rows: int) -> dict[str, Sequence[float
     return {**counts, "nats": [round(total, 3) for total in nats]}
 
 
-def answers(model: Served, length: int, rows: int) -> Iterator[tuple[int, float, bool]]:
+def answers(model: LoadedModel, length: int, rows: int) -> Iterator[tuple[int, float, bool]]:
     """Yield distance, loss and correctness of each asked value.
 
     The distance is the number of tokens back to its pair; an answer is correct if it is the likeliest token.
@@ -128,7 +128,7 @@ def answers(model: Served, length: int, rows: int) -> Iterator[tuple[int, float,
     from hybridtron.tasks.tokens import ByteTokens
 
     every = [task().sample(SEED_OF_SAMPLES, index, ByteTokens(), length) for index in range(rows)]
-    chunk = fitting_chunk(model.config.model, BATCH)
+    chunk = fitting_chunk(model.arch, BATCH)
     for first in range(0, rows, BATCH):
         samples = every[first : first + BATCH]
         tokens_BT = torch.tensor([sample.tokens for sample in samples])
@@ -144,7 +144,7 @@ def judged(labels_CB: Tensor, stage: LanguageModel, x_CBD: Tensor) -> Tensor:
     import torch
 
     from hybridtron.evaluate.length import label_losses
-    from hybridtron.parallel.loss import likeliest
+    from hybridtron.parallel.vocabulary import likeliest
 
     right_CB = likeliest(x_CBD, stage.output_weight(), stage.slice.tensor) == labels_CB
     return torch.stack((label_losses(labels_CB, stage, x_CBD), right_CB), dim=-1)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from hybridtron.architecture.table import architecture
 from hybridtron.config.schema import Config
 from hybridtron.planning.count import count
-from hybridtron.proving.measuring import Timing, interleaved
-from hybridtron.proving.steps import Steps, checked, one_process, random_batches
+from hybridtron.proving.measuring import Timing, time_in_turns
+from hybridtron.proving.steps import Steps, load_checked, one_process, random_batches
 
 COSTS = ("full", "SW", "S2", "SE")
 YARDSTICK = "SW"
@@ -41,10 +42,10 @@ def step_times(settings: Mapping[str, Sequence[str]], lengths: Sequence[int]) ->
     """Time steps of the given models in turns, at each length, by processor time."""
     costs: Costs = {}
     for length in lengths:
-        configs = {name: checked(list(at_length(of, length))) for name, of in settings.items()}
+        configs = {name: load_checked(list(at_length(of, length))) for name, of in settings.items()}
         with one_process(next(iter(configs.values()))) as groups:
             forms = {name: Steps(config, groups, random_batches(config)) for name, config in configs.items()}
-            timings = interleaved(forms, ROUNDS)
+            timings = time_in_turns(forms, ROUNDS)
         flops = {name: attention_flops(config, length) for name, config in configs.items()}
         costs[length] = {name: Cost(timing, flops[name]) for name, timing in timings.items()}
     return costs
@@ -59,5 +60,5 @@ def at_length(settings: Sequence[str], length: int) -> Iterator[str]:
 
 def attention_flops(config: Config, length: int) -> float:
     """Return attention's forward FLOPs for each token, over all layers: scores, sums and the choice of blocks."""
-    layers = count(config.model, length).layers
+    layers = count(architecture(config.model), length).layers
     return sum(layer.flops.get(part, 0.0) for layer in layers for part in ("attention", "summaries", "relevance"))

@@ -24,7 +24,7 @@ LETTERS = "MW-"
         (f"M*{MAX_LETTERS}", "M" * MAX_LETTERS, (MAX_LETTERS,)),
     ],
 )
-def test_expansion(text, letters, stages):
+def test_patterns_expand_to_letters_and_stages(text, letters, stages):
     pattern = parse(text, LETTERS)
     assert "".join(pattern.letters) == letters
     assert pattern.stages == stages
@@ -57,7 +57,7 @@ def test_expansion(text, letters, stages):
         ("M-\nX", 3),
     ],
 )
-def test_errors_point_at_the_offending_character(text, position):
+def test_errors_point_at_the_wrong_character(text, position):
     with pytest.raises(PatternError) as caught:
         parse(text, LETTERS)
     _, shown, caret = str(caught.value).split("\n")

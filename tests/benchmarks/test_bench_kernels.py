@@ -15,7 +15,7 @@ from hybridtron.cli import bench
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_without_a_gpu_the_page_holds_a_rehearsal(tmp_path: Path) -> None:
+def test_the_page_without_a_gpu_holds_a_rehearsal(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine measures")
     page = tmp_path / "kernels.md"
@@ -42,5 +42,5 @@ def test_every_kernel_can_be_called(make: Callable[[Sizes, int], Kernel]) -> Non
                 one_pass()
 
 
-def test_a_call_is_timed() -> None:
+def test_kernel_calls_are_timed() -> None:
     assert 0.002 < seconds(lambda: time.sleep(0.002)) < 2  # on a busy machine a sleeper wakes late

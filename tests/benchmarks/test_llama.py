@@ -15,7 +15,7 @@ from benchmarks.plain_llama import LlamaSizes, PlainLlama
 SIZES = LlamaSizes(width=32, layers=2, heads=4, hidden=48, vocabulary=61)
 
 
-def test_its_logits_are_those_of_transformers() -> None:
+def test_llama_logits_equal_those_of_transformers() -> None:
     ours = PlainLlama(SIZES)
     settings = LlamaConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=61,
@@ -37,21 +37,21 @@ def test_its_logits_are_those_of_transformers() -> None:
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_it_has_as_many_parameters_as_wanted() -> None:
+def test_llama_has_the_wanted_number_of_parameters() -> None:
     sizes = LlamaSizes.of(1_500_000, width=192, layers=4, heads=4, vocabulary=2048)
     parameters = sum(weight.numel() for weight in PlainLlama(sizes).parameters())
     assert abs(parameters - 1_500_000) <= 4 * 3 * 192 / 2
 
 
-def test_it_is_short() -> None:
+def test_the_llama_baseline_is_short() -> None:
     from pathlib import Path
 
     assert Path(plain_llama.__file__).read_text().count("\n") <= 100
 
 
-def seconds(model: nn.Module, given: Tensor) -> float:
+def seconds(model: nn.Module, inputs: Tensor) -> float:
     started = time.process_time()
-    model(given).square().mean().backward()
+    model(inputs).square().mean().backward()
     return time.process_time() - started
 
 
@@ -72,7 +72,7 @@ class TorchLayers(nn.Module):
 
 
 @pytest.mark.slow
-def test_it_is_no_slower_than_layers_of_torch() -> None:
+def test_llama_is_no_slower_than_torch_layers() -> None:
     sizes = LlamaSizes(width=192, layers=4, heads=4, hidden=512, vocabulary=2048)
     tokens = torch.randint(2048, (4, 256))
     threads = torch.get_num_threads()
@@ -83,4 +83,4 @@ def test_it_is_no_slower_than_layers_of_torch() -> None:
         rounds = [(seconds(ours, tokens), seconds(theirs, tokens)) for _ in range(7)]
     finally:
         torch.set_num_threads(threads)
-    assert min(one for one, _ in rounds) <= 1.2 * min(other for _, other in rounds)
+    assert min(ours for ours, _ in rounds) <= 1.2 * min(layers for _, layers in rounds)

@@ -9,6 +9,7 @@ import pytest
 
 from hybridtron.checkpoint.folder import folder_of
 from hybridtron.checkpoint.save import Saver, meta_of
+from hybridtron.config.resolve import RunPlan, resolve
 from hybridtron.config.schema import CheckpointConfig
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups
@@ -18,7 +19,7 @@ Write = Callable[..., Path]
 
 
 def trained(groups: Groups, precision: str = "fp32", steps: int = 2) -> Engine:
-    engine = Engine(small_run(precision=precision), groups)
+    engine = Engine(resolve(small_run(precision=precision))[0], groups)
     for _ in range(steps):
         engine.forward_backward([random_batch()])
         engine.step(1e-2)
@@ -35,7 +36,7 @@ def write(tmp_path: Path) -> Write:
         engine: Engine, step: int = 7, validation: float | None = None, settings: CheckpointConfig | None = None
     ) -> Path:
         engine.config.checkpoint = settings or CheckpointConfig()
-        saver = Saver(engine.config, tmp_path, engine.groups)
+        saver = Saver(RunPlan.of(engine.config), tmp_path, engine.groups)
         saver.save(engine, meta_of(engine, step, {"seed": "3"}, validation), tokenizer)
         saver.settle()
         return folder_of(tmp_path, step)

@@ -5,38 +5,41 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybridtron.checkpoint import copies, manifest
+from hybridtron.checkpoint import async_copy, manifest
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.checkpoint.folder import newest, pointer_fault, valid_checkpoints
+from hybridtron.checkpoint.folder import apply_retention, best, folder_of, newest, pointer_fault, valid_checkpoints
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.restore import restore_newest
 from hybridtron.checkpoint.save import SaveError, Saver, meta_of
+from hybridtron.config.resolve import RunPlan, resolve
 from hybridtron.config.schema import CheckpointConfig
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups
 from hybridtron.storage.digest import digest_of
 from tests.checkpoint.conftest import Write, trained
 from tests.conftest import random_batch, serving
+from tests.slow import slow_except
 
 
 def all_blocks(engine: Engine) -> list[torch.Tensor]:
     return [block.data for of_file in engine.blocks().values() for block in of_file]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", slow_except([False, True], True))
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8_delayed"])
-def test_everything_comes_back(alone: Groups, write: Write, tmp_path: Path, precision: str, asynchronous: bool) -> None:
+def test_checkpoint_restores_the_engine_bit_for_bit(
+    alone: Groups, write: Write, tmp_path: Path, precision: str, asynchronous: bool
+) -> None:
     engine = trained(alone, precision)
     saved = write(engine, settings=CheckpointConfig(asynchronous=asynchronous))
     drawn = torch.rand(3)
-    other = Engine(engine.config, alone)
+    other = Engine(resolve(engine.config)[0], alone)
     checkpoint = restore_newest(valid_checkpoints(tmp_path), serving(other), tmp_path)
     assert checkpoint.folder == saved
     assert torch.equal(torch.rand(3), drawn)
@@ -45,13 +48,13 @@ def test_everything_comes_back(alone: Groups, write: Write, tmp_path: Path, prec
     assert checkpoint.config == engine.config
     assert not list(checkpoint.faults())
     batch = random_batch()
-    for each in (engine, other):
-        each.forward_backward([batch])
-        each.step(1e-2)
+    for continued in (engine, other):
+        continued.forward_backward([batch])
+        continued.step(1e-2)
     assert all(map(torch.equal, all_blocks(engine), all_blocks(other)))
 
 
-def test_files_are_safetensors_and_fused_projections_stored_by_their_parts(alone: Groups, write: Write) -> None:
+def test_files_are_safetensors_with_the_parts_of_fused_projections(alone: Groups, write: Write) -> None:
     engine = trained(alone)
     stored = load_file(write(engine) / "model-00000.safetensors")
     assert "layers.0.mixer.in_proj.weight" not in stored
@@ -60,7 +63,7 @@ def test_files_are_safetensors_and_fused_projections_stored_by_their_parts(alone
     assert {"layers.2.mixer.kv.weight.k", "layers.1.mixer.gate_up.weight.up"} <= set(stored)
 
 
-def test_an_asynchronous_checkpoint_holds_the_step_at_which_it_was_asked_for(
+def test_asynchronous_checkpoint_holds_the_weights_of_its_own_step(
     alone: Groups, tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Training changes every weight before the first byte is written."""
@@ -75,19 +78,19 @@ def test_an_asynchronous_checkpoint_holds_the_step_at_which_it_was_asked_for(
         real_write(saver, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Saver, "_write", late)
-    saver = Saver(engine.config, tmp_path, alone)
+    saver = Saver(RunPlan.of(engine.config), tmp_path, alone)
     saver.save(engine, meta_of(engine, 1, {}), tmp_path / "tokenizer.json")
     engine.forward_backward([random_batch()])
     engine.step(1.0)
     assert not any(map(torch.equal, all_blocks(engine), expected))
     trained_on.set()
     saver.settle()
-    other = Engine(engine.config, alone)
+    other = Engine(resolve(engine.config)[0], alone)
     restore_newest(valid_checkpoints(tmp_path), serving(other), tmp_path)
     assert all(map(torch.equal, all_blocks(other), expected))
 
 
-def test_an_update_waits_for_an_asynchronous_checkpoint_to_copy_what_it_changes(
+def test_update_waits_until_an_asynchronous_checkpoint_has_copied_the_weights(
     alone: Groups, tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copying ends after the next forward and backward pass."""
@@ -95,15 +98,15 @@ def test_an_update_waits_for_an_asynchronous_checkpoint_to_copy_what_it_changes(
     engine.config.checkpoint = CheckpointConfig(asynchronous=True)
     expected = [tensor.clone() for tensor in all_blocks(engine)]
     passed = threading.Event()
-    real_copy = copies.copy
+    real_copy = async_copy.copy
 
     def late(source: torch.Tensor, target: torch.Tensor) -> None:
         if source.dtype == torch.float32:
             assert passed.wait(30)
         real_copy(source, target)
 
-    monkeypatch.setattr(copies, "copy", late)
-    saver = Saver(engine.config, tmp_path, alone)
+    monkeypatch.setattr(async_copy, "copy", late)
+    saver = Saver(RunPlan.of(engine.config), tmp_path, alone)
     saver.save(engine, meta_of(engine, 1, {}), tmp_path / "tokenizer.json")
     engine.forward_backward([random_batch()])
     assert all(map(torch.equal, all_blocks(engine), expected))
@@ -111,7 +114,7 @@ def test_an_update_waits_for_an_asynchronous_checkpoint_to_copy_what_it_changes(
     engine.step(1.0)
     assert passed.is_set()
     saver.settle()
-    other = Engine(engine.config, alone)
+    other = Engine(resolve(engine.config)[0], alone)
     restore_newest(valid_checkpoints(tmp_path), serving(other), tmp_path)
     assert all(map(torch.equal, all_blocks(other), expected))
 
@@ -120,20 +123,34 @@ def kept(run_dir: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*"))
 
 
-def test_keeps_as_many_as_asked(alone: Groups, write: Write, tmp_path: Path) -> None:
+def test_retention_keeps_newest_best_and_every_nth(alone: Groups, write: Write, tmp_path: Path) -> None:
     engine = trained(alone)
     settings = CheckpointConfig(keep=2, keep_every="4", keep_best=True)
     losses = {1: 3.0, 2: 1.0, 4: 2.0, 6: 2.5, 7: None, 8: 2.0, 9: 2.0, 10: 2.0}
     for step, loss in losses.items():
         write(engine, step, loss, settings)
     assert kept(tmp_path) == [2, 4, 8, 9, 10]
-    found = newest(tmp_path)
-    assert found is not None
-    assert found.meta.step == 10
+    checkpoint = newest(tmp_path)
+    assert checkpoint is not None
+    assert checkpoint.meta.step == 10
     assert pointer_fault(tmp_path) is None
 
 
-def test_nothing_is_removed_while_the_newest_is_not_whole(
+def test_best_checkpoint_is_one_that_can_be_opened(alone: Groups, write: Write, tmp_path: Path) -> None:
+    engine = trained(alone)
+    settings = CheckpointConfig(keep=1, keep_best=True)
+    for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0)):
+        write(engine, step, loss, CheckpointConfig(keep=3))
+    (folder_of(tmp_path, 1) / "config.yaml").write_text("broken")
+    with pytest.warns(UserWarning, match=r"step-00000001.*config\.yaml"):
+        checkpoint = best(tmp_path)
+    assert checkpoint is not None
+    assert checkpoint.meta.step == 2
+    assert apply_retention(tmp_path, settings, None) == []
+    assert kept(tmp_path) == [2, 3]
+
+
+def test_nothing_is_removed_while_the_newest_checkpoint_is_damaged(
     alone: Groups, write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = trained(alone)
@@ -153,7 +170,7 @@ def test_nothing_is_removed_while_the_newest_is_not_whole(
     assert "nothing is removed" in capsys.readouterr().err
 
 
-def test_a_removal_that_fails_is_reported_and_training_continues(
+def test_failed_removal_is_reported_and_training_continues(
     alone: Groups, write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = trained(alone)
@@ -164,10 +181,10 @@ def test_a_removal_that_fails_is_reported_and_training_continues(
     write(engine, 1, settings=CheckpointConfig(keep=1))
     monkeypatch.setattr("hybridtron.checkpoint.folder.shutil", type("shutil", (), {"rmtree": refused}))
     write(engine, 2, settings=CheckpointConfig(keep=1))
-    assert "can't be removed: not yours" in capsys.readouterr().err
-    found = newest(tmp_path)
-    assert found is not None
-    assert found.meta.step == 2
+    assert "not yours" in capsys.readouterr().err
+    checkpoint = newest(tmp_path)
+    assert checkpoint is not None
+    assert checkpoint.meta.step == 2
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -181,7 +198,7 @@ def test_training_ends_after_a_number_of_failed_saves(
 ) -> None:
     engine = trained(alone)
     engine.config.checkpoint = CheckpointConfig(asynchronous=asynchronous, failures=2)
-    saver = Saver(engine.config, tmp_path, alone)
+    saver = Saver(RunPlan.of(engine.config), tmp_path, alone)
     tokenizer = tmp_path / "tokenizer.json"
 
     def full(*_: object) -> None:
@@ -194,21 +211,20 @@ def test_training_ends_after_a_number_of_failed_saves(
         saver.save(engine, meta_of(engine, 2, {}), tokenizer)
         saver.settle()
     said = capsys.readouterr().err
-    assert "at step 2 (1 of 2): OSError: process 0: OSError: [Errno 28]" in said
-    assert "MB are needed, and " in said
-    assert f"MB are free at {tmp_path / 'checkpoints'}" in said
-    assert "make room there" in said
+    assert "step 2 (1 of 2)" in said
+    assert "[Errno 28]" in said
+    assert str(tmp_path / "checkpoints") in said
     assert list(tmp_path.glob("checkpoints/.step-*")) == []  # it would take the room that is missing
     saver.save(engine, meta_of(engine, 3, {}), tokenizer)
     saver.settle()
     monkeypatch.setattr("hybridtron.checkpoint.save.write_tensors", full)
-    for step in (4, 5):
-        with nullcontext() if step == 4 else pytest.raises(SaveError, match="2 checkpoints in a row"):
-            saved(saver, engine, step, tokenizer)
+    save_and_wait(saver, engine, 4, tokenizer)
+    with pytest.raises(SaveError):
+        save_and_wait(saver, engine, 5, tokenizer)
     assert kept(tmp_path) == [1, 3]
 
 
-def saved(saver: Saver, engine: Engine, step: int, tokenizer: Path) -> None:
+def save_and_wait(saver: Saver, engine: Engine, step: int, tokenizer: Path) -> None:
     saver.save(engine, meta_of(engine, step, {}), tokenizer)
     saver.settle()
 
@@ -221,13 +237,14 @@ def sealed(folder: Path, change: dict[str, object]) -> None:
     file.write_bytes(b'{"digest": "' + digest_of(body).encode() + b'", "content": ' + body + b"}\n")
 
 
-def test_another_format_is_refused_and_an_older_one_migrated(
+def test_newer_format_is_refused_and_older_ones_are_migrated(
     alone: Groups, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = write(trained(alone))
     sealed(saved, {"format": manifest.FORMAT + 1})
-    with pytest.raises(BrokenCheckpoint, match=f"format {manifest.FORMAT + 1}; this version reads up to"):
+    with pytest.raises(BrokenCheckpoint) as refused:
         Checkpoint.open(saved)
+    assert refused.value.code == "unsupported"
     monkeypatch.setitem(manifest.MIGRATIONS, 1, lambda content: content | {"format": 2, "meta": content["old_meta"]})
     monkeypatch.setitem(manifest.MIGRATIONS, 2, lambda content: content | {"format": manifest.FORMAT})
     meta = dataclasses.asdict(meta_of(trained(alone), 7, {}))
@@ -235,13 +252,11 @@ def test_another_format_is_refused_and_an_older_one_migrated(
     assert Checkpoint.open(saved).meta.step == 7
 
 
-def test_the_guard_continues_as_it_was_and_without_what_older_versions_did_not_write(
-    alone: Groups, write: Write, tmp_path: Path
-) -> None:
+def test_guard_is_restored_also_from_older_manifests(alone: Groups, write: Write, tmp_path: Path) -> None:
     engine = trained(alone)
     engine.guard.accepts(float("nan"), 1.0)
     saved = write(engine)
-    other = Engine(engine.config, alone)
+    other = Engine(resolve(engine.config)[0], alone)
     restore_newest([Checkpoint.open(saved)], serving(other), tmp_path)
     assert (list(other.guard.norms), other.guard.refused) == (list(engine.guard.norms), 1)
     meta = json.loads((saved / manifest.FILE).read_bytes())["content"]["meta"]
@@ -250,12 +265,13 @@ def test_the_guard_continues_as_it_was_and_without_what_older_versions_did_not_w
     assert (list(other.guard.norms), other.guard.refused) == ([], 0)
 
 
-def test_a_part_of_a_tensor_that_no_one_wrote_is_noticed(alone: Groups, write: Write) -> None:
+def test_tensor_with_a_missing_part_is_refused(alone: Groups, write: Write) -> None:
     saved = write(trained(alone))
     content = json.loads((saved / manifest.FILE).read_bytes())["content"]
     sealed(saved, {"chunks": [c for c in content["chunks"] if c[0] != "norm.weight"] + content["chunks"][:1]})
-    with pytest.raises(BrokenCheckpoint, match="only a part of"):
+    with pytest.raises(BrokenCheckpoint) as refused:
         Checkpoint.open(saved)
+    assert refused.value.code == "missing"
 
 
 @pytest.mark.parametrize(
@@ -270,7 +286,7 @@ def test_a_part_of_a_tensor_that_no_one_wrote_is_noticed(alone: Groups, write: W
     ],
     ids=lambda change: str(change)[:20],
 )
-def test_a_manifest_that_says_something_else_is_refused(alone: Groups, write: Write, change: dict[str, object]) -> None:
+def test_malformed_manifest_is_refused(alone: Groups, write: Write, change: dict[str, object]) -> None:
     saved = write(trained(alone))
     sealed(saved, change)
     with pytest.raises(BrokenCheckpoint):
@@ -278,12 +294,12 @@ def test_a_manifest_that_says_something_else_is_refused(alone: Groups, write: Wr
 
 
 @pytest.mark.parametrize("change", [{1: "F8_E4M3"}, {6: 2**62}, {4: (2**62,)}, {4: (-1,), 2: (-1,)}])
-def test_a_chunk_that_no_file_can_hold_is_refused_without_memory(
+def test_impossible_chunk_is_refused_without_allocating_memory(
     alone: Groups, write: Write, change: dict[int, object]
 ) -> None:
     saved = write(trained(alone))
     content = json.loads((saved / manifest.FILE).read_bytes())["content"]
-    chunk = next(one for one in content["chunks"] if one[0] == "norm.weight")
+    chunk = next(chunk for chunk in content["chunks"] if chunk[0] == "norm.weight")
     for place, value in change.items():
         chunk[place] = value
     if 4 in change:

@@ -14,11 +14,14 @@ from hybridtron.checkpoint.folder import folder_of
 from hybridtron.checkpoint.manifest import read
 from hybridtron.checkpoint.rewrite import NOT_SET, differences, in_short
 from hybridtron.checkpoint.save import Saver, meta_of
+from hybridtron.cli import checkpoint
 from hybridtron.cli.main import main
 from hybridtron.config.load import to_yaml
+from hybridtron.config.resolve import RunPlan, resolve
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups
 from tests.conftest import random_batch, small_run
+from tests.refusals import refusal
 
 
 @pytest.fixture
@@ -27,11 +30,11 @@ def run(alone: Groups, tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "tokenizer.json").write_text("{}")
-    engine = Engine(small_run(), alone)
+    engine = Engine(resolve(small_run())[0], alone)
     for step in (1, 2):
         engine.forward_backward([random_batch()])
         engine.step(1e-2)
-        Saver(engine.config, folder, alone).save(
+        Saver(RunPlan.of(engine.config), folder, alone).save(
             engine, meta_of(engine, step, {}, 4.5 - step), folder / "tokenizer.json"
         )
     return folder
@@ -40,17 +43,16 @@ def run(alone: Groups, tmp_path: Path) -> Path:
 def reported(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> str:
     capsys.readouterr()
     assert main(["checkpoint", *map(str, arguments)]) == code
-    said = capsys.readouterr()
-    return said.err if code == 2 else said.out
+    return capsys.readouterr().out
 
 
-def test_lists_and_verifies(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_list_and_verify_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = reported(capsys, 0, "list", run)
     assert "3.5000" in said
     assert "2.5000" in said
     assert "tensor 1, pipeline 1 x 1, data 1" in said
-    assert reported(capsys, 0, "verify", run).count("all well") == 2
-    assert reported(capsys, 0, "verify", folder_of(run, 1)).count("all well") == 1
+    assert reported(capsys, 0, "verify", run).count("no fault") == 2
+    assert reported(capsys, 0, "verify", folder_of(run, 1)).count("no fault") == 1
 
 
 @pytest.mark.parametrize("command", ["list", "verify"])
@@ -83,16 +85,16 @@ def test_verify_names_the_broken_checkpoint(run: Path, capsys: pytest.CaptureFix
     file.write_bytes(stored)
     said = reported(capsys, 1, "verify", run)
     assert "optimizer-00000.safetensors" in said
-    assert "step-00000002: all well" in said
+    assert "step-00000002: no fault" in said
     (folder_of(run, 2) / "manifest.json").unlink()
     said = reported(capsys, 1, "list", run)
     assert "broken" in said
     assert "latest" in said
 
 
-def test_differences(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_shows_the_tensors_and_values_that_differ(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = folder_of(run, 1)
-    assert reported(capsys, 0, "diff", first, first) == "the same\n"
+    assert reported(capsys, 0, "diff", first, first) == "the checkpoints do not differ\n"
     said = reported(capsys, 1, "diff", first, run)
     assert "exp_avg.norm.weight" in said
     assert "accepted_steps" in said
@@ -124,7 +126,7 @@ def test_settings_are_compared_by_their_dotted_keys(run: Path) -> None:
     assert back["config.yaml phases.2.lr"] == ("0.001", NOT_SET)
 
 
-def test_long_values_are_said_in_short() -> None:
+def test_long_values_are_shortened() -> None:
     """Shorten lists with hundreds of norms, and long texts that differ in one place."""
     left = [float(at) for at in range(500)]
     right = [*left[:100], 100.25, *left[101:300], 301.5, *left[301:]]
@@ -140,7 +142,7 @@ def test_long_values_are_said_in_short() -> None:
     assert in_short("short", None) == ("short", "None")
 
 
-def test_a_checkpoint_written_again_holds_the_same(
+def test_resharded_checkpoint_holds_the_same_tensors(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = reported(capsys, 0, "reshard", run, tmp_path / "again", "--file-size", "20KB")
@@ -150,17 +152,19 @@ def test_a_checkpoint_written_again_holds_the_same(
     assert left.shapes == right.shapes
     assert all(torch.equal(left.whole(key), right.whole(key)) for key in left.shapes)
     assert len(list((tmp_path / "again").glob("optimizer-*"))) > 3
-    assert reported(capsys, 0, "diff", run, tmp_path / "again") == "the same\n"
-    assert "already exists" in reported(capsys, 2, "reshard", run, tmp_path / "again")
+    assert reported(capsys, 0, "diff", run, tmp_path / "again") == "the checkpoints do not differ\n"
+    assert refusal(checkpoint.main, ["reshard", run, tmp_path / "again"]).code == "exists"
 
 
-def test_a_path_without_a_checkpoint_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "does not exist" in reported(capsys, 2, "list", tmp_path / "nowhere")
-    assert "has no checkpoint" in reported(capsys, 2, "verify", tmp_path)
-    assert "--file-size lots" in reported(capsys, 2, "reshard", run, tmp_path / "again", "--file-size", "lots")
+def test_a_path_without_a_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
+    assert refusal(checkpoint.main, ["list", tmp_path / "nowhere"]).code == "no-file"
+    assert refusal(checkpoint.main, ["verify", tmp_path]).code == "no-file"
+    error = refusal(checkpoint.main, ["reshard", run, tmp_path / "again", "--file-size", "lots"])
+    assert error.code == "malformed"
+    assert "--file-size lots" in str(error)
 
 
-def test_names_are_shown_whole(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_not_cut(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Names have a line each if the output is not a terminal, and are folded on a narrow terminal."""
     first = folder_of(run, 1)
     last = folder_of(run, 2)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import html
 import json
 import math
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +17,20 @@ import torch
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 
+from hybridtron.architecture.table import architecture
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import folder_of
-from hybridtron.cli import train
-from hybridtron.cli.given import progress_bar
+from hybridtron.cli import evaluate, train
+from hybridtron.cli.arguments import progress_bar
 from hybridtron.cli.main import main
 from hybridtron.data.batch import SeqInfo
 from hybridtron.data.prepare.embedded import train_tokenizer
 from hybridtron.data.prepare.writer import write_folder
 from hybridtron.evaluate import length as instruments
 from hybridtron.model.lm import LanguageModel
+from hybridtron.problems import Code
+from tests.refusals import refusal, usage_error
+from tests.slow import slow_except
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 300
@@ -70,25 +76,15 @@ def lines_of(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def reported(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def reported(capsys: pytest.CaptureFixture[str], arguments: Sequence[object]) -> str:
     capsys.readouterr()
     assert main(["evaluate", *map(str, arguments)]) == 0
     return capsys.readouterr().out
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    capsys.readouterr()
-    try:
-        code = main(["evaluate", *map(str, arguments)])
-    except SystemExit as ended:
-        code = ended.code
-    assert code == 2
-    return capsys.readouterr().err
-
-
 def losses_by_hand(checkpoint: Path, rows: list[np.ndarray]) -> list[float]:
     opened = Checkpoint.open(checkpoint)
-    model = LanguageModel(opened.config.model)
+    model = LanguageModel(architecture(opened.config.model))
     opened.load_weights(model)
     tokens_BT = torch.from_numpy(np.stack(rows)).long()
     with torch.no_grad():
@@ -96,8 +92,9 @@ def losses_by_hand(checkpoint: Path, rows: list[np.ndarray]) -> list[float]:
     return F.cross_entropy(logits_LBV.movedim(2, 1), tokens_BT[:, 1:].T, reduction="none").mean(1).tolist()
 
 
-def test_long_documents_are_read_where_there_are_any(run: Path, capsys) -> None:
-    said = reported(capsys, run, "--length", "80", "--rows", "3")
+@pytest.mark.slow
+def test_evaluation_reads_documents_that_are_long_enough(run: Path, capsys) -> None:
+    said = reported(capsys, [run, "--length", "80", "--rows", "3"])
     assert "3 long documents" in said
     assert "trained on rows of 16 tokens" in said
     assert "\x1b" not in said
@@ -127,14 +124,14 @@ def test_long_documents_are_read_where_there_are_any(run: Path, capsys) -> None:
     within = [line["loss_within"] for line in lines]
     assert within[:16] == pytest.approx(expected[:16], rel=1e-4)
     assert within[-8:] == pytest.approx(
-        losses_by_hand(folder_of(run, 4), [one[-17:] for one in documents])[-8:], rel=1e-4
+        losses_by_hand(folder_of(run, 4), [document[-17:] for document in documents])[-8:], rel=1e-4
     )
     assert re.search(r"64 *to 4x .*\n *65 to 80 *to 5x", said)
-    assert re.search(r"generalizes? to this length: at most [\d.]+ times the perplexity of the same tokens", said)
+    assert re.search(r"generalizes? to this length: perplexity is at most [\d.]+ times that with context limited", said)
 
 
-def test_the_other_files_hold_what_the_instruments_say(run: Path, tmp_path: Path, capsys) -> None:
-    said = reported(capsys, folder_of(run, 4), "--length", "4x", "--output", tmp_path / "a/b")
+def test_files_hold_the_measurements_of_the_instruments(run: Path, tmp_path: Path, capsys) -> None:
+    said = reported(capsys, [folder_of(run, 4), "--length", "4x", "--output", tmp_path / "a/b"])
     assert "(8 were asked for)" in said
     moved = lines_of(tmp_path / "a/b/remembrance.jsonl")
     assert {line["length"] for line in moved} == {64}
@@ -149,6 +146,7 @@ def test_the_other_files_hold_what_the_instruments_say(run: Path, tmp_path: Path
     assert min(line["overall"] for line in deviations) > 0
 
 
+@pytest.mark.slow
 def test_recorded_results_are_shown_without_measuring_again(
     run: Path, data: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +154,7 @@ def test_recorded_results_are_shown_without_measuring_again(
     moved = tmp_path / "moved"
     shutil.copytree(run, moved)
     arguments = [moved, "--length", "4x", "--rows", "2", "--instruments", "states,positions"]
-    first = reported(capsys, *arguments)
+    first = reported(capsys, arguments)
     output = moved / "evaluation" / "step-00000004"
     files = {file.name: file.read_bytes() for file in output.iterdir()}
     data_gone = tmp_path / "gone"
@@ -164,32 +162,33 @@ def test_recorded_results_are_shown_without_measuring_again(
     try:
         with monkeypatch.context() as patched:
             patched.setattr("hybridtron.evaluate.length.read_chunks", None)
-            assert reported(capsys, *arguments) == first
+            assert reported(capsys, arguments) == first
             assert {file.name: file.read_bytes() for file in output.iterdir()} == files
-        asked_more = refused(capsys, moved, "--length", "2x")
-        assert "--data PATH says where the run's data is now" in asked_more
+        error = refusal(evaluate.main, [moved, "--length", "2x"])
+        assert error.code == "no-file"
+        assert "--data PATH" in str(error)
     finally:
         data_gone.rename(data)
     lengths = {"2x": 32, "4x": 64}
     for length in ("2x", "4x"):
-        reported(capsys, moved, "--length", length, "--rows", "2", "--instruments", "positions")
+        reported(capsys, [moved, "--length", length, "--rows", "2", "--instruments", "positions"])
         assert len(lines_of(output / "positions.jsonl")) == lengths[length]
     again = lines_of(output / "positions.jsonl")
     assert again == [json.loads(line) for line in files["positions.jsonl"].decode().splitlines()]
     arguments[-1] = "positions"
-    reported(capsys, *arguments, "--attention", "full")
+    reported(capsys, [*arguments, "--attention", "full"])
     assert all(line["attention"] == {"W": "full"} for line in lines_of(output / "positions.jsonl"))
     other = write_data(tmp_path / "other", [90, 80], tokenizer().to_str())
-    assert "2 long documents" in reported(capsys, *arguments, "--data", other)
+    assert "2 long documents" in reported(capsys, [*arguments, "--data", other])
     assert lines_of(output / "positions.jsonl") != again
 
 
-def test_progress_is_reported_where_there_is_no_terminal(
+def test_progress_is_printed_in_lines_without_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Progress is a line every 30 seconds, with the time left at the pace so far."""
     seconds = iter([0.0, 10.0, 40.0, 50.0, 80.0])
-    monkeypatch.setattr("hybridtron.cli.given.time.monotonic", lambda: next(seconds))
+    monkeypatch.setattr("hybridtron.cli.arguments.time.monotonic", lambda: next(seconds))
     with progress_bar("states (2 of 4)") as moved:
         for done in (1, 4, 5, 8):
             moved(done, 10)
@@ -199,9 +198,9 @@ def test_progress_is_reported_where_there_is_no_terminal(
     ]
 
 
-def test_the_page_names_the_kernels_that_the_model_uses(data: Path, tmp_path: Path, capsys) -> None:
+def test_page_lists_the_kernels_of_the_model(data: Path, tmp_path: Path, capsys) -> None:
     run = trained(tmp_path / "run", data, "W-")
-    reported(capsys, run, "--length", "32", "--instruments", "positions", "--rows", "1")
+    reported(capsys, [run, "--length", "32", "--instruments", "positions", "--rows", "1"])
     kernels = lines_of(run / "evaluation/step-00000004/samples.jsonl")[0]["about"]["kernels"]
     assert {"attention", "swiglu", "linear_cross_entropy"} <= kernels.keys()
     assert not {"selective_scan", "ssd_scan", "delta_scan"} & kernels.keys()
@@ -210,8 +209,8 @@ def test_the_page_names_the_kernels_that_the_model_uses(data: Path, tmp_path: Pa
     assert "selective_scan" not in page
 
 
-def test_without_a_long_document_the_split_is_packed(run: Path, data: Path, tmp_path: Path, capsys) -> None:
-    said = reported(capsys, run, "--length", "150", "--instruments", "positions", "--output", tmp_path)
+def test_short_documents_are_packed_into_long_rows(run: Path, data: Path, tmp_path: Path, capsys) -> None:
+    said = reported(capsys, [run, "--length", "150", "--instruments", "positions", "--output", tmp_path])
     assert "2 rows of 150 tokens" in said
     assert "packed end to end" in said
     assert {file.name for file in tmp_path.iterdir()} == {"positions.jsonl", "positions.png", *WRITTEN}
@@ -221,24 +220,26 @@ def test_without_a_long_document_the_split_is_packed(run: Path, data: Path, tmp_
     assert [line["loss"] for line in lines_of(tmp_path / "positions.jsonl")] == pytest.approx(expected, rel=1e-4)
 
 
-def test_other_data_of_the_same_tokenizer(run: Path, tmp_path: Path, capsys) -> None:
+@pytest.mark.slow
+def test_other_data_must_have_the_same_tokenizer(run: Path, tmp_path: Path, capsys) -> None:
     other = write_data(tmp_path / "long", [500, 500], tokenizer().to_str())
     options = ["--length", "500", "--instruments", "positions,states", "--output", tmp_path / "out"]
-    assert "2 long documents" in reported(capsys, run, "--data", other, *options)
+    assert "2 long documents" in reported(capsys, [run, "--data", other, *options])
     strange = write_data(tmp_path / "strange", [500], train_tokenizer(["other words"], VOCAB).to_str())
-    assert "another tokenizer" in refused(capsys, run, "--data", strange)
-    assert "does not exist" in refused(capsys, run, "--data", tmp_path / "nowhere")
+    assert refusal(evaluate.main, [run, "--data", strange]).code == "mismatch"
+    assert refusal(evaluate.main, [run, "--data", tmp_path / "nowhere"]).code == "no-file"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "used"),
     [
-        ("relevance:previous_chunk,eval:span", "span 8"),
-        ("relevance:chunk,eval:span", "span 8"),
+        pytest.param("relevance:previous_chunk,eval:span", "span 8", marks=pytest.mark.slow),
+        pytest.param("relevance:chunk,eval:span", "span 8", marks=pytest.mark.slow),
         ("relevance:previous_chunk", "full"),
     ],
 )
-def test_spans_are_read_alike_whatever_is_fed_at_a_time(
+def test_losses_of_span_attention_do_not_depend_on_the_piece_size(
     options: str, used: str, data: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A chunk that chooses its own blocks must be read in one piece, and is, even if less would fit."""
@@ -249,28 +250,32 @@ def test_spans_are_read_alike_whatever_is_fed_at_a_time(
     expected = losses_by_hand(folder_of(run, 4), documents)
     for tokens in (128, 32, 2):
         monkeypatch.setattr(instruments, "CHUNK_VALUES", tokens * 3 * VOCAB)
-        reported(capsys, *arguments)
+        reported(capsys, arguments)
         lines = lines_of(tmp_path / "positions.jsonl")
         assert [line["loss"] for line in lines] == pytest.approx(expected, rel=1e-4)
         assert all(line["attention"] == {"X": used} for line in lines)
 
 
-def test_a_model_without_a_recurrent_state(data: Path, tmp_path: Path, capsys) -> None:
+def test_model_without_a_recurrent_state_has_no_states_to_measure(data: Path, tmp_path: Path, capsys) -> None:
     run = trained(tmp_path / "run", data, "W-")
-    said = reported(capsys, run, "--length", "32", "--instruments", "states", "--rows", "1")
+    said = reported(capsys, [run, "--length", "32", "--instruments", "states", "--rows", "1"])
     assert "nothing to measure" in said
     assert not list((run / "evaluation").rglob("states*"))
 
 
 @pytest.mark.parametrize(
     ("place", "path"),
-    [
-        (".", "."),
+    slow_except(
+        [
+            (".", "."),
+            ("logs", ".."),
+            (".", "checkpoints/step-00000004"),
+            ("checkpoints/step-00000004", "."),
+            ("checkpoints", "step-00000004"),
+        ],
         ("logs", ".."),
-        (".", "checkpoints/step-00000004"),
         ("checkpoints/step-00000004", "."),
-        ("checkpoints", "step-00000004"),
-    ],
+    ),
 )
 def test_a_run_is_named_from_within_its_folder(
     place: str, path: str, run: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
@@ -279,7 +284,7 @@ def test_a_run_is_named_from_within_its_folder(
     shutil.copytree(run, moved, ignore=shutil.ignore_patterns("evaluation"))
     monkeypatch.chdir(moved / place)
     options = ["--length", "2x", "--rows", "1", "--instruments", "positions"]
-    lines = reported(capsys, path, *options).splitlines()
+    lines = reported(capsys, [path, *options]).splitlines()
     assert lines[0] == "moved, step 4"
     assert lines[-1] == f"written: {moved / 'evaluation/step-00000004/index.html'}"
     assert (moved / "evaluation/step-00000004/results.json").exists()
@@ -290,7 +295,7 @@ def test_runs_to_compare_are_named_from_within_one_of_them(run: Path, tmp_path: 
         shutil.copytree(run, tmp_path / name, ignore=shutil.ignore_patterns("evaluation"))
     monkeypatch.chdir(tmp_path / "first")
     options = ["--length", "2x", "--rows", "1", "--instruments", "positions", "--output", tmp_path / "out"]
-    said = reported(capsys, ".", "../second", *options)
+    said = reported(capsys, [".", "../second", *options])
     assert "first, step 4" in said.splitlines()
     assert "second, step 4" in said.splitlines()
     assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {
@@ -299,36 +304,51 @@ def test_runs_to_compare_are_named_from_within_one_of_them(run: Path, tmp_path: 
     }
 
 
-def test_too_little_text_is_said(run: Path, capsys) -> None:
-    said = refused(capsys, run, "--length", "400")
-    assert "takes 401 tokens" in said
-    assert f"more than {sum(LENGTHS) + len(LENGTHS)}:" in said
+def test_too_little_text_is_refused(run: Path) -> None:
+    error = refusal(evaluate.main, [run, "--length", "400"])
+    assert error.code == "does-not-fit"
+    for tokens in (401, sum(LENGTHS) + len(LENGTHS)):
+        assert str(tokens) in str(error)
 
 
-def test_a_path_without_a_checkpoint_is_refused(run: Path, tmp_path: Path, capsys) -> None:
-    assert "does not exist" in refused(capsys, tmp_path / "nowhere")
+def test_path_without_a_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
+    assert refusal(evaluate.main, [tmp_path / "nowhere"]).code == "no-file"
     (tmp_path / "empty").mkdir()
-    assert "has no checkpoint" in refused(capsys, tmp_path / "empty")
+    assert refusal(evaluate.main, [tmp_path / "empty"]).code == "no-file"
     broken = tmp_path / "step-00000004"
     broken.mkdir()
     for name in ("manifest.json", "config.yaml", "tokenizer.json"):
         (broken / name).write_bytes((folder_of(run, 4) / name).read_bytes())
-    assert "model-00000.safetensors is missing" in refused(capsys, broken)
+    error = refusal(evaluate.main, [broken])
+    assert error.code == "unreadable"
+    assert "model-00000.safetensors" in str(error)
     (tmp_path / "file").touch()
-    assert "file" in refused(capsys, run, "--length", "32", "--output", tmp_path / "file")
+    assert "file" in str(refusal(evaluate.main, [run, "--length", "32", "--output", tmp_path / "file"]))
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("option", "value", "code"),
     [
-        ["--instruments", "tuba"],
-        ["--instruments", ""],
-        ["--length", "0"],
-        ["--length", "0x"],
-        ["--length", "-4"],
-        ["--length", "1.5x"],
-        ["--rows", "0"],
+        ("--instruments", "tuba", "unknown-name"),
+        ("--instruments", "", "unknown-name"),
+        ("--length", "0", "malformed"),
+        ("--length", "0x", "malformed"),
+        ("--length", "-4", "malformed"),
+        ("--length", "1.5x", "malformed"),
+        ("--rows", "0", "malformed"),
     ],
 )
-def test_wrong_arguments_are_said(run: Path, wrong: list[str], capsys) -> None:
-    assert wrong[0] in refused(capsys, run, *wrong)
+def test_wrong_arguments_are_refused(run: Path, option: str, value: str, code: Code) -> None:
+    assert usage_error(evaluate.main, [run, option, value]) == (option, code)
+
+
+def test_full_disk_names_the_folder_of_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    checkpoint = tmp_path / "run/checkpoints/step-00000008"
+    monkeypatch.setattr(evaluate, "newest_checkpoint", lambda _: checkpoint)
+    monkeypatch.setattr(evaluate, "measure", fill)
+    message = str(refusal(evaluate.main, [checkpoint]))
+    assert message.startswith(f"{tmp_path}/run/evaluation/step-00000008: No space left on device; ")
+    assert f"are free at {tmp_path}:" in message

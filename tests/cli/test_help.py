@@ -31,15 +31,17 @@ class Refused(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     asked = []
 
     def find_spec(self, name, path, target=None):
-        heavy = any(name == one or name.startswith(f"{one}.") for one in HEAVY)
-        return importlib.machinery.ModuleSpec(name, self) if heavy else None
+        heavy = any(name == package or name.startswith(f"{package}.") for package in HEAVY)
+        if heavy:
+            return importlib.machinery.ModuleSpec(name, self)
+        return None
 
     def exec_module(self, module):
         self.asked.append(module.__name__)
         raise ModuleNotFoundError(module.__name__, name=module.__name__)
 
 sys.meta_path.insert(0, Refused())
-found = {}
+answers = {}
 for asked in json.loads(sys.argv[1]):
     program, *words = asked.split()
     sys.path[0] = os.path.dirname(program)  # as Python itself does
@@ -52,8 +54,8 @@ for asked in json.loads(sys.argv[1]):
         code = end.code or 0
     except ModuleNotFoundError as error:
         code = str(error)
-    found[asked] = code, len(text.getvalue()), Refused.asked
-print(json.dumps(found))
+    answers[asked] = code, len(text.getvalue()), Refused.asked
+print(json.dumps(answers))
 '''
 
 
@@ -66,8 +68,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
     folder = tmp_path_factory.mktemp("empty")
     asked = [*(str(ROOT / door) for door in DOORS), *(f"hybridtron {name}" for name in COMMANDS)]
     command = [sys.executable, "-c", f"HEAVY = {HEAVY!r}\n{ALL}", json.dumps(asked)]
-    own = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, check=True, timeout=100)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True, timeout=100)
     assert not list(folder.iterdir())
     return {name.removeprefix(f"{ROOT}/"): answer for name, answer in json.loads(done.stdout).items()}
 
@@ -80,7 +82,7 @@ def test_help_is_printed_without_heavy_imports(program: str, answers: dict[str, 
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_a_door_holds_no_work_of_its_own(door: str) -> None:
+def test_tools_only_call_the_command(door: str) -> None:
     assert len((ROOT / door).read_text().splitlines()) <= LINES_OF_A_DOOR
 
 
@@ -94,7 +96,7 @@ def test_every_command_has_a_line_of_help(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err == said
 
 
-def test_an_unknown_command_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     for words, nearest in ((["trian"], "train"), (["data", "prepaer"], "prepare"), (["data"], "data verify")):
         assert main(words) == 2
         said = capsys.readouterr()
@@ -102,21 +104,21 @@ def test_an_unknown_command_is_refused_with_the_nearest(capsys: pytest.CaptureFi
         assert not said.out
 
 
-def test_a_former_name_runs_the_command_and_warns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_former_name_runs_the_command_and_warns(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["gpu-check", "--help"])
     said = capsys.readouterr()
     assert ended.value.code == 0
     assert said.out.startswith("usage: hybridtron check gpu")
-    assert said.err == "warning: `hybridtron gpu-check` is `hybridtron check gpu` now\n"
+    assert said.err == "warning: `hybridtron gpu-check` has been renamed: use `hybridtron check gpu`\n"
 
 
-def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"hybridtron {__version__}\n"
 
 
-def test_what_is_missing_is_said_on_one_line(
+def test_missing_package_is_reported_on_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A command that works with less reports a missing package once it needs it; training looks first."""

@@ -8,19 +8,21 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from hybridtron.cli import tasks
 from hybridtron.cli.main import main
 from hybridtron.data.prepare.embedded import train_tokenizer
 from hybridtron.tasks import GROUPS, TASKS
 from hybridtron.tasks.passkey import FILLER, WARNING
+from tests.refusals import refusal, usage_error
 
 
-def test_the_list_has_every_task_and_group(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_has_every_task_and_group(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tasks", "list"]) == 0
     names = {line.split()[0] for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")}
     assert names == {*TASKS, *GROUPS}
 
 
-def test_a_sample_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_a_sample(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["tasks", "show", "passkey", "--length", "300", "--seed", "3", "--index", "10", "digits=2"]
     assert main(command) == 0
     said = capsys.readouterr()
@@ -33,7 +35,7 @@ def test_a_sample_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == said.out
 
 
-def test_a_tokenizer_counts_the_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_length_is_counted_in_tokens_of_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Vocabularies of one's own, where bytes would not fit; truncation that the file asks for is not applied."""
     tokenizer = train_tokenizer([f"{WARNING} {FILLER}"] * 20, 500)
     tokenizer.enable_truncation(5)
@@ -48,7 +50,7 @@ def test_a_tokenizer_counts_the_length(tmp_path: Path, capsys: pytest.CaptureFix
     assert len(plain.encode(prompt).ids) <= about["prompt_tokens"]  # joints between parts may merge
 
 
-def test_sets_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_write_writes_a_file_for_every_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["tasks", "write", "vt", "fwe", "--length", "2000", "2500", "--evaluation", "3", "--training", "2"]
     assert main([*command, "--output", str(tmp_path / "set")]) == 0
     files = capsys.readouterr().out.split()
@@ -75,7 +77,7 @@ def test_sets_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ["write", "num_hops=3", "--length", "3000", "--output", "OUT"],
     ],
 )
-def test_impossible_requests_get_one_line_of_error(
+def test_impossible_requests_are_refused_with_one_line(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["tasks", *(word.replace("OUT", str(tmp_path / "set")) for word in words)]) == 2
@@ -84,13 +86,13 @@ def test_impossible_requests_get_one_line_of_error(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_broken_tokenizer_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_broken_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert main(["tasks", "show", "passkey", "--length", "300", "--tokenizer", str(tmp_path)]) == 2
-    assert "tokenizer.json" in capsys.readouterr().err
+    error = refusal(tasks.show_main, ["passkey", "--length", "300", "--tokenizer", tmp_path])
+    assert error.code == "unreadable"
+    assert "tokenizer.json" in str(error)
 
 
-def test_nothing_to_write_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["tasks", "write", "vt", "--length", "3000", "--evaluation", "0", "--output", str(tmp_path / "set")])
-    assert "--evaluation 0" in capsys.readouterr().err
+def test_request_for_no_samples_is_refused(tmp_path: Path) -> None:
+    words = ["vt", "--length", "3000", "--evaluation", "0", "--output", tmp_path / "set"]
+    assert usage_error(tasks.write_main, words) == ("--evaluation", "out-of-range")

@@ -10,7 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from hybridtron.cli.main import main
 
 
-def test_torchrun_s_report_ends_with_the_problems(
+def test_report_of_torchrun_ends_with_the_problems(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every rank records the problems, as torchrun shows those of the first to end; a single rank prints them."""
@@ -20,12 +20,12 @@ def test_torchrun_s_report_ends_with_the_problems(
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
         assert main(["train", "modle.width=3"]) == 2
-        assert ("did you mean model?" in capsys.readouterr().err) == prints
+        assert ("modle" in capsys.readouterr().err) == prints
         shown = ProcessFailure(int(rank), 1, 2, str(file))
         assert isinstance(shown.message, dict)
-        assert "did you mean model?" in shown.message["extraInfo"]["py_callstack"]
+        assert "modle" in shown.message["extraInfo"]["py_callstack"]
 
 
-def test_a_file_that_can_not_be_written_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_error_file_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "none/error.json"))
     assert main(["train", "modle.width=3"]) == 2

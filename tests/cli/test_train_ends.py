@@ -31,11 +31,11 @@ def ended(error: Exception, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
 
 
 @pytest.mark.parametrize("kind", [SaveError, BrokenCheckpoint])
-def test_what_a_user_can_mend_has_no_traceback(
+def test_error_that_users_can_mend_has_no_traceback(
     kind: type[Exception], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert ended(kind(MESSAGE), monkeypatch, capfd) == f"{MESSAGE}\n"
 
 
-def test_a_fault_of_ours_has_one(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_errors_have_a_traceback(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     assert "Traceback" in ended(KeyError("x"), monkeypatch, capfd)

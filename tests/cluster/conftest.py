@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,23 +35,27 @@ class Cluster:
 
     environment: dict[str, str]
 
-    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+    def run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             command, env=self.environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False
         )
 
     def reported(self, *command: str) -> str:
-        done = self.run(*command)
+        return self.printed(command)
+
+    def printed(self, command: Sequence[str]) -> str:
+        """Return what a successful command prints."""
+        done = self.run(command)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
-    def submit(self, *arguments: str) -> list[str]:
+    def submit(self, arguments: Sequence[str]) -> list[str]:
         """Submit by slurm/submit.py, once both nodes are idle and respond; return the job ids.
 
         A node that was down is `idle*` until it responds, and a job that may be smaller starts without it.
         """
         self.wait_until(lambda: self.reported("sinfo", "-h", "-N", "-p", "main", "-o", "%T").split() == ["idle"] * 2)
-        reported = self.reported(sys.executable, "slurm/submit.py", *arguments)
+        reported = self.printed([sys.executable, "slurm/submit.py", *arguments])
         matched = re.search(r"submitted as job ([\d, ]+);", reported)
         assert matched, reported
         return matched[1].split(", ")
@@ -64,10 +68,10 @@ class Cluster:
     def wait_until(self, what: Callable[[], Any], *runs: Path) -> Any:
         """Wait for a true value and return it; fail with the logs of these runs after a time limit."""
         until = time.monotonic() + PATIENCE
-        while not (found := what()):
+        while not (value := what()):
             assert time.monotonic() < until, "\n".join([self.controller(), *(logs_of(run) for run in runs)])
             time.sleep(0.2)
-        return found
+        return value
 
     def controller(self) -> str:
         """Return all jobs' states and the end of the SLURM controller's log."""
@@ -102,11 +106,11 @@ class Cluster:
 
 def steps_of(job: str) -> list[str]:
     """The processes that run a job's steps on the nodes."""
-    found = []
+    titles = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
-            found.append(path.read_text(errors="replace"))
-    return [title for title in found if title.startswith(f"slurmstepd: [{job}.")]
+            titles.append(path.read_text(errors="replace"))
+    return [title for title in titles if title.startswith(f"slurmstepd: [{job}.")]
 
 
 def logs_of(run: Path) -> str:
@@ -130,9 +134,9 @@ def cluster() -> Iterator[Cluster]:
             pytest.fail(why)
         pytest.skip(why)
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
-    own = {"SLURM_CONF": str(folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
     foreign = ("SLURM_", "SBATCH_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)} | own
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    environment |= {"SLURM_CONF": str(folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
     try:
         subprocess.run([TWO_NODES, "start", folder, str(free_ports(3))], env=environment, check=True, timeout=60)
         yield Cluster(environment)

@@ -15,11 +15,11 @@
 #SBATCH --chdir=/home/someone/hybridtron
 #SBATCH --exclusive
 # samba_421m: 4 nodes of 8 processes
-# Written by hybridtron submit. It may be edited, and submitted again with: sbatch /shared/runs/samba_421m/slurm/job.sh
-# shellcheck disable=SC2016,SC2054  # settings are quoted: the shell leaves $ and commas in them as they are
+# Written by hybridtron submit. Users may edit this script and submit it with: sbatch /shared/runs/samba_421m/slurm/job.sh
+# shellcheck disable=SC2016,SC2054  # settings are quoted, so $ and commas have no special meaning
 run=/shared/runs/samba_421m
 per_node=8
-fitting=4  # numbers of nodes that will do
+fitting=4  # numbers of nodes that fit the layout
 requeue=true
 drain=false
 alone=(srun --overlap --nodes=1 --ntasks=1 --container-image=/shared/images/hybridtron.sqsh --container-mounts=/shared/runs/samba_421m:/shared/runs/samba_421m,/home/someone/hybridtron:/home/someone/hybridtron,/data:/data --container-workdir=/home/someone/hybridtron python -P -m)

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from hybridtron.cli import sweep as command
 from hybridtron.cli.main import main
 from hybridtron.problems import Unusable
-from hybridtron.sweep.grid import narrowed, read
+from hybridtron.sweep.grid import narrow, read
 from tests.cluster.conftest import Cluster
 from tests.cluster.test_job import SHELLCHECK
 from tests.cluster.test_submit import programs as programs  # the fixture
 from tests.cluster.test_submit import stand_in
+from tests.refusals import problem_codes, refusal
 from tests.train.conftest import small_run_arguments
 
 GRID = {"run.seed": [0, 1]}
@@ -32,12 +34,16 @@ def sweep(counting_folder: Path, tmp_path: Path) -> Path:
     return path
 
 
-def queue(sweep: Path, *more: str) -> int:
+def words_of(sweep: Path, *more: str) -> list[str]:
     words = ["--only", "longer", "--slurm", "--output", str(sweep.parent / "pair")]
-    return main(["sweep", str(sweep), *words, "cluster=local", "cluster.time=90", *more])
+    return [str(sweep), *words, "cluster=local", "cluster.time=90", *more]
 
 
-def test_runs_that_start_from_others_are_an_array_behind_theirs(
+def queue(sweep: Path, *more: str) -> int:
+    return main(["sweep", *words_of(sweep, *more)])
+
+
+def test_runs_that_start_from_others_are_a_second_array(
     programs: Path, sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert queue(sweep) == 0
@@ -56,36 +62,35 @@ def test_runs_that_start_from_others_are_an_array_behind_theirs(
     assert (sweep.parent / "pair/code/hybridtron/cli/train.py").is_file()
 
 
-def test_queued_runs_are_refused_and_finished_runs_left_out(
-    programs: Path, sweep: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_queued_runs_are_refused_and_finished_runs_left_out(programs: Path, sweep: Path) -> None:
     assert queue(sweep) == 0
     stand_in(programs, "squeue", "echo '41_[0-1]|PENDING|Priority||'")
-    assert queue(sweep) == 2
-    assert "is the sweep of job 41_[0-1], which has not ended: wait, or scancel 41_[0-1]" in capsys.readouterr().err
+    error = refusal(command.main, words_of(sweep))
+    assert error.code == "in-use"
+    assert "41_[0-1]" in str(error)
     stand_in(programs, "squeue", "true")
     done = sweep.parent / "pair/longer-seed=1"
     done.mkdir()
     (done / "outcome.json").write_text('{"outcome": "finished"}')
     assert queue(sweep) == 0
     assert "#SBATCH --array=0-0\n" in (sweep.parent / "pair/slurm/pair-2.sh").read_text()
-    assert queue(sweep, "optim.clip=3") == 2
-    assert "was started with other settings (optim.clip=3" in capsys.readouterr().err
+    error = refusal(command.main, words_of(sweep, "optim.clip=3"))
+    assert error.code == "changed"
+    assert "optim.clip=3" in str(error)
 
 
-def test_all_that_is_wrong_is_reported_before_anything_is_queued(
-    programs: Path, sweep: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert queue(sweep, "cluster.partition=gpus", "cluster.stop_before=90000", "data.path=/nowhere") == 2
-    reported = capsys.readouterr().err
-    for message in ("which is not here (did you mean gpu?)", "cluster.stop_before", "/nowhere"):
-        assert message in reported
+def test_all_problems_are_reported_before_anything_is_queued(programs: Path, sweep: Path) -> None:
+    wrong = ("cluster.partition=gpus", "cluster.stop_before=90000", "data.path=/nowhere")
+    assert problem_codes(command.main, words_of(sweep, *wrong)) == {
+        "cluster.partition": "unknown-name",
+        "cluster.stop_before": "out-of-range",
+        "data.path": "no-file",
+    }
     assert not (sweep.parent / "asked").exists()
-    assert main(["sweep", str(sweep), "--slurm", "--only", "longest"]) == 2
-    assert "there is no variant or run 'longest' (did you mean longer?); has base, " in capsys.readouterr().err
+    assert refusal(command.main, [sweep, "--slurm", "--only", "longest"]).code == "unknown-name"
 
 
-def test_a_gpu_of_a_shared_node_is_what_a_run_takes(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_takes_one_gpu_of_a_shared_node(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(sweep.parent / "pair")
     assert main(["sweep", str(sweep), "--slurm", "--plan", "--output", out, "cluster=h100_infiniband"]) == 0
     text = capsys.readouterr().out
@@ -97,21 +102,21 @@ def test_a_gpu_of_a_shared_node_is_what_a_run_takes(sweep: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize(("code", "requeued"), [(0, ""), (75, "requeue 41_1\n"), (1, "")])
-def test_an_element_trains_its_run_and_is_requeued_once_it_has_saved(
+def test_array_element_trains_its_run_and_is_requeued_after_a_checkpoint(
     code: int, requeued: str, programs: Path, sweep: Path
 ) -> None:
     """The script itself runs, with a stand-in for python."""
-    stand_in(programs, "python", f'printf "%s\\n" "$@" >{sweep.parent}/given; exit {code}')
+    stand_in(programs, "python", f'printf "%s\\n" "$@" >{sweep.parent}/words; exit {code}')
+    (sweep.parent / "requeued").touch()
     stand_in(programs, "scontrol", f'echo "$@" >>{sweep.parent}/requeued')
     assert queue(sweep, f"cluster.python={programs}/python") == 0
     slurm = {"SLURM_ARRAY_JOB_ID": "41", "SLURM_ARRAY_TASK_ID": "1", "PATH": f"{programs}:/usr/bin:/bin"}
     script = sweep.parent / "pair/slurm/pair-2.sh"
     assert subprocess.run(["bash", str(script)], env=slurm, timeout=60, check=False).returncode == code
-    given = (sweep.parent / "given").read_text().splitlines()
-    assert given[:4] == ["-P", "-m", "hybridtron", "train"]
-    assert {"optim.clip=2.0", "run.seed=1", f"run.weights={sweep.parent}/pair/base-seed=1"} <= set(given)
-    path = sweep.parent / "requeued"
-    assert (path.read_text() if path.exists() else "") == requeued
+    words = (sweep.parent / "words").read_text().splitlines()
+    assert words[:4] == ["-P", "-m", "hybridtron", "train"]
+    assert {"optim.clip=2.0", "run.seed=1", f"run.weights={sweep.parent}/pair/base-seed=1"} <= set(words)
+    assert (sweep.parent / "requeued").read_text() == requeued
 
 
 def test_a_command_is_queued_behind_the_runs(programs: Path, sweep: Path) -> None:
@@ -128,38 +133,34 @@ def test_a_command_is_queued_behind_the_runs(programs: Path, sweep: Path) -> Non
     assert (sweep.parent / "said").read_text() == f"{sweep.parent}/pair/code a b\n"
 
 
-def test_only_keeps_the_variants_that_others_start_from(sweep: Path) -> None:
-    chosen = narrowed(read(sweep, ["optim.clip=3"]), ["longer"])
+def test_option_only_keeps_the_variants_that_others_start_from(sweep: Path) -> None:
+    chosen = narrow(read(sweep, ["optim.clip=3"]), ["longer"])
     assert [run.name for run in chosen.runs] == ["base-seed=0", "base-seed=1", "longer-seed=0", "longer-seed=1"]
     clips = [[text for text in run.settings if text.startswith("optim.clip")] for run in chosen.runs]
     assert clips == [["optim.clip=3"]] * 2 + [["optim.clip=3", "optim.clip=2.0"]] * 2  # a variant's own counts
-    assert [run.name for run in narrowed(read(sweep), ["longer-seed=1"]).runs] == ["base-seed=1", "longer-seed=1"]
+    assert [run.name for run in narrow(read(sweep), ["longer-seed=1"]).runs] == ["base-seed=1", "longer-seed=1"]
     with pytest.raises(Unusable) as refused:
         read(sweep, ["run.dir=a"])
-    assert refused.value.code == "malformed"
+    assert refused.value.code == "misplaced"
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_sweep_ends_on_a_real_slurm(cluster: Cluster, sweep: Path) -> None:
+def test_sweep_finishes_on_a_real_slurm(cluster: Cluster, sweep: Path) -> None:
     """Run two arrays, where the second waits for the first; afterwards nothing is left to queue."""
     out = sweep.parent / "pair"
-    words = [
-        sys.executable,
-        "-m",
-        "hybridtron",
-        "sweep",
-        str(sweep),
-        "--only",
-        "longer",
-        "--slurm",
+    words = [sys.executable, "-m", "hybridtron", "sweep", str(sweep), "--only", "longer", "--slurm"]
+    words += [
         "--output",
         str(out),
+        "cluster=local",
+        f"cluster.python={sys.executable}",
+        "cluster.time=20",
+        "cluster.stop_before=60",
     ]
-    words += ["cluster=local", f"cluster.python={sys.executable}", "cluster.time=20", "cluster.stop_before=60"]
-    jobs = re.findall(r"submitted as job (\d+), (\d+)", cluster.reported(*words))[0]
+    jobs = re.findall(r"submitted as job (\d+), (\d+)", cluster.printed(words))[0]
     runs = [out / f"{variant}-seed={seed}" for variant in ("base", "longer") for seed in (0, 1)]
     cluster.wait_until(lambda: not cluster.reported("squeue", "-h", "-j", ",".join(jobs)).strip(), out)
     assert all('"finished"' in (run / "outcome.json").read_text() for run in runs)
-    assert "all runs have finished" in cluster.reported(*words)
+    assert "all runs have finished" in cluster.printed(words)

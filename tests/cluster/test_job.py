@@ -25,7 +25,7 @@ STAND_IN = """\
 shift 2
 case $1 in
   hybridtron.cluster.attempt) case $2 in begin) echo go - - ;; check) echo go n1 - ;; end) echo done - - ;; esac ;;
-  *) printf '%s\\0' "$@" "$GIVEN" >>given ;;
+  *) printf '%s\\0' "$@" "$NASTY" >>words ;;
 esac
 """
 STAND_INS = {
@@ -66,25 +66,25 @@ JOBS = {
 }  # fmt: skip
 
 
-def test_the_script_is_the_golden_one(tmp_path: Path) -> None:
+def test_script_equals_the_golden_file(tmp_path: Path) -> None:
     written = tmp_path / "job.sh"
     written.write_text(script(JOBS["h100_infiniband"]))
     assert written.read_text() == GOLDEN.read_text(), f"if that is wanted: cp {written} {GOLDEN}"
 
 
-def test_a_job_for_any_of_several_numbers_of_nodes_takes_whole_nodes() -> None:
+def test_elastic_job_takes_exclusive_nodes() -> None:
     """Given a number of tasks, SLURM would allocate the smallest number of nodes."""
     elastic, fixed = (set(directives(JOBS[name]).values()) for name in ("h100_roce", "h100_infiniband"))
     assert {"--nodes=1-4", "--exclusive"} <= elastic
     assert {"--nodes=4", "--ntasks-per-node=8"} <= fixed
-    assert not any(one.startswith(("--ntasks-per-node", "--cpus-per-task")) for one in elastic)
+    assert not any(line.startswith(("--ntasks-per-node", "--cpus-per-task")) for line in elastic)
     assert "fitting=1,2,4 " in script(JOBS["h100_roce"])
 
 
 def test_a_cluster_that_must_not_requeue_drains_bad_nodes_inside_a_container() -> None:
-    one = JOBS["apptainer_draining_without_requeue"]
-    written = script(one)
-    assert {"--no-requeue", "--gpus-per-node=4", "--ntasks-per-node=4"} <= set(directives(one).values())
+    draining = JOBS["apptainer_draining_without_requeue"]
+    written = script(draining)
+    assert {"--no-requeue", "--gpus-per-node=4", "--ntasks-per-node=4"} <= set(directives(draining).values())
     assert "\nrequeue=false\ndrain=true\n" in written
     assert "\nrequeue=true\ndrain=false\n" in script(JOBS["h100_infiniband"])
     inside = (
@@ -96,15 +96,15 @@ def test_a_cluster_that_must_not_requeue_drains_bad_nodes_inside_a_container() -
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_bash_and_shellcheck_have_nothing_against_it(name: str, tmp_path: Path) -> None:
+def test_scripts_pass_bash_and_shellcheck(name: str, tmp_path: Path) -> None:
     path = tmp_path / "job.sh"
     path.write_text(script(JOBS[name]))
     subprocess.run(["bash", "-n", path], check=True)
-    found = subprocess.run([SHELLCHECK, path], capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout
+    checked = subprocess.run([SHELLCHECK, path], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
 
 
-def test_each_attempt_draws_a_port_below_those_of_connections() -> None:
+def test_every_attempt_draws_a_port_below_the_ephemeral_ones() -> None:
     (line,) = [text for text in steps("job.sh").splitlines() if text.startswith("MASTER_PORT=")]
     command = ["bash", "-c", f"{line}\necho $MASTER_PORT"]
     ports = [int(subprocess.run(command, capture_output=True, check=True).stdout) for _ in range(20)]
@@ -112,22 +112,24 @@ def test_each_attempt_draws_a_port_below_those_of_connections() -> None:
     assert all(20000 <= port < 32768 for port in ports)
 
 
-def test_values_reach_the_program_as_they_are(tmp_path: Path) -> None:
-    """Run the full script with stand-ins for SLURM's programs, and one for python that records its arguments."""
+def test_values_reach_the_program_unchanged(tmp_path: Path) -> None:
+    """Run the full script with stand-ins for SLURM's programs, and quoted for python that records its arguments."""
     python = tmp_path / "my 'python'"
     python.write_text(f"#!/bin/bash\n{STAND_IN}")
     python.chmod(0o755)
     for name in ("srun", "scontrol", "squeue"):
         (tmp_path / name).write_text(f"#!/bin/bash\n{STAND_INS[name]}")
         (tmp_path / name).chmod(0o755)
-    bare = ClusterConfig(python=str(python), environment={"GIVEN": NASTY})
-    one = replace(job(bare, f"run.sample_prompt={NASTY}", fitting=(1,)), run_dir=tmp_path / "run", working_dir=tmp_path)
+    bare = ClusterConfig(python=str(python), environment={"NASTY": NASTY})
+    quoted = replace(
+        job(bare, f"run.sample_prompt={NASTY}", fitting=(1,)), run_dir=tmp_path / "run", working_dir=tmp_path
+    )
     slurm = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
     done = subprocess.run(
-        ["bash", "-c", script(one)], cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=300
+        ["bash", "-c", script(quoted)], cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    reported = (tmp_path / "given").read_text().split("\0")
+    reported = (tmp_path / "words").read_text().split("\0")
     assert reported.count(NASTY) == 2  # the variable, in the check and in the run
     assert reported.count(f"run.sample_prompt={NASTY}") == 2
     assert not (tmp_path / "nasty").exists()
@@ -135,22 +137,22 @@ def test_values_reach_the_program_as_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["two words", "$(touch nasty)", "a\n#SBATCH --uid=0", "a'b", 'a"b', "50%j"])
 @pytest.mark.parametrize("key", ["partition", "account", "qos", "memory", "time"])
-def test_an_sbatch_line_holds_plain_characters_only(key: str, value: str) -> None:
+def test_values_that_no_sbatch_line_can_hold_are_reported(key: str, value: str) -> None:
     assert list(unusable(job(ClusterConfig(**{key: value})))) == [f"cluster.{key}"]
 
 
-def test_a_folder_that_no_sbatch_line_can_name_is_reported() -> None:
+def test_folders_that_no_sbatch_line_can_name_are_reported() -> None:
     spaced = replace(job(ClusterConfig()), run_dir=Path("/shared/my runs/a"), working_dir=Path("/home/a b"))
     assert list(unusable(spaced)) == ["run.dir", "the working folder"]
 
 
-def test_nothing_of_the_environment_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_is_not_written_into_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "0123456789secret")
     assert "0123456789secret" not in script(JOBS["h100_roce"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_every_signal_is_forwarded_as_sigusr1_and_the_job_is_waited_for(number: signal.Signals, tmp_path: Path) -> None:
+def test_every_signal_is_forwarded_as_sigusr1(number: signal.Signals, tmp_path: Path) -> None:
     script_path = tmp_path / "batch.sh"
     ready = tmp_path / "ready"
     command = f"""trap 'sleep 0.3; exit 75' USR1; trap 'exit 1' TERM INT; touch {ready}; while :; do sleep 0.05; done"""

@@ -20,11 +20,11 @@ from hybridtron.problems import ConfigError
         ({"LOCAL_RANK": "3", "SLURM_LOCALID": "0"}, 8, 3),  # torchrun inside a task
     ],
 )
-def test_a_process_uses_the_device_of_its_place(environment: dict[str, str], visible: int, index: int) -> None:
+def test_process_uses_the_device_of_its_local_rank(environment: dict[str, str], visible: int, index: int) -> None:
     assert device_index(environment, visible) == index
 
 
-def test_ranks_without_an_address_get_what_is_missing_reported() -> None:
+def test_missing_address_of_the_first_rank_is_reported() -> None:
     _check_meeting_place({"MASTER_ADDR": "n1", "MASTER_PORT": "20001"})
     with pytest.raises(ConfigError) as refused:
         _check_meeting_place({"MASTER_ADDR": "n1"})

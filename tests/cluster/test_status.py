@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from hybridtron.cli.main import main
-from hybridtron.cluster import history, status
-from hybridtron.cluster.history import Attempt
+from hybridtron.cluster import attempt_log, status
+from hybridtron.cluster.attempt_log import Attempt
 from hybridtron.config.load import load, to_yaml
+from tests.refusals import refusal
 from tests.train.conftest import small_run_arguments
 
 STARTED = Attempt("7", 0, ("n1", "n2"), began=0.0, step_before=0)
@@ -33,7 +34,8 @@ def run(configuration: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     folder = tmp_path / "run"
     (folder / "slurm").mkdir(parents=True)
     (folder / "config.yaml").write_text(configuration)
-    times = [50.0 if step == 11 else 0.5 for step in range(1, 31)]
+    times = [0.5] * 30
+    times[10] = 50.0
     lines = [
         {"step": step, "phase": "pretrain", "loss": 7 - step / 10, "step_time": took, "tokens_per_second": 64 / took}
         for step, took in enumerate(times, 1)
@@ -49,22 +51,27 @@ def submitted(run: Path, queue: str, error: str | None = None, jobs: Sequence[st
     program.chmod(0o755)
 
 
-def test_step_speed_loss_and_the_time_that_is_left(run: Path) -> None:
-    found = status.status(run)
-    assert (found.state, found.phase, found.step, found.tokens_per_second) == ("running", "pretrain", 30, 128.0)
-    assert found.left_s == 70 * 64 / 128
+def test_status_has_step_speed_and_remaining_time(run: Path) -> None:
+    run_status = status.status(run)
+    assert (run_status.state, run_status.phase, run_status.step, run_status.tokens_per_second) == (
+        "running",
+        "pretrain",
+        30,
+        128.0,
+    )
+    assert run_status.left_s == 70 * 64 / 128
 
 
-def test_a_job_that_runs_and_one_that_waits(run: Path) -> None:
-    history.record(run, replace(STARTED, outcome="preempted", decision="again", why="asked to"))
-    history.record(run, replace(STARTED, restart=1))
+def test_status_shows_running_and_waiting_jobs(run: Path) -> None:
+    attempt_log.record(run, replace(STARTED, outcome="preempted", decision="again", why="asked to"))
+    attempt_log.record(run, replace(STARTED, restart=1))
     submitted(run, "7|RUNNING|None|n[1-2]|2026-01-01T00:00:00\\n9|RUNNING|None|n3|x\\n")
-    found = status.status(run)
-    assert (found.state, found.why, len(found.attempts)) == ("running", "on n[1-2]", 2)
+    run_status = status.status(run)
+    assert (run_status.state, run_status.why, len(run_status.attempts)) == ("running", "on n[1-2]", 2)
     submitted(run, "7|PENDING|Resources||2026-01-01T00:00:00\\n")
-    found = status.status(run)
-    assert found.state == "queued"
-    assert found.why == "job 7 waits (Resources), start 2026-01-01T00:00:00"
+    run_status = status.status(run)
+    assert run_status.state == "queued"
+    assert run_status.why == "job 7 waits (Resources), expected start 2026-01-01T00:00:00"
 
 
 @pytest.mark.parametrize(
@@ -76,12 +83,16 @@ def test_a_job_that_runs_and_one_that_waits(run: Path) -> None:
         ("8|PENDING|Dependency||x\\n7|COMPLETING|None|n1|x\\n", "ending", "job 7 is completing on n1"),
         ("8|COMPLETING|None|n3|x\\n7|RUNNING|None|n1|x\\n", "running", "on n1"),
         ("7|STAGE_OUT|None|n1|x\\n", "ending", "job 7 is stage out on n1"),
-        ("7|REQUEUED|BeginTime||x\\n", "queued", "job 7 waits (BeginTime), start x"),
-        ("7|REQUEUE_HOLD|JobHeldUser||x\\n", "held", "job 7 waits (JobHeldUser) until: scontrol release 7"),
+        ("7|REQUEUED|BeginTime||x\\n", "queued", "job 7 waits (BeginTime), expected start x"),
+        (
+            "7|REQUEUE_HOLD|JobHeldUser||x\\n",
+            "held",
+            "job 7 is held (JobHeldUser): release the job with scontrol release 7",
+        ),
         ("7|POWER_UP_NODE|None|n1|x\\n", "power up node", "job 7 is power up node on n1"),
     ],
 )
-def test_states_of_jobs_that_neither_run_nor_wait(queue: str, state: str, why: str, run: Path) -> None:
+def test_status_shows_other_states_of_jobs(queue: str, state: str, why: str, run: Path) -> None:
     submitted(run, queue, jobs=["7", "8"])
     run_status = status.status(run)
     assert (run_status.state, run_status.why) == (state, why)
@@ -99,36 +110,34 @@ def test_states_of_jobs_that_neither_run_nor_wait(queue: str, state: str, why: s
 )
 def test_status_shows_the_end_of_a_run(outcome: dict, decision: str, state: str, why: str, run: Path) -> None:
     (run / "outcome.json").write_text(json.dumps(outcome))
-    history.record(run, replace(STARTED, decision=decision, why="mend it"))
+    attempt_log.record(run, replace(STARTED, decision=decision, why="mend it"))
     submitted(run, "")
-    found = status.status(run)
-    assert (found.state, found.why) == (state, why)
-    assert (found.left_s is None) == (state == "finished")
+    run_status = status.status(run)
+    assert (run_status.state, run_status.why) == (state, why)
+    assert (run_status.left_s is None) == (state == "finished")
 
 
 def test_status_shows_refused_and_silent_runs(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     last_written = (run / "metrics.jsonl").stat().st_mtime
     monkeypatch.setattr(time, "time", lambda: last_written + 3 * 3600 + 0.5)
-    found = status.status(run)
-    assert (found.state, found.why) == ("silent", "the last step was 3:00:00 ago")
+    run_status = status.status(run)
+    assert (run_status.state, run_status.why) == ("silent", "the last step was 3:00:00 ago")
     submitted(run, "", error="sbatch failed: no")
     assert (status.status(run).state, status.status(run).why) == ("not submitted", "sbatch failed: no")
 
 
-def test_the_table_and_folders_that_hold_no_run(
+def test_folders_without_a_run_are_refused(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["status", str(run)]) == 0
     reported = " ".join(capsys.readouterr().out.split())
     assert "running pretrain 30/100 128 4.0000 0:00:35" in reported
-    for folder, fault in ((run / "none", "does not exist"), (run / "config.yaml", "is not a folder")):
-        assert main(["status", str(run), str(folder)]) == 2
-        assert fault in capsys.readouterr().err
-    assert main(["status", str(run.parent)]) == 2
-    assert "has no run: a run's folder has config.yaml" in capsys.readouterr().err
+    for folder in (run / "none", run / "config.yaml"):
+        error = refusal(status.main, [run, folder])
+        assert error.code == "no-file"
+        assert str(folder) in str(error)
+    assert refusal(status.main, [run.parent]).code == "no-file"
     monkeypatch.chdir(run)
-    assert main(["status"]) == 2
-    assert "no run below runs/" in capsys.readouterr().err
+    assert refusal(status.main, []).code == "no-file"
     (run / "config.yaml").write_text("other: 1\n")
-    assert main(["status", str(run)]) == 2
-    assert "version" in capsys.readouterr().err
+    assert refusal(status.main, [run]).code == "unreadable"

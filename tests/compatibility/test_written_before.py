@@ -36,22 +36,23 @@ def expected(name: str) -> list[float]:
     return pytest.approx(json.loads(Path("expected.json").read_text())[name], rel=1e-5)
 
 
-def test_a_run_resumes(before: Path) -> None:
+def test_runs_of_earlier_versions_resume(before: Path) -> None:
     assert train.main([*SHAPE, "run.dir=run"]) == 0
     assert losses(before / "run")[10:] == expected("resumed")
 
 
-def test_weights_are_started_from(before: Path) -> None:
+def test_weights_of_earlier_versions_are_started_from(before: Path) -> None:
     assert train.main(FROM_WEIGHTS) == 0
     assert losses(before / "again") == expected("from_weights")
 
 
-def test_prepared_tokens_are_verified(before: Path) -> None:
+def test_prepared_tokens_of_earlier_versions_are_verified(before: Path) -> None:
     command = [sys.executable, str(ROOT / "tools" / "verify_data.py"), "tokens"]
     assert subprocess.run(command, cwd=before).returncode == 0
 
 
-def test_an_export_is_loaded_by_transformers_and_imported(before: Path) -> None:
+@pytest.mark.slow
+def test_exports_of_earlier_versions_are_loaded_and_imported(before: Path) -> None:
     # processes of their own: where hybridtron.hf was imported, transformers takes its class instead of the folder's
     load = "import transformers; transformers.AutoModelForCausalLM.from_pretrained('hf', trust_remote_code=True)"
     assert subprocess.run([sys.executable, "-c", load], cwd=before).returncode == 0

@@ -14,7 +14,7 @@ import tarfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from hybridtron.cli import convert, prepare_data, train
+from hybridtron.cli import convert, data_prepare, train
 from hybridtron.interop.shipped_code import digest_of, shipped_code
 
 SHAPE = [
@@ -47,7 +47,7 @@ def write(target: Path) -> None:
     with tarfile.open(ORIGINAL) as archive:
         archive.extractall(members=["counting.jsonl", "tokenizer.json"], filter="data")
     inputs = ["--input", "counting.jsonl", "--tokenizer", "tokenizer.json", "--validation", "7%", "--output", "tokens"]
-    done(prepare_data.main(inputs))
+    done(data_prepare.main(inputs))
     done(train.main([*SHAPE, "run.dir=run", "run.max_steps=10"]))
     done(convert.main(["export", "run", "--output", "hf"]))
     shutil.copytree("run", "kept")

@@ -53,14 +53,14 @@ def refusal(*arguments) -> dict[str, Problem]:
 
 @pytest.mark.parametrize("named", ["./mine.yaml", "mine.yaml", "{work}/mine.yaml"])
 @pytest.mark.parametrize("head", ["", HEAD])
-def test_a_recipe_by_its_path(work, named, head):
+def test_a_recipe_is_loaded_by_its_path(work, named, head):
     write(work / "mine.yaml", head + MINE.replace("CLUSTER", "h100"))
     config = load([f"recipe={named.format(work=work)}", "phases.0.lr=1e-4"])
     beside = load(["recipe=laptop", "cluster=h100", "model.width=96", "run.name=mine", "phases.0.lr=1e-4"])
     assert config == beside
 
 
-def test_a_cluster_and_a_model_by_their_paths(work):
+def test_clusters_and_models_are_loaded_by_their_paths(work):
     write(work / "ours.yaml", CLUSTER)
     write(work / "mine.yaml", MINE.replace("CLUSTER", "local"))
     config = load(["recipe=samba_421m", "cluster=./ours.yaml", "model=./mine.yaml"])
@@ -76,7 +76,7 @@ def test_an_edited_file_is_read_again(work):
     assert load(["recipe=./mine.yaml"]).model.width == 64
 
 
-def test_a_folder_beside_the_work_holds_further_names(work):
+def test_configs_in_the_working_folder_add_names(work):
     write(work / "configs/recipe/mine.yaml", HEAD + MINE.replace("CLUSTER", "ours"))
     write(work / "configs/recipe/deep/mine.yaml", HEAD + "defaults: [/recipe/mine, _self_]\nmodel: {width: 64}\n")
     write(work / "configs/cluster/ours.yaml", CLUSTER)
@@ -101,14 +101,14 @@ def test_a_file_that_shadows_a_shipped_one_is_refused(work):
 
 
 @pytest.mark.parametrize("recipe", [MINE.replace("CLUSTER", "h100"), "model: {width: 96}\n"])
-def test_a_recipe_lacks_its_first_line(work, recipe):
+def test_a_recipe_without_its_package_line_is_refused(work, recipe):
     write(work / "configs/recipe/mine.yaml", recipe)
     problem = refusal("recipe=mine")["recipe"]
     assert problem.code == "missing"
     assert str(work / "configs/recipe/mine.yaml") in problem.message
 
 
-def test_a_recipe_lacks_a_name(work):
+def test_a_recipe_without_required_keys_is_refused(work):
     write(work / "mine.yaml", "model: {pattern: M, layers: {M: {kind: mamba}}}\nphases: [{seq_len: 8}]\n")
     problems = refusal("recipe=./mine.yaml")
     assert problems.keys() == {

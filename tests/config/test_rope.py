@@ -10,7 +10,7 @@ from hybridtron.architecture.rope import RopeOptions
 from hybridtron.architecture.table import architecture
 from hybridtron.config.check import check
 from hybridtron.config.load import load
-from hybridtron.config.resolve import resolve
+from hybridtron.config.resolve import RunPlan, resolve
 from hybridtron.problems import ConfigError
 
 PHASES = (
@@ -22,13 +22,13 @@ PHASES = (
 def rope_of(second: str, *settings: str) -> Any:
     """Return the rotary options of `laptop`'s attention in a second phase with these options."""
     config = load(["recipe=laptop", *settings, PHASES % second])
-    assert check(config, 1) == []
+    assert check(RunPlan.of(config), 1) == []
     specs = architecture(resolve(config)[1].model).by_letter
     return specs["W"].rope
 
 
 @pytest.mark.parametrize(
-    ("before", "options", "found"),
+    ("before", "options", "expected"),
     [
         ("{base: 500}", "{rope: {scale: linear, factor: 4}}", RopeOptions(500.0, "linear", 4.0)),
         ("{base: 500}", "{rope: {base: 7000}}", RopeOptions(7000.0)),
@@ -44,11 +44,13 @@ def rope_of(second: str, *settings: str) -> Any:
         ),
     ],
 )
-def test_a_phase_changes_what_it_names(before: str, options: str, found: RopeOptions | str) -> None:
-    assert rope_of(options, f"model.layers.W.rope={before}") == found
+def test_a_phase_changes_only_the_rope_options_that_it_names(
+    before: str, options: str, expected: RopeOptions | str
+) -> None:
+    assert rope_of(options, f"model.layers.W.rope={before}") == expected
 
 
-def test_the_former_key_in_a_recipe_and_the_new_one_in_a_phase() -> None:
+def test_a_phase_replaces_the_former_rope_key_of_a_recipe() -> None:
     options = "{rope: {scale: yarn, factor: 4, original: 512}}"
     assert rope_of(options, "model.layers.W.rope_base=500") == RopeOptions(500.0, "yarn", 4.0, 512)
 
@@ -68,7 +70,7 @@ def test_the_former_key_in_a_recipe_and_the_new_one_in_a_phase() -> None:
 )
 def test_wrong_options_are_refused(options: str, key: str, code: str) -> None:
     config = load(["recipe=laptop", PHASES % options])
-    (problem,) = check(config, 1)
+    (problem,) = check(RunPlan.of(config), 1)
     assert problem.key.endswith(f"W.rope.{key}")
     assert problem.code == code
 

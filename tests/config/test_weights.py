@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,14 @@ import pytest
 from hybridtron.cli.main import main
 from hybridtron.config.check import check
 from hybridtron.config.load import CONFIGS, choices_of, load, to_yaml
-from hybridtron.config.resolve import resolve
+from hybridtron.config.resolve import RunPlan, resolve
 from hybridtron.config.schema import Config, Documents, Order, StateMode
 from hybridtron.config.weights import lacking_weights
 from hybridtron.problems import Code, ConfigError
 from hybridtron.sweep.grid import read
+from tests.recipes import FAST, NAMES
+from tests.settings import Setting, flat
+from tests.slow import slow_except
 
 OFFICIAL = [name for name in choices_of("recipe") if name.startswith("length/official_")]
 LENGTH = [name for name in choices_of("recipe") if name.startswith("length/") and name not in OFFICIAL]
@@ -38,22 +42,22 @@ def imported(tmp_path: Path) -> Path:
     return tmp_path / "imported"
 
 
-def reported(*arguments: str) -> dict[str, Code]:
+def reported(*settings: Setting) -> dict[str, Code]:
     """Return the codes of the problems by key."""
     with pytest.raises(ConfigError) as caught:
-        load(arguments)
+        load(flat(settings))
     return {problem.key: problem.code for problem in caught.value.problems}
 
 
-def test_recipes_are_four_interventions_and_a_control() -> None:
+def test_length_recipes_are_four_interventions_and_a_control() -> None:
     assert {name.partition("/")[2] for name in LENGTH} == {"zero", "random", "fitted", "state_passing", "tbtt"}
 
 
-@pytest.mark.parametrize("recipe", LENGTH)
-def test_a_recipe_is_appendix_b_on_the_checkpoints_model_and_data(recipe: str, base: Path) -> None:
+@pytest.mark.parametrize("recipe", slow_except(LENGTH, "length/fitted"))
+def test_recipes_follow_appendix_b_on_the_checkpoints_model(recipe: str, base: Path) -> None:
     config = load([f"recipe={recipe}", f"run.weights={base}"])
     held = load(BASE)
-    assert check(config) == []
+    assert check(RunPlan.of(config)) == []
     assert (config.model, config.precision) == (held.model, held.precision)
     walking = config.states.mode is StateMode.tbtt
     expected = (Documents.isolate, Order.lanes) if walking else (Documents.join, Order.windows)
@@ -92,7 +96,7 @@ def test_groups_of_the_command_line_win(base: Path) -> None:
     assert config.data.path == "data/embedded-32000"
 
 
-def test_data_of_the_last_phase(tmp_path: Path) -> None:
+def test_weights_give_the_data_of_the_last_phase(tmp_path: Path) -> None:
     held = load([*BASE, "phases.0.data.path=/data/last", "phases.0.data.mixture={a: {weight: 2}}"])
     (tmp_path / "config.yaml").write_text(to_yaml(held))
     config = load(["recipe=length/fitted", f"run.weights={tmp_path}", "data.mixture.b={weight: 1}"])
@@ -106,9 +110,12 @@ TUNING = {
 }  # fmt: skip
 
 
-def test_recipes_that_tune_say_so() -> None:
+@pytest.mark.parametrize(
+    "names", [pytest.param({*FAST, *TUNING}, id="some"), pytest.param(NAMES, id="all", marks=pytest.mark.slow)]
+)
+def test_tuning_recipes_are_marked_and_need_weights(names: Collection[str]) -> None:
     """Recipes tune if their first phase has adapters, or a rate and steps meant for trained weights."""
-    configs = {name: load([f"recipe={name}"]) for name in choices_of("recipe") if not name.startswith("length/")}
+    configs = {name: load([f"recipe={name}"]) for name in names}
     assert {name for name, config in configs.items() if config.run.tunes is not None} == TUNING
     frozen = {name for name, config in configs.items() if resolve(config)[0].model.adapters is not None}
     assert frozen < TUNING
@@ -116,7 +123,7 @@ def test_recipes_that_tune_say_so() -> None:
         assert [problem.key for problem in lacking_weights(config)] == ["run.weights"] * (name in TUNING)
 
 
-def test_recipes_that_tune_are_refused_without_weights(
+def test_tuning_recipes_are_refused_without_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -125,12 +132,12 @@ def test_recipes_that_tune_are_refused_without_weights(
         assert main(command) == 2
         printed = capsys.readouterr().err
         assert "run.weights" in printed
-        assert "a run of hax_mamba_laptop (" in printed
+        assert "hax_mamba_laptop (" in printed
     assert list(tmp_path.iterdir()) == []
     for command in (["train", recipe, "run.plan=true"], ["inspect", recipe]):
         assert main(command) == 0
     output = capsys.readouterr().out
-    assert "a run of hax_mamba_laptop" in output
+    assert "hax_mamba_laptop" in output
     assert lacking_weights(load([recipe, "run.tunes=null"])) == []
     assert reported("recipe=length/zero") == {"run.weights": "missing"}
 
@@ -141,7 +148,7 @@ def test_a_saved_configuration_has_no_references(base: Path) -> None:
     assert "pattern: M*12" in text
 
 
-def test_the_groups_take_every_key(base: Path) -> None:
+def test_config_groups_refer_to_every_key_of_the_weights(base: Path) -> None:
     """A key that is new in the schema must come from the checkpoint as well; but adapters are merged there."""
     held = dataclasses.asdict(load(BASE))
     del held["model"]["adapters"]
@@ -178,20 +185,20 @@ def test_keys_that_an_import_lacks_are_all_reported(recipe: str, imported: Path)
     arguments = [f"recipe={recipe}", f"run.weights={imported}"]
     missing = {f"phases.0.{name}": value for name, value in (("seq_len", 2048), ("global_batch", 256))}
     missing |= {"phases.0.micro_batch": 4, "phases.0.lr": 6e-5, "data.path": "/data/pile"}
-    assert reported(*arguments).keys() == missing.keys()
-    assert reported(*arguments, "phases.0.lr=6e-5").keys() == missing.keys() - {"phases.0.lr"}
+    assert reported(arguments).keys() == missing.keys()
+    assert reported(arguments, "phases.0.lr=6e-5").keys() == missing.keys() - {"phases.0.lr"}
     config = load([*arguments, *(f"{key}={value}" for key, value in missing.items())])
-    assert check(config) == []
+    assert check(RunPlan.of(config)) == []
     assert config.model == load(BASE).model
     assert config.data.source == "folder"
 
 
 @pytest.mark.parametrize(
-    ("recipe", "peak"), [("130m", 6e-4), ("370m", 3e-4), ("780m", 2.5e-4), ("1.3b", 2e-4)], ids=lambda one: str(one)
+    ("recipe", "peak"), slow_except([("130m", 6e-4), ("370m", 3e-4), ("780m", 2.5e-4), ("1.3b", 2e-4)], ("130m", 6e-4))
 )
 def test_official_checkpoints_have_the_papers_numbers(recipe: str, peak: float, imported: Path) -> None:
     config = load([f"recipe=length/official_{recipe}", f"run.weights={imported}", "data.path=/data/pile"])
-    assert check(config) == []
+    assert check(RunPlan.of(config)) == []
     (phase,) = config.phases
     assert (phase.tokens, phase.seq_len, phase.global_batch) == (str(100 * 2**19), 2048, 256)
     assert phase.lr == pytest.approx(peak / 10)
@@ -199,15 +206,22 @@ def test_official_checkpoints_have_the_papers_numbers(recipe: str, peak: float, 
     assert (config.optim.warmup, config.optim.weight_decay, config.optim.clip) == ("10%", 0.01, 1.0)
     assert (config.states.mode, config.states.dropout) == (StateMode.passing, 0.1)
     walking = ["states.mode=tbtt", "data.documents=null", "data.order=lanes"]
-    assert check(load([f"recipe=length/official_{recipe}", f"run.weights={imported}", *walking, "data.path=/p"])) == []
+    assert (
+        check(
+            RunPlan.of(load([f"recipe=length/official_{recipe}", f"run.weights={imported}", *walking, "data.path=/p"]))
+        )
+        == []
+    )
 
 
 def test_the_sweep_of_figure_12_starts_from_an_import(imported: Path) -> None:
     sweep = read(Path(__file__).parents[2] / "studies" / "sweeps" / "length" / "sigma.yaml")
     deviations = []
     for run in sweep.runs:
-        config = load([f"run.weights={imported}" if one.startswith("run.weights=") else one for one in run.settings])
-        assert check(config) == []
+        config = load(
+            [f"run.weights={imported}" if setting.startswith("run.weights=") else setting for setting in run.settings]
+        )
+        assert check(RunPlan.of(config)) == []
         assert config.states.mode is StateMode.random
         deviations.append(config.states.sigma)
     assert deviations == sorted(deviations)

@@ -40,12 +40,15 @@ def make_folder(tmp_path: Path) -> Callable[..., TokenFolder]:
         masked: bool = False,
         first: int = 1,
     ) -> TokenFolder:
-        found = {"train": toy_documents(train, first), "validation": toy_documents(validation, first)}
-        splits = {split: {"text": documents} for split, documents in found.items()}
-        masks = {split: {"text": [learned(np.append(one, EOS)) for one in of["text"]]} for split, of in splits.items()}
+        documents_by_split = {"train": toy_documents(train, first), "validation": toy_documents(validation, first)}
+        splits = {split: {"text": documents} for split, documents in documents_by_split.items()}
+        masks = {
+            split: {"text": [learned(np.append(document, EOS)) for document in of["text"]]}
+            for split, of in splits.items()
+        }
         path = tmp_path / name
-        given = masks if masked else None
-        return write_folder(path, splits, "{}", vocab, EOS, {"corpus": "toy"}, shard_size, compression, given)
+        masks_if_masked = masks if masked else None
+        return write_folder(path, splits, "{}", vocab, EOS, {"corpus": "toy"}, shard_size, compression, masks_if_masked)
 
     return make
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from hybridtron.storage.mosaic import imported
+from hybridtron.storage.mosaic import import_alone
 
 UPLOAD = "streaming.base.storage.upload"
-sys.modules.setdefault(UPLOAD, imported(UPLOAD))  # where MDSWriter, even of a local folder, looks for it
-compression = imported("streaming.base.compression")
-MDSReader = imported("streaming.base.format.mds.reader").MDSReader
-MDSWriter = imported("streaming.base.format.mds.writer").MDSWriter
+sys.modules.setdefault(UPLOAD, import_alone(UPLOAD))  # where MDSWriter, even of a local folder, looks for it
+compression = import_alone("streaming.base.compression")
+MDSReader = import_alone("streaming.base.format.mds.reader").MDSReader
+MDSWriter = import_alone("streaming.base.format.mds.writer").MDSWriter
 UPLOAD = "streaming.base.storage.upload"
-sys.modules[UPLOAD] = imported(UPLOAD)  # where MDSWriter, even of a local folder, looks for it
+sys.modules[UPLOAD] = import_alone(UPLOAD)  # where MDSWriter, even of a local folder, looks for it

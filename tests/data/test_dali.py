@@ -20,7 +20,7 @@ pytest.importorskip("nvidia.dali", reason="make setup-dali")
 
 @pytest.mark.parametrize(("order", "documents"), [*itertools.product(Order, Documents)])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_same_batches_as_torch(
+def test_dali_makes_the_batches_of_torch(
     make_folder: Callable[..., TokenFolder], order: Order, documents: Documents, workers: int
 ):
     """Compare batches from two folders, one with masks and one without."""
@@ -39,6 +39,6 @@ def test_same_batches_as_torch(
             assert torch.equal(tensors[name].cpu(), expected[name]), name
 
 
-def test_no_steps(toy: TokenFolder):
+def test_an_empty_range_of_steps_has_no_batches(toy: TokenFolder):
     reading = PhaseOrder(Order.windows, Documents.isolate, 16, 8, 2, 7, 100)
     assert not list(Loader(sources_of((toy, "text", 1)), reading, feed=Feed.dali).iterate(3, 3))

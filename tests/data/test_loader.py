@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,9 +28,12 @@ from hybridtron.data.order.phase_order import PhaseOrder, phase_seed
 from hybridtron.data.prepare import corpus
 from hybridtron.data.prepare.documents import Document
 from hybridtron.data.sources import Sources
-from hybridtron.data.validation import held_out
+from hybridtron.data.validation import HeldOutBatch, held_out
+from hybridtron.parallel.mesh import RankGroup
 from hybridtron.problems import ConfigError
+from hybridtron.train.held_out_loss import shared_out
 from tests.data.conftest import EOS, sources_of, toy_documents
+from tests.refusals import raises_code
 
 MODES = list(itertools.product(Order, Documents))
 FIELDS = ("tokens_BL", "labels_BL", "mask_BL", "continues_B")
@@ -61,7 +66,7 @@ def same(a: Sequence[Batch], b: Sequence[Batch]) -> bool:
 
 
 @pytest.mark.parametrize("documents", Documents)
-def test_chunks_of_a_step_apart_and_together(toy: TokenFolder, documents: Documents) -> None:
+def test_joined_chunks_read_the_rows_of_separate_chunks(toy: TokenFolder, documents: Documents) -> None:
     """With gradients through time a group of lanes is one micro-batch; detached it is one per chunk, turn by turn."""
     reading = replace(order_of(Order.lanes, documents), chunks=2)
     apart, together = (Loader(sources_of((toy, "text", 1)), replace(reading, together=chunks)) for chunks in (1, 2))
@@ -73,7 +78,7 @@ def test_chunks_of_a_step_apart_and_together(toy: TokenFolder, documents: Docume
         assert same([*first, *second], apart.micro_batches(step))
 
 
-def test_windows_of_isolated_documents(toy: TokenFolder):
+def test_isolated_windows_restart_positions_at_documents(toy: TokenFolder):
     """A toy token identifies its document: they count up, and eos ends each."""
     whole = joined(Loader(sources_of((toy, "text", 1)), order_of()).micro_batches(4))
     ends = {int(document[-1]) for document in toy_documents((7, 1, 30, 2, 13, 5, 64, 3, 3, 22, 9, 41))}
@@ -100,7 +105,7 @@ def test_windows_of_isolated_documents(toy: TokenFolder):
 
 
 @pytest.mark.parametrize("documents", Documents)
-def test_borders_of_documents_move_with_a_batch(toy: TokenFolder, documents: Documents) -> None:
+def test_document_boundaries_move_with_a_batch(toy: TokenFolder, documents: Documents) -> None:
     """Boundaries are moved with a batch and not computed again; a batch of other rows does not take them over."""
     for batch in Loader(sources_of((toy, "text", 1)), order_of(documents=documents)).micro_batches(4):
         seq = batch.seq
@@ -122,17 +127,19 @@ def test_borders_of_documents_move_with_a_batch(toy: TokenFolder, documents: Doc
 
 @pytest.mark.parametrize("order", Order)
 def test_join_reads_the_same_tokens_as_one_stream(toy: TokenFolder, order: Order):
-    apart, one = (joined(Loader(sources_of((toy, "text", 1)), order_of(order, d)).micro_batches(4)) for d in Documents)
-    assert torch.equal(one["tokens_BL"], apart["tokens_BL"])
-    assert torch.equal(one["labels_BL"], apart["labels_BL"])
-    assert one["mask_BL"].all()
-    assert "documents_BL" not in one
+    apart, together = (
+        joined(Loader(sources_of((toy, "text", 1)), order_of(order, d)).micro_batches(4)) for d in Documents
+    )
+    assert torch.equal(together["tokens_BL"], apart["tokens_BL"])
+    assert torch.equal(together["labels_BL"], apart["labels_BL"])
+    assert together["mask_BL"].all()
+    assert "documents_BL" not in together
     first = 4 * 16 if order is Order.lanes else 0
-    assert one["positions_BL"].tolist() == [list(range(first, first + 16))] * 8
-    assert one["continues_B"].tolist() == [order is Order.lanes] * 8
+    assert together["positions_BL"].tolist() == [list(range(first, first + 16))] * 8
+    assert together["continues_B"].tolist() == [order is Order.lanes] * 8
 
 
-lengths = st.lists(st.integers(1, 90), min_size=3, max_size=40).filter(lambda found: sum(found) > 40)
+lengths = st.lists(st.integers(1, 90), min_size=3, max_size=40).filter(lambda drawn: sum(drawn) > 40)
 
 
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -149,7 +156,8 @@ def test_rows_are_the_same_for_every_number_of_ranks_and_from_every_step(
 ):
     """Global order, masks and lanes, over epoch boundaries: these toys have a few hundred tokens, a step reads 128."""
     name = tmp_path_factory.mktemp("toys").name
-    a, b = make_folder(first, name=f"{name}a", vocab=9999), make_folder(second, name=f"{name}b", vocab=9999)
+    a = make_folder(first, name=f"{name}a", vocab=9999)
+    b = make_folder(second, name=f"{name}b", vocab=9999)
     reading = order_of(*mode, seed=seed, shuffle=shuffle)
 
     def loaders(ranks: int) -> list[Loader]:
@@ -233,7 +241,7 @@ def test_every_token_is_read_once_an_epoch(toy: TokenFolder):
     assert np.bincount(tokens.numpy())[1:].tolist() == [4] * 200
 
 
-def test_a_mixture_is_exact(make_folder: Callable[..., TokenFolder]):
+def test_the_plan_shares_tokens_by_weight(make_folder: Callable[..., TokenFolder]):
     first = make_folder()
     second = make_folder(validation=(50,), name="other")
     sources = sources_of((first, "text", 3), (second, "text", 1))
@@ -244,7 +252,7 @@ def test_a_mixture_is_exact(make_folder: Callable[..., TokenFolder]):
     assert reading_plan(sources.mixture, 1600)[1].epochs == pytest.approx(400 / 212)
 
 
-def test_left_behind_nothing(toy: TokenFolder):
+def test_a_closed_iterator_ends_its_threads(toy: TokenFolder):
     steps = Loader(sources_of((toy, "text", 1)), order_of()).iterate(0, 10**9)
     next(steps)
     assert reading_threads()
@@ -257,7 +265,7 @@ def reading_threads() -> list[str]:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_of_a_reader_is_raised_where_its_batch_is_awaited(toy: TokenFolder, workers: int):
+def test_a_reading_error_is_raised_with_its_batch(toy: TokenFolder, workers: int):
     (toy.source_path("train", "text") / "part-00000" / "shard.00000.mds").write_bytes(bytes(500))
     loader = Loader(sources_of((toy, "text", 1)), order_of(), Ahead(workers=workers))
     with pytest.raises(RuntimeError, match=r"shard\.00000\.mds"):
@@ -265,7 +273,7 @@ def test_an_error_of_a_reader_is_raised_where_its_batch_is_awaited(toy: TokenFol
     assert not reading_threads()
 
 
-def test_fingerprint_says_in_words_what_differs(toy: TokenFolder, make_folder: Callable[..., TokenFolder]):
+def test_the_fingerprint_names_differing_settings(toy: TokenFolder, make_folder: Callable[..., TokenFolder]):
     def fingerprint(folder: TokenFolder = toy, weight: float = 1, **changes: object) -> dict[str, str]:
         return Loader(sources_of((folder, "text", weight)), order_of(**changes)).fingerprint  # type: ignore[arg-type]
 
@@ -280,12 +288,12 @@ def test_fingerprint_says_in_words_what_differs(toy: TokenFolder, make_folder: C
     assert not changed(fingerprint(micro_batch=4))
 
 
-def test_lanes_must_be_shared_evenly(toy: TokenFolder):
+def test_lanes_that_micro_batches_cannot_share_are_refused(toy: TokenFolder):
     with pytest.raises(ValueError, match=r"8 lanes .*micro_batch=3"):
         Loader(sources_of((toy, "text", 1)), order_of(micro_batch=3))
 
 
-def test_mean_stretch(toy: TokenFolder):
+def test_mean_stretch_counts_documents_and_rows(toy: TokenFolder):
     """12 documents of 212 tokens."""
 
     def stretch(order: Order, documents: Documents) -> float:
@@ -300,7 +308,7 @@ def test_mean_stretch(toy: TokenFolder):
 def held_out_rows(
     sources: Sources, documents: Documents, seq_len: int, tokens: int, piece: int
 ) -> dict[str, torch.Tensor]:
-    return joined([batch for _, batch in held_out(sources, documents, seq_len, tokens, 3, piece)])
+    return joined([batch.read() for batch in held_out(sources, documents, seq_len, tokens, 3, piece)])
 
 
 def test_held_out_reads_the_same_text_at_every_length(toy: TokenFolder):
@@ -337,8 +345,8 @@ def test_held_out_rows_of_several_sources_by_weight(toy: TokenFolder, make_folde
     other = make_folder(validation=(60,), name="other")
     none = make_folder(validation=(), name="none")
     sources = sources_of((toy, "text", 1), (other, "text", 3), (none, "text", 5))
-    found = list(held_out(sources, Documents.join, 10, 60, 3, 10))
-    firsts = [(name, batch.tokens_BL[:, 0].tolist()) for name, batch in found]
+    batches = held_out(sources, Documents.join, 10, 60, 3, 10)
+    firsts = [(batch.source, batch.read().tokens_BL[:, 0].tolist()) for batch in batches]
     assert firsts == [("a", [19]), ("b", [1, 21, 31]), ("b", [51])]
 
 
@@ -346,10 +354,26 @@ def test_held_out_of_a_split_that_is_shorter_than_a_piece(toy: TokenFolder):
     assert held_out_rows(sources_of((toy, "text", 1)), Documents.join, 10, 100, 80)["tokens_BL"].shape == (4, 10)
 
 
-def test_held_out_in_batches(toy: TokenFolder):
-    batches = [batch for _, batch in held_out(sources_of((toy, "text", 1)), Documents.join, 10, 10**6, 3, 10)]
+def test_held_out_rows_come_in_batches(toy: TokenFolder):
+    batches = [batch.read() for batch in held_out(sources_of((toy, "text", 1)), Documents.join, 10, 10**6, 3, 10)]
     assert [len(b.tokens_BL) for b in batches] == [3, 1]
     assert all(b.seq.documents_BL is None and b.mask_BL.all() for b in batches)
+
+
+def test_ranks_read_their_own_held_out_batches_alone(toy: TokenFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four rows are four batches: three data-parallel ranks take two each, and the last one has only masked rows."""
+    batches = held_out(sources_of((toy, "text", 1)), Documents.join, 10, 10**6, 1, 10)
+    whole = [batch.read().tokens_BL.tolist() for batch in batches]
+    reads: list[int] = []
+    monkeypatch.setattr(HeldOutBatch, "read", lambda batch, read=HeldOutBatch.read: reads.append(1) or read(batch))
+    learned = []
+    for rank in range(3):
+        place: Any = SimpleNamespace(data=RankGroup(3, rank), pipeline=RankGroup())
+        own_batches = [batch for _, batch in shared_out(batches, 1, place)]
+        assert len(own_batches) == 2
+        learned += [batch.tokens_BL.tolist() for batch in own_batches if batch.mask_BL.any()]
+    assert learned == whole
+    assert len(reads) == 5, "each batch once, and one to mask"
 
 
 def config_of(path: Path, source: Source, seq_len: int = 16, vocab_size: int = 999) -> Config:
@@ -359,7 +383,7 @@ def config_of(path: Path, source: Source, seq_len: int = 16, vocab_size: int = 9
     return Config(model=model, data=data, phases=phases, run=RunConfig(name="test", eval_lengths=[1]))
 
 
-def test_build_loader_of_a_folder(toy: TokenFolder):
+def test_build_loader_reads_a_folder(toy: TokenFolder):
     config = config_of(toy.path, Source.folder)
     first, second = map(build_loader, resolve(config))
     assert first.fingerprint["seed"] == str(phase_seed(config.run.seed, 0))
@@ -368,9 +392,8 @@ def test_build_loader_of_a_folder(toy: TokenFolder):
 
 
 def test_build_loader_refuses_another_vocabulary(toy: TokenFolder):
-    with pytest.raises(ConfigError) as refused:
+    with raises_code(ConfigError, "mismatch"):
         build_loader(resolve(config_of(toy.path, Source.folder, vocab_size=400))[0])
-    assert refused.value.code == "mismatch"
 
 
 def test_build_loader_prepares_the_embedded_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -380,12 +403,11 @@ def test_build_loader_prepares_the_embedded_corpus(tmp_path: Path, monkeypatch: 
         resolve(config_of(tmp_path / "embedded", Source.embedded, vocab_size=400))[0]
     ).sources
     assert sources.mixture[0].folder.manifest.origin["asked_vocab_size"] == 400
-    with pytest.raises(ConfigError) as refused:
+    with raises_code(ConfigError, "does-not-fit"):
         build_loader(resolve(config_of(tmp_path / "embedded", Source.embedded, seq_len=10_000, vocab_size=400))[0])
-    assert refused.value.code == "does-not-fit"
 
 
-def test_a_token_beyond_the_vocabulary_is_named(toy: TokenFolder):
+def test_a_token_beyond_the_vocabulary_is_located(toy: TokenFolder):
     """A manifest that claims a smaller vocabulary than the shards were made with."""
     small = replace(toy, manifest=replace(toy.manifest, vocab_size=150))
     loader = Loader(sources_of((small, "text", 1)), order_of())

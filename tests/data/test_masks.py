@@ -24,7 +24,7 @@ from tests.data.test_loader import joined, same
 
 PLAIN = 5000  # from this token on they are of a folder without masks
 MODES = list(itertools.product(Order, Documents))
-lengths = st.lists(st.integers(1, 90), min_size=3, max_size=40).filter(lambda found: sum(found) > 40)
+lengths = st.lists(st.integers(1, 90), min_size=3, max_size=40).filter(lambda drawn: sum(drawn) > 40)
 
 
 def check(batches: list[Batch]) -> None:
@@ -47,7 +47,7 @@ def mixed(make_folder: Callable[..., TokenFolder], first: list[int], second: lis
 
 @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths, lengths, st.integers(0, 2**40), st.sampled_from(MODES), st.integers(0, 60), st.sampled_from([1, 2, 4]))
-def test_rows_of_masked_and_plain_sources(
+def test_rows_of_mixed_sources_learn_masked_tokens(
     make_folder: Callable[..., TokenFolder],
     tmp_path_factory: pytest.TempPathFactory,
     first: list[int],
@@ -68,7 +68,7 @@ def test_rows_of_masked_and_plain_sources(
 
 
 @pytest.mark.parametrize("documents", Documents)
-def test_chunks_of_a_lane(make_folder: Callable[..., TokenFolder], documents: Documents):
+def test_chunks_of_a_lane_keep_their_masks(make_folder: Callable[..., TokenFolder], documents: Documents):
     sources = mixed(make_folder, list(LENGTHS), list(LENGTHS))
     reading = replace(PhaseOrder(Order.lanes, documents, 16, 8, 2, 7, 100), chunks=2)
     for step in range(3):
@@ -79,17 +79,18 @@ def test_chunks_of_a_lane(make_folder: Callable[..., TokenFolder], documents: Do
 
 
 @pytest.mark.parametrize("compression", [None, "zstd:3"])
-def test_held_out_rows(make_folder: Callable[..., TokenFolder], compression: str | None):
+def test_held_out_rows_have_masks(make_folder: Callable[..., TokenFolder], compression: str | None):
     """Read documents whose shapes take one, two and four bytes. A shard fetched into the cache has its masks."""
     folder = make_folder(validation=(11, 254, 255, 70_000), vocab=80_000, masked=True, compression=compression)
-    batches = [batch for _, batch in held_out(sources_of((folder, "text", 1)), Documents.isolate, 1000, 10**6, 4, 1000)]
+    chosen = held_out(sources_of((folder, "text", 1)), Documents.isolate, 1000, 10**6, 4, 1000)
+    batches = [batch.read() for batch in chosen]
     assert sum(len(batch.tokens_BL) for batch in batches) == 70
     for batch in batches:
         expected = torch.from_numpy(learned(batch.labels_BL.numpy())) & (batch.tokens_BL != EOS)
         assert torch.equal(batch.mask_BL, expected)
 
 
-def test_the_plan_has_the_learned_share(make_folder: Callable[..., TokenFolder]):
+def test_the_plan_shows_the_learned_share(make_folder: Callable[..., TokenFolder]):
     """Count the 66 multiples of 3 and 12 eos among 200 tokens and 12 eos."""
     sources = mixed(make_folder, list(LENGTHS), list(LENGTHS))
     assert sources.masked
@@ -99,7 +100,7 @@ def test_the_plan_has_the_learned_share(make_folder: Callable[..., TokenFolder])
     assert not sources_of((make_folder(), "text", 1)).masked
 
 
-def test_a_mask_decides_what_is_trained_on_and_so_a_resumed_run_notices(make_folder: Callable[..., TokenFolder]):
+def test_masks_change_the_fingerprint_of_the_tokens(make_folder: Callable[..., TokenFolder]):
     reading = PhaseOrder(Order.windows, Documents.isolate, 16, 8, 2, 7, 100)
     masked, plain = (
         Loader(sources_of((make_folder(name=name, masked=name == "masked"), "text", 1)), reading).fingerprint

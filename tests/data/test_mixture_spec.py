@@ -26,6 +26,8 @@ from hybridtron.data.mixture_spec import mixture_of
 from hybridtron.data.prepare.writer import write_folder
 from hybridtron.data.problems import RECIPES_PATHS, data_problems
 from hybridtron.problems import Code, Problem
+from tests.refusals import raises_code
+from tests.settings import Setting, flat
 
 
 def config_of(
@@ -61,8 +63,8 @@ def two_sources(tmp_path: Path) -> TokenFolder:
 
 
 def mixed(data: DataConfig) -> list[tuple[str, str, str, float]]:
-    found = mixture_of(data, lambda path: TokenFolder.open(Path(path)))
-    return [(one.name, one.folder.path.name, one.source, one.weight) for one in found]
+    mixture_sources = mixture_of(data, lambda path: TokenFolder.open(Path(path)))
+    return [(source.name, source.folder.path.name, source.source, source.weight) for source in mixture_sources]
 
 
 def test_without_a_mixture_every_source_counts_by_its_tokens(two_sources: TokenFolder):
@@ -80,22 +82,20 @@ def test_a_mixture_names_sources_here_and_elsewhere(two_sources: TokenFolder, to
     assert mixed(data) == [("web", "two", "web", 3), ("books", "toy", "text", 1), ("python", "two", "code", 2)]
 
 
-def test_a_source_that_is_not_there(two_sources: TokenFolder):
+def test_a_missing_source_is_refused(two_sources: TokenFolder):
     data = DataConfig(path=str(two_sources.path), mixture={"books": IngredientConfig(1)})
-    with pytest.raises(
-        FolderError, match=r"no source 'books' for mixture\.books; its sources: code, web\. Name one as"
-    ):
+    with raises_code(FolderError, "unknown-name", "mixture.books", "'books'", "code, web"):
         mixed(data)
 
 
-def test_two_tokenizers_are_refused(tmp_path: Path, two_sources: TokenFolder):
+def test_sources_with_different_tokenizers_are_refused(tmp_path: Path, two_sources: TokenFolder):
     splits = {"train": {"text": [[5] * 99]}, "validation": {}}
     other = write_folder(tmp_path / "other", splits, '{"another": 1}', 999, 0, {})
     mixture = {"web": IngredientConfig(1), "text": IngredientConfig(1, path=str(other.path))}
     assert problems_of(config_of(two_sources.path, mixture=mixture)) == [("data.mixture", "conflict")]
 
 
-def test_two_ends_of_documents_are_refused(tmp_path: Path, two_sources: TokenFolder):
+def test_sources_with_different_eos_are_refused(tmp_path: Path, two_sources: TokenFolder):
     splits = {"train": {"text": [[5] * 99]}, "validation": {}}
     other = write_folder(tmp_path / "other", splits, "{}", 999, 2, {})
     mixture = {"web": IngredientConfig(1), "text": IngredientConfig(1, path=str(other.path))}
@@ -135,12 +135,12 @@ def test_damage_is_reported_with_a_cure(toy: TokenFolder):
     assert f"delete {toy.path}" in problem.message
 
 
-def test_missing_paths(tmp_path: Path):
+def test_a_missing_folder_is_a_problem_unless_it_is_embedded(tmp_path: Path):
     assert problems_of(config_of(tmp_path / "none")) == [("data.path", "no-file")]
     assert not problems_of(config_of(tmp_path / "none", Source.embedded))
 
 
-def test_tokens_that_do_not_parse_are_left_to_the_phase_s_rules(toy: TokenFolder):
+def test_unparsed_tokens_are_left_to_the_rules_of_phases(toy: TokenFolder):
     config = config_of(toy.path)
     config.data.epochs = 1.0
     config.phases[0].tokens = "-5"
@@ -159,7 +159,7 @@ def test_a_missing_folder_is_reported_by_the_key_that_names_it(toy: TokenFolder,
     assert problem.key == "data.path"
 
 
-def test_vocabulary(toy: TokenFolder):
+def test_a_vocabulary_that_differs_from_the_models_is_a_problem(toy: TokenFolder):
     for config in (config_of(toy.path, vocab_size=998), config_of(toy.path, Source.embedded, vocab_size=1000)):
         (problem,) = problems(config)
         assert (problem.key, problem.code) == ("data.path", "mismatch")
@@ -177,7 +177,7 @@ def test_an_embedded_folder_may_have_fewer_entries_than_it_was_asked_for(tmp_pat
     assert "model.vocab_size=500" in problem.message
 
 
-def test_too_few_tokens(make_folder: Callable[..., TokenFolder]):
+def test_folders_with_too_few_tokens_are_refused(make_folder: Callable[..., TokenFolder]):
     toy = make_folder()  # 212 tokens of training and 43 of validation
     assert not problems_of(config_of(toy.path, seq_len=21))
     assert problems_of(config_of(toy.path, seq_len=22)) == [("data.path", "does-not-fit")]
@@ -194,7 +194,7 @@ def test_reading_a_source_more_often_than_epochs_is_refused(toy: TokenFolder) ->
     config.phases[1].tokens = str(3 * tokens)
     (problem,) = problems(config)
     assert (problem.key, problem.code) == ("data.epochs", "does-not-fit")
-    assert "data.epochs=3 " in problem.message
+    assert "data.epochs=3," in problem.message
     config.phases[1].data.epochs = 3.0
     assert not problems(config)
 
@@ -208,14 +208,14 @@ def test_a_far_too_small_text_is_not_cured_by_epochs(toy: TokenFolder) -> None:
     config.model.vocab_size = 2 * toy.manifest.vocab_size
     (problem,) = problems(config)
     assert "data.epochs=" not in problem.message
-    assert f"vocabulary of {toy.manifest.vocab_size}" in problem.message
+    assert f"{toy.manifest.vocab_size} entries" in problem.message
     advised = problem.message.partition("phases.1.tokens=")[2].partition(",")[0]
     config.phases[1].tokens = advised
     assert not problems(config), advised
 
 
-def keys(*arguments: str) -> list[str]:
-    return [problem.key for problem in problems(load([*arguments, "run.dir=run"]))]
+def keys(*settings: Setting) -> list[str]:
+    return [problem.key for problem in problems(load([*flat(settings), "run.dir=run"]))]
 
 
 def test_a_too_small_embedded_corpus_is_reported_before_preparation(
@@ -229,31 +229,29 @@ def test_a_too_small_embedded_corpus_is_reported_before_preparation(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_embedded_text_is_not_written_where_recipes_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedded_text_is_not_written_to_paths_of_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert keys("recipe=samba_421m") == ["data.path"]
     assert "data.path" in keys("recipe=samba_421m", "data.source=embedded")
     assert "data.path" in keys("recipe=samba_421m", "data.source=embedded", "data.path=./data//tokens/")
     assert keys("recipe=samba_421m", "data.source=embedded", "data.path=x", "phases.0.tokens=1M") == []
     advised = load(["recipe=samba_421m", "data=embedded", "data.epochs=null", "run.max_steps=10", "run.dir=run"])
-    assert check(advised, 1) + problems(advised) == []
+    assert check(RunPlan.of(advised), 1) + problems(advised) == []
 
 
-def test_embedded_text_that_lies_where_recipes_look_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_embedded_text_in_paths_of_recipes_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An earlier version wrote it there."""
     monkeypatch.chdir(tmp_path)
     splits = {split: {"code": [[5] * 99999]} for split in ("train", "validation")}
     write_folder(Path("data/tokens"), splits, "{}", 32000, 0, {"corpus": "embedded", "asked_vocab_size": 32000})
     Path("mine").symlink_to("data/tokens")
     chosen = ["recipe=samba_421m", "phases.0.tokens=80K"]
-    assert keys(*chosen) == ["data.path"]
-    assert keys(*chosen, "data.path=mine") == []
-    assert keys(*chosen, "data.source=embedded") == []
+    assert keys(chosen) == ["data.path"]
+    assert keys(chosen, "data.path=mine") == []
+    assert keys(chosen, "data.source=embedded") == []
 
 
-def test_the_paths_of_recipes_are_all_known() -> None:
+def test_every_path_of_the_recipes_is_known() -> None:
     named = re.findall(r"path: (data/[\w/]+)", "".join(file.read_text() for file in CONFIGS.glob("data/*.yaml")))
     named = [path for path in named if not path.startswith("data/embedded")]
     assert named

@@ -16,6 +16,7 @@ from hybridtron.data.check_vocabulary import meaning_problems, vocabulary_warnin
 from hybridtron.data.prepare.embedded import train_tokenizer
 from hybridtron.data.problems import data_problems
 from hybridtron.data.same_vocabulary import difference, is_readable
+from tests.settings import Setting, flat
 
 
 def trained(text: str) -> dict[str, Any]:
@@ -57,18 +58,18 @@ def of_other_text(_: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("change", [written_by_another_version, grown])
-def test_the_same_in_other_words_or_with_more_tokens(change: Callable) -> None:
+def test_equivalent_and_extended_tokenizers_do_not_differ(change: Callable) -> None:
     for held, other in ((BASE, change(BASE)), (change(BASE), BASE)):
         assert stored(held) != stored(other)
         assert difference(stored(held), stored(other)) is None
 
 
 @pytest.mark.parametrize("change", [lower_case, merged_in_another_order, of_other_text])
-def test_another_meaning(change: Callable) -> None:
+def test_tokenizers_that_encode_otherwise_differ(change: Callable) -> None:
     assert difference(stored(BASE), stored(change(BASE))) is not None
 
 
-def test_what_is_no_tokenizer() -> None:
+def test_files_that_are_no_tokenizer_are_not_readable() -> None:
     assert is_readable(stored(BASE))
     assert not any(is_readable(text) for text in (b"", b"{}", b"[" * 100_000, b"\xff", b"null"))
 
@@ -86,27 +87,28 @@ def weights(tmp_path: Path) -> Path:
     return run
 
 
-def found(folder: Path, *arguments: str, index: int = 0) -> list[str]:
-    opened: Any = SimpleNamespace(name="tokens", tokenizer_file=folder)
-    return [problem.key for problem in meaning_problems(load(arguments), index, opened)]
+def problem_keys(tokenizer: Path, *settings: Setting, index: int = 0) -> list[str]:
+    """Return the keys of the problems with tokens of this tokenizer, in the phase with this index."""
+    folder: Any = SimpleNamespace(name="tokens", tokenizer_file=tokenizer)
+    return [problem.key for problem in meaning_problems(load(flat(settings)), index, folder)]
 
 
-def test_weights_from_elsewhere_and_tokens_of_another_vocabulary(weights: Path, tmp_path: Path) -> None:
+def test_tokens_of_another_vocabulary_than_the_weights_are_a_problem(weights: Path, tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     weights_setting = f"run.weights={weights}"
     file.write_bytes(stored(grown(BASE)))
-    assert found(file, weights_setting) == found(file) == []
+    assert problem_keys(file, weights_setting) == problem_keys(file) == []
     file.write_bytes(stored(of_other_text(BASE)))
-    assert found(file, weights_setting) == ["run.weights"]
-    assert found(file, f"{weights_setting}/checkpoints/step-00000010") == ["run.weights"]
-    assert found(file, weights_setting, "run.accept_data_changes=true") == found(file) == []
+    assert problem_keys(file, weights_setting) == ["run.weights"]
+    assert problem_keys(file, f"{weights_setting}/checkpoints/step-00000010") == ["run.weights"]
+    assert problem_keys(file, weights_setting, "run.accept_data_changes=true") == problem_keys(file) == []
 
 
-def test_of_a_later_phase(weights: Path, tmp_path: Path) -> None:
+def test_weights_of_a_later_phase_are_checked_from_then_on(weights: Path, tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     file.write_bytes(stored(of_other_text(BASE)))
     phases = ["recipe=laptop_phases", f"phases.1.init_from={weights}"]
-    assert [found(file, *phases, index=index) for index in range(3)] == [[], *[["phases.1.init_from"]] * 2]
+    assert [problem_keys(file, phases, index=index) for index in range(3)] == [[], *[["phases.1.init_from"]] * 2]
 
 
 def test_no_tokenizer_is_trained_for_weights_that_have_one(weights: Path, tmp_path: Path) -> None:
@@ -122,4 +124,4 @@ def test_weights_without_a_tokenizer_are_named(weights: Path, tmp_path: Path) ->
     assert len(vocabulary_warnings(config)) == 1
     file = tmp_path / "tokenizer.json"
     file.write_bytes(stored(BASE))
-    assert found(file, f"run.weights={weights}") == []
+    assert problem_keys(file, f"run.weights={weights}") == []

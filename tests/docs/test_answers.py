@@ -67,7 +67,8 @@ def learned_by_step(run: Path) -> list[int]:
     return [json.loads(line)["learned"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_tasks_to_training(workplace: Path) -> None:
+@pytest.mark.slow
+def test_the_page_prepares_tasks_and_trains_on_them(workplace: Path) -> None:
     """The folder holds the samples' own tokens and masks; every step of training counts some of the answers."""
     run_commands("tasks.md", "tuning", workplace)
     folder = TokenFolder.open(workplace / "data/tuning")
@@ -82,13 +83,13 @@ def test_tasks_to_training(workplace: Path) -> None:
     assert 0 < sum(counts) < 4 * share * 64 * len(counts)
 
 
-def test_conversations_to_training(
+def test_the_page_prepares_conversations_and_trains_on_them(
     workplace: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     run_commands("data.md", "chats", workplace)
     folder = TokenFolder.open(workplace / "data/chats")
     tokens = open_tokens(str(workplace / "tokenizers/chat"))
-    answers = {tokens.decode([t for t, m in zip(*one, strict=True) if m]) for one in documents(folder)}
+    answers = {tokens.decode([t for t, m in zip(*document, strict=True) if m]) for document in documents(folder)}
     assert answers == {f"{answer}{END}\n<|endoftext|>" for answer in ANSWERS.values()}
     assert all(learned_by_step(workplace / "runs/chats"))
     masks = stored(folder, "train", "text", "mask")

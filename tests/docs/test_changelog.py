@@ -20,7 +20,7 @@ def releases() -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def test_unreleased_changes_come_first_and_then_the_current_version() -> None:
+def test_the_changelog_begins_with_unreleased_changes() -> None:
     headings = list(releases())
     assert headings[0] == "Unreleased"
     assert re.fullmatch(rf"{re.escape(hybridtron.__version__)} - \d{{4}}-\d\d-\d\d", headings[1])
@@ -33,7 +33,7 @@ def test_pages_name_the_current_version(page: str) -> None:
     ]
 
 
-def test_every_line_is_short() -> None:
+def test_lines_of_the_changelog_are_short() -> None:
     assert [line for line in TEXT.splitlines() if len(line) > 120] == []
 
 

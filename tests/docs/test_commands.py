@@ -30,7 +30,7 @@ SIZES = ["phases.0.tokens=256", "phases.0.seq_len=16", "phases.0.global_batch=4"
 TUTORIAL = "a mixer that the package does not have: tests/test_tutorial.py"
 ONLY_PARSED = {  # by how a command begins
     "audit": "starts processes: tests/proving/test_audit.py",
-    "bench": "tests/proving/test_bench.py",
+    "bench": "tests/benchmarks/test_bench.py",
     "checkpoint fetch s3:": "a bucket: tests/checkpoint/test_mirror.py",
     "data prepare --input chats.jsonl": "a tokenizer with words: tests/docs/test_answers.py",
     "data prepare --input embedded --packages": "minutes: tests/data/prepare/test_corpus.py",
@@ -76,7 +76,7 @@ ONLY_PARSED = {  # by how a command begins
     "train recipe=samba": "models of full size; with run.plan=true it is run",
 }
 WITH_COMMANDS = [page for page in PAGES if any(commands(page))]
-SLOW = ("parallel.md", "profiling.md", "states.md")
+SLOW = ("debugging.md", "evaluation.md", "export.md", "parallel.md", "profiling.md", "states.md", "tasks.md")
 RUN = [pytest.param(page, marks=pytest.mark.slow if page.name in SLOW else []) for page in WITH_COMMANDS]
 
 
@@ -144,9 +144,11 @@ def parse(monkeypatch: pytest.MonkeyPatch, configs: Path, workplace: Path) -> Ca
     def parsed(command: Command) -> None:
         name, settings = split(command)
         if name != "train":
-            with pytest.raises(Parsed) as found:
+            with pytest.raises(Parsed) as reached:
                 cli.main([*name.split(), *settings])
-            settings = [text for text in getattr(found.value.args[0], "settings", []) if not text.startswith("nodes=")]
+            settings = [
+                text for text in getattr(reached.value.args[0], "settings", []) if not text.startswith("nodes=")
+            ]
         load(settings, configs)
 
     return parsed
@@ -160,14 +162,14 @@ def raising(real: Callable[..., argparse.Namespace]) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
-def test_the_commands_of_a_page_are_parsed(page: Path, parse: Callable[[Command], None]) -> None:
+def test_commands_of_a_page_are_parsed(page: Path, parse: Callable[[Command], None]) -> None:
     for command in commands(page):
         parse(command)
 
 
 @pytest.mark.parametrize("page", RUN, ids=name_of)
 @pytest.mark.timeout(300)
-def test_the_commands_of_a_page_run(page: Path, workplace: Path, counting_folder: Path) -> None:
+def test_commands_of_a_page_run(page: Path, workplace: Path, counting_folder: Path) -> None:
     for number, command in enumerate(command for command in commands(page) if not only_parsed(command)):
         name, arguments = split(command)
         arguments = [_here(argument, workplace) for argument in arguments]
@@ -188,7 +190,7 @@ def _here(argument: str, workplace: Path) -> str:
     return named.get(argument, argument).replace("~/", f"{workplace}/").replace("/data/", f"{workplace}/data/")
 
 
-def test_no_reason_is_left_over() -> None:
+def test_every_reason_belongs_to_a_command_of_a_page() -> None:
     every = [str(command) for page in WITH_COMMANDS for command in commands(page)]
     assert [start for start in ONLY_PARSED if not any(text.startswith(start) for text in every)] == []
 

@@ -50,7 +50,7 @@ def test_the_picture_has_rooms_of_the_package_in_the_order_of_imports() -> None:
     assert order == sorted(order, key=ORDER.index)
 
 
-def test_pages_say_what_benchmarks_measured() -> None:
+def test_pages_repeat_measured_numbers() -> None:
     """docs/states.md has the measured numbers for copying and keys; the joint recall README has the verdicts."""
     states = text_of("docs/states.md")
     for row in ("zero", "passing"):

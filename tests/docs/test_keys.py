@@ -24,11 +24,11 @@ def make_keys() -> ModuleType:
     return module
 
 
-def test_the_page_is_up_to_date(make_keys: ModuleType) -> None:
+def test_the_page_of_keys_is_up_to_date(make_keys: ModuleType) -> None:
     assert (ROOT / "docs" / "keys.md").read_text() == make_keys.page(), "make reference"
 
 
-def test_every_option_of_every_mixer_is_there(make_keys: ModuleType) -> None:
+def test_the_page_has_every_option_of_every_mixer(make_keys: ModuleType) -> None:
     page = make_keys.page()
     for kind, spec in SPECS.items():
         section = page.split(f"### kind: {kind}\n")[1].split("\n### ")[0]
@@ -36,11 +36,11 @@ def test_every_option_of_every_mixer_is_there(make_keys: ModuleType) -> None:
         assert [f.name for f in dataclasses.fields(spec) if f.name not in keys] == []
 
 
-def test_names_that_a_key_can_be_set_to_are_its_type(make_keys: ModuleType) -> None:
+def test_choices_of_a_key_are_its_type(make_keys: ModuleType) -> None:
     (row,) = re.findall(r"^\| `optim\.schedule` \|.*$", make_keys.page(), re.MULTILINE)
     assert row.split(" | ")[1].split(", ") == [f"`{name}`" for name in SHAPES]
 
 
-def test_a_comment_is_read_from_the_line_and_from_above(make_keys: ModuleType) -> None:
+def test_comments_of_keys_are_read_from_the_line_or_above(make_keys: ModuleType) -> None:
     source = 'class Some:\n    a: int = 1  # first\n    # second\n    # third\n    b: str = "#"\n    c: int = 2\n'
     assert make_keys.own_comments(source) == {"a": "first", "b": "second third", "c": ""}

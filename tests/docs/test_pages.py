@@ -24,7 +24,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_of_pages_lead_to_files(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"https?://", target):
@@ -35,13 +35,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(linked), target
 
 
-def test_the_readme_is_short_and_leads_to_every_page() -> None:
+def test_the_readme_is_short_and_links_every_page() -> None:
     text = (ROOT / "README.md").read_text()
     assert text.count("\n") <= 120
     assert [page.name for page in (ROOT / "docs").glob("*.md") if f"(docs/{page.name})" not in text] == []
 
 
-def test_other_programs_are_known() -> None:
+def test_other_programs_in_pages_are_known() -> None:
     """Make targets, extras, modules and files that commands name."""
     makefile = (ROOT / "Makefile").read_text()
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -69,7 +69,7 @@ SWEEP = ("# examples/sweep/", "settings:")  # how the file of a sweep begins
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "yaml")], ids=name_of)
-def test_yaml_is_a_configuration(page: Path, tmp_path: Path) -> None:
+def test_yaml_in_pages_is_a_configuration(page: Path, tmp_path: Path) -> None:
     recipes = tmp_path / "recipe"
     for folder in CONFIGS.iterdir():
         if folder.name != "recipe":
@@ -84,14 +84,16 @@ def test_yaml_is_a_configuration(page: Path, tmp_path: Path) -> None:
             continue
         package = "" if "@package" in block else "# @package _global_\n"
         (recipes / f"page_{number}.yaml").write_text(package + block)
-        phases = (
-            [] if "phases:" in block or "/recipe/" in block else ["phases=[{tokens: 1M, seq_len: 8, global_batch: 1}]"]
-        )
+        phases = ["phases=[{tokens: 1M, seq_len: 8, global_batch: 1}]"]
+        if "phases:" in block or "/recipe/" in block:
+            phases = []
         load([f"recipe=page_{number}", "model=laptop", "run.name=x", "data.path=x", *phases], tmp_path)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)
-def test_python_runs(page: Path, counting_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_in_pages_runs(
+    page: Path, counting_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     prepared = f'"model.vocab_size=32", "data=folder", "data.path={counting_folder}", "data.epochs=null"'
     for block in blocks(page, "python"):

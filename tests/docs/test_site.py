@@ -25,11 +25,11 @@ SITE = yaml.load((ROOT / "mkdocs.yml").read_text(), SiteLoader)
 
 def pages(nav: list[object]) -> list[str]:
     """List a navigation's pages, also those in its sections."""
-    found = []
+    page_names = []
     for entry in nav:
         (target,) = entry.values()
-        found += [target] if isinstance(target, str) else pages(target)
-    return found
+        page_names += [target] if isinstance(target, str) else pages(target)
+    return page_names
 
 
 def test_the_navigation_has_every_page_of_the_docs() -> None:
@@ -48,13 +48,13 @@ def test_the_sections_are_in_the_order_of_a_user() -> None:
 
 
 @pytest.mark.parametrize("page", make_passages.PAGES)
-def test_passages_are_up_to_date(page: str) -> None:
+def test_generated_passages_are_up_to_date(page: str) -> None:
     text = (ROOT / page).read_text()
     assert any(f"<!-- {name} -->" in text for name in make_passages.PASSAGES)
     assert text == make_passages.filled(text), "make reference"
 
 
-def test_every_room_is_on_the_map() -> None:
+def test_every_package_is_on_the_map() -> None:
     text = (ROOT / "hybridtron/README.md").read_text()
     assert re.findall(r"^<!-- files of (\w+) -->$", text, re.MULTILINE) == make_passages.ROOMS
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
+from hybridtron.cli import inspect
 from hybridtron.config.load import load
+from hybridtron.config.resolve import RunPlan
 from hybridtron.engine.dry_run import build_every_rank, faults
 from hybridtron.planning.memory import largest_phase, plan
 
@@ -19,20 +22,31 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(layout))
-def test_shards_add_up_to_the_model_and_to_the_plan(layout: list[str]) -> None:
+def test_shards_of_all_ranks_add_up_to_the_model_and_the_plan(layout: list[str]) -> None:
     config = load(layout)
-    ranks = list(build_every_rank(config))
-    assert faults(config, ranks) == []
-    planned = plan(largest_phase(config), len(ranks)).ranks
+    ranks = list(build_every_rank(RunPlan.of(config)))
+    assert faults(RunPlan.of(config), ranks) == []
+    planned = plan(largest_phase(RunPlan.of(config)), len(ranks)).ranks
     assert [built.parameters for built in ranks if built.tensor_rank == 0] == [rank.parameters for rank in planned]
 
 
-def test_a_missing_or_wrong_shard_is_reported() -> None:
+def test_missing_and_wrong_shards_are_reported() -> None:
     config = load(["recipe=samba_421m", "parallel.tensor=2"])
-    first, second = build_every_rank(config)
+    first, second = build_every_rank(RunPlan.of(config))
     shapes = dict(second.shapes)
     del shapes["layers.0.norm.weight"]
     shapes["layers.1.mixer.down.weight"] = (1536, 4096)
-    said = "\n".join(faults(config, [first, dataclasses.replace(second, shapes=shapes)]))
-    assert "layers.0.norm.weight on stage 0 has the shares" in said
-    assert "layers.1.mixer.down.weight on stage 0" in said
+    reported = "\n".join(faults(RunPlan.of(config), [first, dataclasses.replace(second, shapes=shapes)]))
+    assert "layers.0.norm.weight" in reported
+    assert "layers.1.mixer.down.weight" in reported
+
+
+def test_json_with_a_dry_run_is_one_object(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ["recipe=laptop", "parallel.tensor=2"]
+    assert inspect.main([*settings, "--json", "--dry-run"]) == 0
+    built = json.loads(capsys.readouterr().out)["dry_run"]
+    assert [(rank["rank"], rank["tensor_rank"]) for rank in built["ranks"]] == [(0, 0), (1, 1)]
+    assert built["mismatches"] == []
+    monkeypatch.setattr("hybridtron.engine.dry_run.faults", lambda *_: ["a weight is missing"])
+    assert inspect.main([*settings, "--json", "--dry-run"]) == 1
+    assert json.loads(capsys.readouterr().out)["dry_run"]["mismatches"] == ["a weight is missing"]

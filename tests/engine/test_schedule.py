@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.data.batch import Batch
 from hybridtron.engine.engine import Engine
@@ -27,8 +28,8 @@ def test_micro_batches_with_unequal_masks_equal_one_batch(alone: Groups) -> None
     batch.mask_BL[0] = False
     batch.mask_BL[1, 3:] = False
     config = small_run(small_config("M-W-F"))
-    whole = Engine(config, alone)
-    cut = Engine(config, alone)
+    whole = Engine(resolve(config)[0], alone)
+    cut = Engine(resolve(config)[0], alone)
     loss = whole.forward_backward([batch])
     pieces = [rows_of(batch, 0, 1), rows_of(batch, 1, 2), rows_of(batch, 2, 3), rows_of(batch, 3, 4)]
     torch.testing.assert_close(cut.forward_backward(pieces).mean, loss.mean, rtol=1e-6, atol=0)
@@ -37,21 +38,22 @@ def test_micro_batches_with_unequal_masks_equal_one_batch(alone: Groups) -> None
         assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-8, name
 
 
-def test_losses_of_parts_are_those_of_their_batches_alone(alone: Groups) -> None:
+def test_losses_of_parts_equal_the_losses_of_their_batches(alone: Groups) -> None:
     batch = random_batch(rows=4)
-    engine = Engine(small_run(small_config("M-W-F")), alone)
+    engine = Engine(resolve(small_run(small_config("M-W-F")))[0], alone)
     batch.mask_BL[1, 3:] = False
     pieces = [rows_of(batch, row, row + 1) for row in range(4)]
-    found = engine.losses(list(zip([2, 0, 2, 0], pieces, strict=True)), 3)
-    for part, its in ((0, [pieces[1], pieces[3]]), (1, []), (2, [pieces[0], pieces[2]])):
-        expected = engine.loss(its) if its else None
-        assert found.tokens[part] == (0 if expected is None else expected.tokens)
-        assert found.total[part] == (0 if expected is None else expected.total)
+    losses = engine.losses(list(zip([2, 0, 2, 0], pieces, strict=True)), 3)
+    for part, batches in ((0, [pieces[1], pieces[3]]), (2, [pieces[0], pieces[2]])):
+        expected = engine.loss(batches)
+        assert losses.tokens[part] == expected.tokens
+        assert losses.total[part] == expected.total
+    assert losses.tokens[1] == losses.total[1] == 0
 
 
 def test_loss_is_the_mean_cross_entropy_over_unmasked_tokens(alone: Groups) -> None:
     batch = random_batch()
-    engine = Engine(small_run(), alone)
+    engine = Engine(resolve(small_run())[0], alone)
     plain = small_model()
     plain.load_state_dict(dict(engine.weights()))
     logits_BLV = plain(batch.tokens_BL, None, batch.seq).output.transpose(0, 1)
@@ -62,9 +64,9 @@ def test_loss_is_the_mean_cross_entropy_over_unmasked_tokens(alone: Groups) -> N
         torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_a_step_whose_tokens_are_all_masked_has_no_gradient(alone: Groups) -> None:
+def test_step_with_all_tokens_masked_has_no_gradient(alone: Groups) -> None:
     batch = random_batch()
-    engine = Engine(small_run(), alone)
+    engine = Engine(resolve(small_run())[0], alone)
     batch.mask_BL[:] = False
     assert engine.forward_backward([batch]).mean == 0
     assert not any(gradient.any() for _, gradient in engine.optimizer.gradients())
@@ -81,17 +83,16 @@ def test_masked_labels_change_no_bit(alone: Groups) -> None:
     config = small_run(small_config("M-S-W-F"))
     batch.mask_BL[:2] = False  # of the first micro-batch nothing is learned
     labels_BL = torch.where(batch.mask_BL, batch.labels_BL, (batch.labels_BL + 7) % 61)
-    one, other = (of_step(Engine(config, alone), b) for b in (batch, dataclasses.replace(batch, labels_BL=labels_BL)))
+    relabeled = dataclasses.replace(batch, labels_BL=labels_BL)
+    before, after = (of_step(Engine(resolve(config)[0], alone), b) for b in (batch, relabeled))
     assert not torch.equal(labels_BL, batch.labels_BL)
-    assert 0 < one["tokens"] == batch.mask_BL.sum()
-    assert all(torch.equal(one[name], other[name]) for name in other)
+    assert 0 < before["tokens"] == batch.mask_BL.sum()
+    assert all(torch.equal(before[name], after[name]) for name in after)
     labels_BL[3] = batch.labels_BL[3].flip(0)
-    assert not torch.equal(
-        of_step(Engine(config, alone), dataclasses.replace(batch, labels_BL=labels_BL))["loss"], one["loss"]
-    )
+    assert not torch.equal(of_step(Engine(resolve(config)[0], alone), relabeled)["loss"], before["loss"])
 
 
-def test_a_document_of_which_nothing_is_learned_changes_no_bit(alone: Groups) -> None:
+def test_documents_with_all_labels_masked_change_no_bit(alone: Groups) -> None:
     """Exchange a document's tokens, and so its labels, between others in packed rows, which do not see it."""
     batch = random_batch(rows=4, documents=[[10, 6, 8], [3, 13, 8], [8, 8, 8], [1, 20, 3]])
     documents_BL = batch.seq.documents_BL
@@ -103,8 +104,8 @@ def test_a_document_of_which_nothing_is_learned_changes_no_bit(alone: Groups) ->
     tokens_BT = torch.cat([batch.tokens_BL, batch.labels_BL[:, -1:]], 1)
     tokens_BT[:, :-1] = torch.where(inside, (tokens_BT[:, :-1] + 7) % 61, tokens_BT[:, :-1])
     changed = Batch(tokens_BT[:, :-1], tokens_BT[:, 1:], batch.mask_BL, batch.seq)
-    one, other = (of_step(Engine(config, alone), b) for b in (batch, changed))
-    assert all(torch.equal(one[name], other[name]) for name in other)
+    before, after = (of_step(Engine(resolve(config)[0], alone), b) for b in (batch, changed))
+    assert all(torch.equal(before[name], after[name]) for name in after)
 
 
 def test_auxiliary_losses_enter_the_backward_pass() -> None:

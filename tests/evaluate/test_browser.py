@@ -17,20 +17,20 @@ from hybridtron.evaluate.results import Evaluated, main_rows, rows_of
 pytestmark = pytest.mark.slow  # starts a browser
 BROWSERS = "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"
 LOOK = """<script>addEventListener("load", () => console.log("found " + JSON.stringify({
-  pictures: [...document.images].map(one => one.naturalWidth > 100 && one.complete),
+  pictures: [...document.images].map(image => image.naturalWidth > 100 && image.complete),
   rows: document.querySelectorAll("tbody tr").length,
   samples: document.querySelectorAll("pre").length,
   wide: document.documentElement.scrollWidth > innerWidth,
-  loaded: performance.getEntriesByType("resource").map(one => one.name).filter(one => !one.startsWith("data:")),
+  loaded: performance.getEntriesByType("resource").map(entry => entry.name).filter(name => !name.startsWith("data:")),
 })))</script>"""
 
 
 @pytest.fixture(scope="module")
 def browser() -> str:
-    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-    if found is None:
+    path_of_browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if path_of_browser is None:
         pytest.skip(f"there is no {BROWSERS[0]} here: `apt-get install chromium` gets one")
-    return found
+    return path_of_browser
 
 
 def said(browser: str, html: str, folder: Path) -> list[str]:
@@ -58,27 +58,27 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> str:
         for number in range(11)
     ]
     about = {"step": 4, "seq_len": 64, "kernels": {"scan": "native"}}
-    one = Evaluated("a <run>", folder, about, rows_of(lines, about), lines, ["vt at 64: too short"])
-    tasks = main_rows(one.rows)
+    evaluated = Evaluated("a <run>", folder, about, rows_of(lines, about), lines, ["vt at 64: too short"])
+    tasks = main_rows(evaluated.rows)
     heat_map("passkey", tasks["passkey"], 64, folder / "depth.png")
-    by_length({one.name: tasks}, [64], folder / "length.png")
-    one.pictures.update({"by depth": folder / "depth.png", "by length": folder / "length.png"})
-    return page("a <run>", [one])
+    by_length({evaluated.name: tasks}, [64], folder / "length.png")
+    evaluated.pictures.update({"by depth": folder / "depth.png", "by length": folder / "length.png"})
+    return page("a <run>", [evaluated])
 
 
-def test_it_opens_without_an_error(browser: str, html: str, tmp_path: Path) -> None:
-    (found,) = said(browser, html.replace("</body>", f"{LOOK}</body>"), tmp_path)
-    assert json.loads(found.removeprefix("found ")) == {
+def test_the_page_opens_without_an_error(browser: str, html: str, tmp_path: Path) -> None:
+    (state,) = said(browser, html.replace("</body>", f"{LOOK}</body>"), tmp_path)
+    assert json.loads(state.removeprefix("found ")) == {
         "pictures": [True, True], "rows": 2, "samples": 4, "wide": False, "loaded": [],
     }  # fmt: skip
 
 
-def test_an_error_would_be_seen(browser: str, html: str, tmp_path: Path) -> None:
+def test_an_error_of_the_page_is_noticed(browser: str, html: str, tmp_path: Path) -> None:
     """A failing script and a picture on another host are noticed."""
     broken = html.replace(
         "</body>", f"<img src='http://hybridtron.invalid/x.png'><script>absent()</script>{LOOK}</body>"
     )
-    error, found = said(browser, broken, tmp_path)
+    error, printed_state = said(browser, broken, tmp_path)
     assert "absent is not defined" in error
-    state = json.loads(found.removeprefix("found "))
+    state = json.loads(printed_state.removeprefix("found "))
     assert (state["pictures"], state["loaded"]) == ([True, True, False], ["http://hybridtron.invalid/x.png"])

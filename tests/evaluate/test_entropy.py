@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridtron.data.batch import SeqInfo
 from hybridtron.evaluate import entropy
 from hybridtron.evaluate.entropy import Selecting, attention_entropy, entropies, span_entropy
-from hybridtron.model.generate import reader
+from hybridtron.inference.reader import reader
 from hybridtron.ops.attention import AttentionInputs, AttentionMemory
 from hybridtron.ops.attention.reference import visible_keys, with_memory
 from hybridtron.ops.scan import ScanInputs
@@ -35,7 +35,7 @@ def of_matrix(q_BLHK: Tensor, k_BSGK: Tensor, visible: Tensor) -> Tensor:
     return -torch.xlogy(weights, weights).sum(-1)
 
 
-def test_a_small_example_by_hand() -> None:
+def test_attention_entropy_equals_an_example_by_hand() -> None:
     """The weights are 1; then 1/4 and 3/4; and 1 again in a window of one key."""
     q = torch.ones(1, 2, 1, 1, dtype=torch.float64)
     k = torch.tensor([0.0, math.log(3)], dtype=torch.float64).view(1, 2, 1, 1)
@@ -52,7 +52,7 @@ def test_a_small_example_by_hand() -> None:
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("remembered", [0, 9])
-def test_attention_is_that_of_the_whole_matrix(
+def test_attention_entropy_equals_that_of_the_full_matrix(
     scores: int, window: int | None, documents: bool, remembered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(entropy, "SCORES", scores)
@@ -71,17 +71,17 @@ def test_attention_is_that_of_the_whole_matrix(
     visible = visible_keys(keys, 0, LENGTH + remembered, LENGTH, window)
     expected = of_matrix(inputs.q_BLHK, keys.keys_BSGK, visible)
     for first in (0, 20):
-        found = attention_entropy(inputs, first)
-        torch.testing.assert_close(found.entropy_BHQ, expected[..., first:], rtol=1e-12, atol=1e-12)
-        assert torch.equal(found.keys_BHQ, visible.sum(-1).expand(2, 4, LENGTH)[..., first:].double())
-        assert (found.entropy_BHQ >= 0).all()
-        assert (found.entropy_BHQ <= found.keys_BHQ.log() + 1e-12).all()
+        measured = attention_entropy(inputs, first)
+        torch.testing.assert_close(measured.entropy_BHQ, expected[..., first:], rtol=1e-12, atol=1e-12)
+        assert torch.equal(measured.keys_BHQ, visible.sum(-1).expand(2, 4, LENGTH)[..., first:].double())
+        assert (measured.entropy_BHQ >= 0).all()
+        assert (measured.entropy_BHQ <= measured.keys_BHQ.log() + 1e-12).all()
     assert max(score_counts) <= max(scores, 2 * 4 * (LENGTH + remembered))  # a query of all rows and heads at least
 
 
 @pytest.mark.parametrize("scores", [1, 2**24])
 @pytest.mark.parametrize("shift", [0, 4])
-def test_spans_are_those_of_the_whole_matrix(scores: int, shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_span_entropy_equals_that_of_the_full_matrix(scores: int, shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entropy, "SCORES", scores)
     segment = SpanSegment(slice(0, 2), 0, LENGTH, seen=16, kept=16)
     cut = SpanCut(8, 2, [segment], shift)
@@ -92,47 +92,47 @@ def test_spans_are_those_of_the_whole_matrix(scores: int, shift: int, monkeypatc
     inputs = SpanInputs(heads(LENGTH, 4), heads(LENGTH + 16, 2), heads(LENGTH + 16, 2), cut, [chosen])
     visible = _visible(cut, segment, chosen, torch.device("cpu")).repeat_interleave(2, dim=1)
     for first in (0, 20):
-        found = span_entropy(inputs, first)
+        measured = span_entropy(inputs, first)
         expected = of_matrix(inputs.q_BLHK, inputs.k_BSGK, visible)[..., first:]
-        torch.testing.assert_close(found.entropy_BHQ, expected, rtol=1e-12, atol=1e-12)
-        assert torch.equal(found.keys_BHQ, visible.sum(-1)[..., first:].double())
+        torch.testing.assert_close(measured.entropy_BHQ, expected, rtol=1e-12, atol=1e-12)
+        assert torch.equal(measured.keys_BHQ, visible.sum(-1)[..., first:].double())
 
 
 def selected(steps: list[float], chunk: int) -> tuple[float, float]:
     """Return the entropy and its bound for one channel with these step sizes, fed a chunk at a time."""
-    one = Selecting()
+    selecting = Selecting()
     before_softplus = torch.tensor(steps, dtype=torch.float64).expm1().log().view(1, -1, 1)
     for part in before_softplus.split(chunk, dim=1):
-        one.add(ScanInputs(part, part, part[0], part, part, part[0, 0], torch.zeros(1, dtype=torch.float64)))
-    value, bound, _ = one.means()[0].tolist()
+        selecting.add(ScanInputs(part, part, part[0], part, part, part[0, 0], torch.zeros(1, dtype=torch.float64)))
+    value, bound, _ = selecting.means()[0].tolist()
     return value, bound
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 10])
-def test_selection_by_hand(chunk: int) -> None:
+def test_selection_entropy_equals_an_example_by_hand(chunk: int) -> None:
     assert selected([0.5] * 10, chunk) == pytest.approx((math.log(10), math.log(10)))
     assert selected([40.0, *[1e-12] * 9], chunk) == pytest.approx((0, math.log(10)), abs=1e-9)
     expected = math.log(4) / 4 + 3 / 4 * math.log(4 / 3)
     assert selected([1.0, 3.0], chunk) == pytest.approx((expected, math.log(2)))
 
 
-def test_of_a_model_in_any_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entropies_of_a_model_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model("M-S-W-F-", torch.float64)
     tokens_BL = torch.randint(61, (3, LENGTH))
     whole = entropies(reader(model), tokens_BL, LENGTH, queries=10)
-    assert [one.layer for one in whole] == [0, 2, 4, 6]
-    assert [one.kind for one in whole] == ["selection"] * 2 + ["attention"] * 2
+    assert [of_layer.layer for of_layer in whole] == [0, 2, 4, 6]
+    assert [of_layer.kind for of_layer in whole] == ["selection"] * 2 + ["attention"] * 2
     assert whole[2].bound == pytest.approx(math.log(8))
     assert whole[3].bound == pytest.approx(sum(math.log(keys) for keys in range(LENGTH - 9, LENGTH + 1)) / 10)
-    for one in whole:
-        assert 0 < one.least <= one.entropy <= one.greatest <= one.bound + 1e-9
+    for of_layer in whole:
+        assert 0 < of_layer.least <= of_layer.entropy <= of_layer.greatest <= of_layer.bound + 1e-9
     for chunk in (1, 5, 16):
-        for one, other in zip(entropies(reader(model), tokens_BL, chunk, queries=10), whole, strict=True):
-            assert one[2:] == pytest.approx(other[2:], rel=1e-9)
+        for of_layer, expected in zip(entropies(reader(model), tokens_BL, chunk, queries=10), whole, strict=True):
+            assert of_layer[2:] == pytest.approx(expected[2:], rel=1e-9)
     assert not any(layer.mixer._forward_pre_hooks for layer in model.layers.values())  # nobody looks any more
     with torch.no_grad():
         model(tokens_BL, None, SeqInfo.stream(*tokens_BL.shape))
 
 
-def test_a_model_that_looks_at_nothing_has_none() -> None:
+def test_models_without_attention_have_no_entropies() -> None:
     assert entropies(reader(small_model("--")), torch.randint(61, (1, 8)), 8) == []

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow  # imports lm_eval
 from hybridtron.evaluate import harness, harness_tasks  # noqa: E402
 from hybridtron.evaluate.harness_run import wanted_tasks  # noqa: E402
 from hybridtron.problems import Unusable  # noqa: E402
+from tests.refusals import raises_code  # noqa: E402
 
 TINY = ["tiny_choice", "tiny_word", "tiny_text", "tiny_answer"]
 
@@ -40,14 +41,14 @@ def rows(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str,
     return evaluated(run, tmp_path_factory.mktemp("out"))
 
 
-def test_scores_are_those_of_the_exported_model(run: Path, rows: dict, tmp_path: Path) -> None:
+def test_scores_equal_those_of_the_exported_model(run: Path, rows: dict, tmp_path: Path) -> None:
     """Choices, words, texts and answers, by the harness' own class for transformers."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     assert main(["export", str(run), "--output", str(tmp_path / "exported")]) == 0
     arguments = {"pretrained": str(tmp_path / "exported"), "trust_remote_code": True, "dtype": "float32"}
-    found = simple_evaluate(
+    reference = simple_evaluate(
         model="hf",
         model_args={**arguments, "device": "cpu", "max_length": 24},
         tasks=[dict(harness_tasks.OWN_TASKS[name]) for name in TINY],
@@ -57,15 +58,15 @@ def test_scores_are_those_of_the_exported_model(run: Path, rows: dict, tmp_path:
     )
     theirs = {
         (task, key.split(",")[0]): value
-        for task, metrics in found["results"].items()
+        for task, metrics in reference["results"].items()
         for key, value in metrics.items()
         if "," in key and "_stderr" not in key
     }
     assert theirs.keys() == rows.keys()
     assert {key: row["value"] for key, row in rows.items()} == pytest.approx(theirs, rel=1e-4)
-    written = [one["filtered_resps"][0] for one in found["samples"]["tiny_answer"]]
+    written = [document["filtered_resps"][0] for document in reference["samples"]["tiny_answer"]]
     assert [line["result"] for line in lines_of_task(run, tmp_path / "again", "tiny_answer")] == written
-    texts = [one["filtered_resps"][0][0] for one in found["samples"]["tiny_word"]]
+    texts = [document["filtered_resps"][0][0] for document in reference["samples"]["tiny_word"]]
     ours = [line["result"][0] for line in lines_of_task(run, tmp_path / "words", "tiny_word")]
     assert ours == pytest.approx(texts, abs=1e-4)
 
@@ -76,7 +77,7 @@ def lines_of_task(run: Path, output: Path, task: str) -> list[dict]:
     return sorted(lines_of(output / "harness/samples.jsonl")[1:], key=lambda line: line["index"])
 
 
-def test_a_batch_changes_nothing_and_what_was_killed_continues(run: Path, rows: dict, tmp_path: Path) -> None:
+def test_a_killed_evaluation_continues_with_another_batch(run: Path, rows: dict, tmp_path: Path) -> None:
     values = {key: pytest.approx(row["value"], rel=1e-5) for key, row in rows.items()}
     assert {key: row["value"] for key, row in evaluated(run, tmp_path, "--batch", "1").items()} == values
     file = tmp_path / "harness/samples.jsonl"
@@ -92,14 +93,14 @@ def test_a_batch_changes_nothing_and_what_was_killed_continues(run: Path, rows: 
 @pytest.mark.gloo
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("layout", ["", "parallel.tensor=2", "parallel.pipeline=2", "parallel.context=2"])
-def test_two_processes_find_what_one_does(layout: str, run: Path, rows: dict, tmp_path: Path) -> None:
-    arguments = ["evaluate", run, "--harness", "tiny", "--max-length", "24", "--output", tmp_path, *layout.split()]
-    under_torchrun(*arguments, "--batch", "4")
-    found = json.loads((tmp_path / "harness/results.json").read_text())["rows"]
-    assert [row["value"] for row in found] == pytest.approx([row["value"] for row in rows.values()], rel=1e-4)
+def test_two_processes_score_as_one(layout: str, run: Path, rows: dict, tmp_path: Path) -> None:
+    options = ["--harness", "tiny", "--max-length", "24", "--output", tmp_path, "--batch", "4"]
+    under_torchrun(["evaluate", run, *options, *layout.split()])
+    measured = json.loads((tmp_path / "harness/results.json").read_text())["rows"]
+    assert [row["value"] for row in measured] == pytest.approx([row["value"] for row in rows.values()], rel=1e-4)
 
 
-def test_tasks_that_can_t_be_asked_are_left_out_with_a_reason(run: Path, tmp_path: Path, capsys) -> None:
+def test_tasks_that_cannot_run_are_left_out_with_a_reason(run: Path, tmp_path: Path, capsys) -> None:
     tasks = {"absent": {"dataset_path": "nobody/absent"}, "code": {"dataset_path": "nobody/code", "unsafe_code": True}}
     (tmp_path / "tasks").mkdir()
     for name, about in tasks.items():
@@ -107,8 +108,8 @@ def test_tasks_that_can_t_be_asked_are_left_out_with_a_reason(run: Path, tmp_pat
         (tmp_path / f"tasks/{name}.yaml").write_text(json.dumps({**config, "doc_to_target": "y"}))
     command = ["evaluate", str(run), "--include", str(tmp_path / "tasks"), "--output", str(tmp_path), "--harness"]
     assert main([*command, "absent", "code"]) == 2
-    said = capsys.readouterr().err
-    assert all(word in said for word in ("nobody/absent", "--run-code", "--harness tiny"))
+    message = capsys.readouterr().err
+    assert all(name in message for name in ("nobody/absent", "--run-code", "--harness tiny"))
     assert main([*command, "absent", "tiny_choice", "code", "--max-length", "4", "--samples", "3"]) == 0
     record = json.loads((tmp_path / "harness/results.json").read_text())
     assert [row["task"] for row in record["rows"]] == ["tiny_choice"] * 2
@@ -130,7 +131,7 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tokenizer/chat_template.jinja").write_text(template)
     answer = {"role": "assistant", "content": "mat."}
     chats = [{"messages": [{"role": "user", "content": f"{number}?"}, answer]} for number in range(60)]
-    (folder / "chats.jsonl").write_text("".join(json.dumps(one) + "\n" for one in chats))
+    (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     command = ["--input", str(folder / "chats.jsonl"), "--learn", "messages", "--validation", "30%"]
     command += ["--tokenizer", str(folder / "tokenizer"), "--output", str(folder / "data")]
     assert main(["data", "prepare", *command]) == 0
@@ -140,8 +141,8 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shot_tasks(folder: Path) -> list[str]:
     """Tasks with examples: choices below a system prompt, and answers of which the beginning is given."""
     folder.mkdir()
-    days = [{"day": one["day"], "next": one["next"], "other": one["other"]} for one in harness_tasks.TINY]
-    (folder / "days.jsonl").write_text("".join(json.dumps(one) + "\n" for one in days))
+    days = [{"day": day["day"], "next": day["next"], "other": day["other"]} for day in harness_tasks.TINY]
+    (folder / "days.jsonl").write_text("".join(json.dumps(day) + "\n" for day in days))
     about = {
         "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "days.jsonl")}},
         "test_split": "test", "num_fewshot": 2, "doc_to_text": "The day after {{day}} is",
@@ -157,7 +158,7 @@ def shot_tasks(folder: Path) -> list[str]:
     return list(kinds)
 
 
-def test_chats_are_those_of_the_exported_model(talker: Path, tmp_path: Path) -> None:
+def test_chats_equal_those_of_the_exported_model(talker: Path, tmp_path: Path) -> None:
     """Compare prompts and results: template, examples as turns, an answer's beginning, and no system prompt."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -167,7 +168,7 @@ def test_chats_are_those_of_the_exported_model(talker: Path, tmp_path: Path) -> 
     assert main([*command, "--output", str(tmp_path / "out"), "--harness", *names, "tiny_text"]) == 0
     assert main(["export", str(talker), "--output", str(tmp_path / "exported")]) == 0
     model = {"pretrained": str(tmp_path / "exported"), "trust_remote_code": True, "dtype": "float32"}
-    found = simple_evaluate(
+    reference = simple_evaluate(
         model="hf",
         model_args={**model, "device": "cpu", "max_length": 400},
         tasks=[*names, dict(harness_tasks.OWN_TASKS["tiny_text"])],
@@ -180,41 +181,40 @@ def test_chats_are_those_of_the_exported_model(talker: Path, tmp_path: Path) -> 
     record = json.loads((tmp_path / "out/harness/results.json").read_text())
     rows = {(row["task"], row["metric"]): row for row in record["rows"]}
     for (task, metric), row in rows.items():
-        assert row["value"] == pytest.approx(found["results"][task][f"{metric},none"], rel=1e-4)
+        assert row["value"] == pytest.approx(reference["results"][task][f"{metric},none"], rel=1e-4)
         assert row["length"] == ("0-shot chat" if task == "tiny_text" else "2-shot chat")
-    assert record["left_out"] == ["chosen_day: the system prompts of its chats, as the chat template takes none"]
+    assert record["left_out"] == ["chosen_day: the system prompts of its chats, since the chat template accepts none"]
     lines = lines_of(tmp_path / "out/harness/samples.jsonl")[1:]
     chosen, written = (sorted(part, key=lambda line: line["index"]) for part in (lines[:14], lines[14:21]))
-    scored = [response[0] for one in found["samples"]["chosen_day"] for response in one["filtered_resps"]]
+    scored = [response[0] for document in reference["samples"]["chosen_day"] for response in document["filtered_resps"]]
     assert [line["result"][0] for line in chosen] == pytest.approx(scored, rel=1e-4)
-    assert [line["result"] for line in written] == [one["filtered_resps"][0] for one in found["samples"]["written_day"]]
-    prompt = found["samples"]["written_day"][0]["arguments"][0][0]
+    assert [line["result"] for line in written] == [
+        document["filtered_resps"][0] for document in reference["samples"]["written_day"]
+    ]
+    prompt = reference["samples"]["written_day"][0]["arguments"][0][0]
     assert prompt.count(f"{BOS}user") == prompt.count(f"{BOS}assistant") == 3
     assert prompt.endswith("assistant\nIt is")
 
 
-def test_a_model_without_a_chat_template_is_not_asked_in_chats(run: Path, tmp_path: Path, capsys) -> None:
+def test_models_without_a_chat_template_skip_chats(run: Path, tmp_path: Path, capsys) -> None:
     for harness_options in (["samba_instruct"], ["tiny_word", "--chat"]):
         assert main(["evaluate", str(run), "--output", str(tmp_path), "--harness", *harness_options]) == 2
-        said = capsys.readouterr().err
-        assert all(word in said for word in ("no chat template", "--learn messages"))
-    asked = {(one.name, one.chat) for one in wanted_tasks(["samba_short", "samba_instruct"])}
+        assert "--learn messages" in capsys.readouterr().err
+    asked = {(task.name, task.chat) for task in wanted_tasks(["samba_short", "samba_instruct"])}
     assert {("mmlu", False), ("mmlu", True), ("humaneval", False), ("humaneval_instruct", True)} < asked
 
 
-def test_the_groups_name_tasks_of_the_harness() -> None:
+def test_groups_name_tasks_of_the_harness() -> None:
     """Building its list takes seconds, so once; one that no list has is named."""
     names = [*harness_tasks.HARNESS_GROUPS, "no_such_task"]
-    with pytest.raises(Unusable) as refused:
+    with raises_code(Unusable, "unknown-name"):
         harness.known_tasks(wanted_tasks(names), None)
-    assert refused.value.code == "unknown-name"
-    with pytest.raises(Unusable) as refused:
+    with raises_code(Unusable, "no-file"):
         harness.known_tasks(wanted_tasks(["tiny"]), Path("no_such_folder"))
-    assert refused.value.code == "no-file"
 
 
 @pytest.mark.parametrize("wrong", [["--max-length", "8"], ["--harness", "tiny", "--suite", "samba"]])
-def test_options_that_do_not_fit(wrong: list[str], run: Path, capsys) -> None:
+def test_conflicting_options_are_refused(wrong: list[str], run: Path, capsys) -> None:
     with pytest.raises(SystemExit):
         main(["evaluate", str(run), *wrong])
     assert wrong[0] in capsys.readouterr().err
@@ -233,7 +233,7 @@ def test_summaries_and_answers_are_compared_with_the_best_reference() -> None:
     assert harness_tasks.answer_f1(document, ["the dog"]) == {"f1": 1.0}
 
 
-def test_documents_are_made_of_what_is_published() -> None:
+def test_documents_are_built_from_published_fields() -> None:
     from datasets import Dataset
 
     story = {
@@ -247,7 +247,9 @@ def test_documents_are_made_of_what_is_published() -> None:
         {"document": "Once.", "question": "Who?", "references": ["A.", "B."]},
         {"document": "Once.", "question": "Why?", "references": ["C."]},
     ]
-    lines = [{"id": one, "input": f"{one}?\n\nText\n\nmore.", "output": answer} for one, answer in ("ax", "ay", "bz")]
+    lines = [
+        {"id": name, "input": f"{name}?\n\nText\n\nmore.", "output": answer} for name, answer in ("ax", "ay", "bz")
+    ]
     assert harness_tasks.questions_of_papers(Dataset.from_list(lines)).to_list() == [
         {"question": "a?", "document": "Text\n\nmore.", "references": ["x", "y"]},
         {"question": "b?", "document": "Text\n\nmore.", "references": ["z"]},

@@ -18,7 +18,7 @@ from hybridtron.evaluate.length import (
     position_losses,
     state_deviation,
 )
-from hybridtron.model.generate import reader
+from hybridtron.inference.reader import reader
 from hybridtron.model.lm import LanguageModel
 from tests.conftest import small_model
 
@@ -42,7 +42,7 @@ def read_whole(model: LanguageModel, tokens_BL: torch.Tensor):
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_losses_by_position_are_those_of_a_hand_loop(pattern: str) -> None:
+def test_losses_by_position_equal_a_loop_by_hand(pattern: str) -> None:
     model = wide(pattern)
     tokens_BT = tokens()
     logits_LBV = read_whole(model, tokens_BT[:, :-1]).output
@@ -53,7 +53,7 @@ def test_losses_by_position_are_those_of_a_hand_loop(pattern: str) -> None:
         torch.testing.assert_close(losses_L, torch.stack(by_hand), rtol=1e-9, atol=1e-9)
 
 
-def test_a_position_sees_what_stands_before_it_alone() -> None:
+def test_a_position_reads_earlier_tokens_only() -> None:
     model = wide("M-S-W")
     tokens_BT = tokens(1)
     changed_BT = tokens_BT.clone()
@@ -63,7 +63,7 @@ def test_a_position_sees_what_stands_before_it_alone() -> None:
     assert (before[19:] != after[19:]).all()
 
 
-def test_losses_of_a_bf16_model_are_summed_wide() -> None:
+def test_bf16_losses_are_summed_in_fp64() -> None:
     model = small_model("M-S-").cast(torch.bfloat16)
     tokens_BT = tokens(8)
     logits_LBV = read_whole(model, tokens_BT[:, :-1]).output
@@ -75,15 +75,17 @@ def test_losses_of_a_bf16_model_are_summed_wide() -> None:
 def test_bins_double_from_the_training_length_on() -> None:
     losses_L = torch.arange(1.0, 12.0, dtype=torch.float64) / 10
     bins = perplexity_bins(losses_L, 2)
-    assert [(one.first, one.last) for one in bins] == [(1, 2), (3, 4), (5, 8), (9, 11)]
-    assert [one.perplexity for one in bins] == pytest.approx([math.exp(x) for x in (0.15, 0.35, 0.65, 1.0)])
-    assert [one[:2] for one in perplexity_bins(losses_L[:8], 4)] == [(1, 4), (5, 8)]
-    assert [one[:2] for one in perplexity_bins(losses_L, 50)] == [(1, 11)]
+    assert [(part.first, part.last) for part in bins] == [(1, 2), (3, 4), (5, 8), (9, 11)]
+    assert [part.perplexity for part in bins] == pytest.approx([math.exp(x) for x in (0.15, 0.35, 0.65, 1.0)])
+    assert [part[:2] for part in perplexity_bins(losses_L[:8], 4)] == [(1, 4), (5, 8)]
+    assert [part[:2] for part in perplexity_bins(losses_L, 50)] == [(1, 11)]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_remembrance_compares_the_whole_with_its_end(pattern: str) -> None:
-    model, tokens_BT, ts = wide(pattern), tokens(), [0, 3, 20, LENGTH - 1]
+def test_remembrance_compares_full_rows_with_their_ends(pattern: str) -> None:
+    model = wide(pattern)
+    tokens_BT = tokens()
+    ts = [0, 3, 20, LENGTH - 1]
 
     def after(t: int) -> torch.Tensor:
         return read_whole(model, tokens_BT[:, t:]).output[-1].softmax(-1)
@@ -96,7 +98,7 @@ def test_remembrance_compares_the_whole_with_its_end(pattern: str) -> None:
             assert (measured.total_variation > ANGLES) == (t > 0 and not (pattern == "W" and t < LENGTH - 8))
 
 
-def test_one_window_remembers_no_more_than_itself() -> None:
+def test_windowed_attention_remembers_its_window() -> None:
     measured = effective_remembrance(reader(wide("W")), tokens(), [LENGTH - 9, LENGTH - 8, LENGTH - 7], 5)
     assert measured[0].total_variation < ANGLES
     assert measured[1].total_variation < ANGLES
@@ -108,7 +110,7 @@ def test_a_model_without_a_past_remembers_nothing() -> None:
         assert measured[1:] == pytest.approx((0, 0, 0), abs=1e-7)
 
 
-def test_no_tokens_at_all_predict_nothing() -> None:
+def test_texts_without_predictions_are_refused() -> None:
     for t in (-1, LENGTH):
         with pytest.raises(ValueError, match=str(t)):
             effective_remembrance(reader(wide("M")), tokens(), [t], 5)
@@ -121,7 +123,7 @@ def by_hand(p: list[float], q: list[float]) -> tuple[float, float, float]:
     return sum(abs(a - b) for a, b, _ in pairs) / 2, math.sqrt(bits), 1 - dot
 
 
-def test_distances_are_those_of_the_formulas() -> None:
+def test_distances_between_predictions_follow_the_formulas() -> None:
     p = [[0.5, 0.25, 0.25, 0.0], [1.0, 0.0, 0.0, 0.0]]
     q = [[0.1, 0.2, 0.3, 0.4], [0.0, 1.0, 0.0, 0.0]]
     measured = torch.stack(distances(torch.tensor(p).double(), torch.tensor(q).double()), dim=1)
@@ -130,7 +132,7 @@ def test_distances_are_those_of_the_formulas() -> None:
     assert measured[1].tolist() == pytest.approx([1, 1, 1])  # nothing in common: as far as it goes
 
 
-def test_the_mean_is_over_rows() -> None:
+def test_distances_are_averaged_over_rows() -> None:
     model = wide("M-S-")
     tokens_BT = tokens(4)
     together = effective_remembrance(reader(model), tokens_BT, [9], 8)[0]
@@ -139,25 +141,27 @@ def test_the_mean_is_over_rows() -> None:
 
 
 @pytest.mark.parametrize(("every", "chunk"), [(8, 5), (5, 8), (6, 64), (37, 10), (1, 4)])
-def test_deviations_are_those_of_the_states(every: int, chunk: int) -> None:
+def test_state_deviations_equal_those_of_the_states(every: int, chunk: int) -> None:
     model = wide("M-W-S-F-")
     tokens_BT = tokens()
     measured = state_deviation(reader(model), tokens_BT, every, chunk)
     positions = range(every, LENGTH + 1, every)
-    assert [(one.position, one.layer) for one in measured] == [(p, layer) for p in positions for layer in (0, 4)]
+    assert [(deviation.position, deviation.layer) for deviation in measured] == [
+        (p, layer) for p in positions for layer in (0, 4)
+    ]
     for position, layer, deviations in measured:
         h = read_whole(model, tokens_BT[:, :position]).states[layer]["ssm"]
         heads = [h] if layer == 0 else h.unbind(1)
         assert (h.dim(), len(deviations)) == ((3, 1) if layer == 0 else (4, 8))
-        expected = [torch.std(one, correction=0).item() for one in heads]
+        expected = [torch.std(deviation, correction=0).item() for deviation in heads]
         assert list(deviations) == pytest.approx(expected, rel=1e-9)
 
 
-def test_without_a_recurrent_state_there_is_nothing_to_measure() -> None:
+def test_models_without_recurrent_states_have_no_deviations() -> None:
     assert state_deviation(reader(wide("W-F-")), tokens(), 8, 8) == []
 
 
-def test_progress_counts_every_token_that_is_read() -> None:
+def test_progress_counts_every_token_read() -> None:
     model = wide("M")
     tokens_BT = tokens()
     read = []
@@ -171,7 +175,7 @@ def test_progress_counts_every_token_that_is_read() -> None:
     assert sum(read) == LENGTH
 
 
-def test_the_stream_of_one_chunk_is_kept_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_chunk_is_held_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = wide("M-S-")
     alive = weakref.WeakSet()
     most = []

@@ -13,7 +13,7 @@ from examples.chat.conversations import main as write
 from hybridtron.cli.main import main
 
 
-def test_questions_are_different_and_answered() -> None:
+def test_questions_differ_and_have_answers() -> None:
     answers = dict(conversations())
     assert len(answers) == len(list(conversations())) > 1000
     assert answers["What does json.dumps do?"] == "Serialize ``obj`` to a JSON formatted ``str``."
@@ -30,7 +30,7 @@ def test_questions_are_different_and_answered() -> None:
         ("", ""),
     ],
 )
-def test_an_answer_is_the_first_sentence(text: str, sentence: str) -> None:
+def test_answers_end_with_the_first_sentence(text: str, sentence: str) -> None:
     assert first_sentence(text) == sentence
 
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import shlex
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from unittest import mock
 
 from hybridtron import __version__
 from hybridtron.cli.main import main
+from tests.golden.prepare_inputs import PREPARE_FILES
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -38,6 +41,20 @@ FILES: Mapping[str, bytes] = {
     "squad.json": b'{"data": []}',
     "words.txt": b"apple\nbread\n",
     "short_words/a.txt": b"Too short.",
+    "llama/config.json": b'{"architectures": ["LlamaForCausalLM"], "hidden_size": 32, "vocab_size": 80, '
+    b'"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 56, "rms_norm_eps": 1e-5}',
+    "wrong_values/config.json": b'{"architectures": "Llama", "hidden_size": "32", "rms_norm_eps": -1}',
+    "unknown_class/config.json": b'{"architectures": ["GPT2LMHeadModel"]}',
+    "dynamic_rope/config.json": b'{"architectures": ["LlamaForCausalLM"], "hidden_size": 32, "vocab_size": 80, '
+    b'"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 56, "rms_norm_eps": 1e-5, '
+    b'"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}',
+    "quantized/config.json": b'{"quantization_config": {"quant_method": "awq"}}',
+    "no_object/config.json": b"[]",
+    "torn/config.json": b"{",
+    "adapter/adapter_config.json": b'{"peft_type": "IA3"}',
+    "bin/sbatch": b"#!/bin/sh\n",
+    "bin/sinfo": b"#!/bin/sh\nprintf 'gpu*|up|12:00:00|4\\nlong|up|7-00:00:00|2\\nold|down|infinite|9\\n'\n",
+    "bin/squeue": b"#!/bin/sh\n",
     "sweeps/list.yaml": b"[1, 2]",
     "sweeps/unknown_key.yaml": b"sttings: [a=1]",
     "sweeps/text.yaml": b"settings: recipe=laptop",
@@ -53,8 +70,9 @@ FILES: Mapping[str, bytes] = {
     "sweeps/same_name.yaml": b"variants: {'a b': [], 'a/b': []}",
     "sweeps/wrong_run.yaml": b"settings: [recipe=laptop, optim.clp=1]",
     "sweeps/good.yaml": b"settings: [recipe=laptop]\nvariants: {base: [], longer: {from: base}}",
+    **PREPARE_FILES,
 }
-"""Files in the folder where the commands run."""
+"""Files in the folder where the commands run; those in bin/ stand in for SLURM's programs."""
 
 
 def renewed(text: str, work: Path) -> str:
@@ -62,6 +80,8 @@ def renewed(text: str, work: Path) -> str:
     for name, content in FILES.items():
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         (work / name).write_bytes(content)
+        if name.startswith("bin/"):
+            (work / name).chmod(0o755)
     matches = list(COMMAND.finditer(text))
     return "\n".join(f"{match[0]}\n{_output(_words(match[1]), work)}" for match in matches)
 
@@ -73,15 +93,21 @@ def _words(command: str) -> list[str]:
 def _output(arguments: list[str], work: Path) -> str:
     """Return what a command prints and its exit code. Of argparse's usage and message, only the message is kept."""
     printed = io.StringIO()
-    with contextlib.chdir(work), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+    path = f"{work}/bin:{os.environ['PATH']}"
+    with (
+        contextlib.chdir(work),
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
+        mock.patch.dict(os.environ, PATH=path),
+    ):
         try:
             code: object = main(arguments)
             text = printed.getvalue()
         except SystemExit as end:
             code = end.code
             text = printed.getvalue().strip().rpartition("\n")[2] + "\n"
-    for found, mask in ((str(work), "WORK"), (str(ROOT), "ROOT"), (__version__, "VERSION")):
-        text = text.replace(found, mask)
+    for varying, mask in ((str(work), "WORK"), (str(ROOT), "ROOT"), (__version__, "VERSION")):
+        text = text.replace(varying, mask)
     lines = [line.rstrip() for line in text.splitlines()]
     return "\n".join([*lines, f"[exit code {code}]", ""])
 

@@ -10,6 +10,6 @@ from tests.golden.messages import FOLDER, renewed
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("*.txt")))
-def test_messages_are_those_of_the_golden_file(name: str, tmp_path: Path) -> None:
+def test_messages_equal_the_golden_file(name: str, tmp_path: Path) -> None:
     text = (FOLDER / name).read_text()
     assert renewed(text, tmp_path) == text, "python -m tests.golden.messages renews the file"

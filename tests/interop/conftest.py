@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.config.layout import ProcessLaunch
+from hybridtron.config.pipeline_layout import ProcessLaunch
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.device import megatron_context
 from hybridtron.parallel import groups as process_groups

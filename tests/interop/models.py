@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import yaml
 
 from hybridtron.architecture.model import ModelConfig
-from hybridtron.architecture.table import parameter_table
+from hybridtron.architecture.table import architecture
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import folder_of
 from hybridtron.checkpoint.save import Saver, meta_of
+from hybridtron.config.resolve import RunPlan, resolve
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.engine.engine import Engine
 from hybridtron.interop.verify import in_fp32, whole_model
@@ -225,8 +225,6 @@ CLASSES = {
     "zamba2": "Zamba2ForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
 }
-ONE_OF_EACH = [pytest.param(name, marks=[pytest.mark.slow] * (name not in CLASSES)) for name in MODELS]
-"""Of each class the first is fast."""
 
 
 MULTIPLIED = {"granite-scaled", "dense_granite", "conv"}
@@ -235,8 +233,17 @@ MULTIPLIED = {"granite-scaled", "dense_granite", "conv"}
 def model_config(name: str) -> ModelConfig:
     pattern, layers, tied = (MODELS | CUSTOM)[name]
     model = ModelConfig(width=WIDTH, vocab_size=VOCAB, pattern=pattern, layers=layers, tie_embeddings=tied)
-    multipliers = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
-    return replace(model, **multipliers) if name in MULTIPLIED else model
+    if name in MULTIPLIED:
+        return replace(model, embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=8.0)
+    return model
+
+
+@torch.no_grad()
+def _add_noise(engine: Engine) -> None:
+    for stage in engine.stages:
+        for number, weight in enumerate(stage.model.parameters()):
+            added = torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
+            weight += 0.2 * added.to(weight.dtype)
 
 
 def checkpoint_of(
@@ -245,21 +252,20 @@ def checkpoint_of(
     run: Path,
     precision: str = "fp32",
     parallel: ParallelConfig | None = None,
-    given: Checkpoint | None = None,
+    weights: Checkpoint | None = None,
 ) -> Checkpoint:
     """Write a checkpoint of a model, and return it.
 
-    All weights differ from their initial values, also norms, D, A_log and biases; with `given` they are that
+    All weights differ from their initial values, also norms, D, A_log and biases; with `weights` they are that
     checkpoint's.
     """
     config = small_run(model, precision=precision)
     config.parallel = parallel or config.parallel
-    engine = Engine(config, groups, None if given is None else given.weights(parameter_table(model)))
-    with torch.no_grad():
-        for stage in engine.stages if given is None else []:
-            for number, weight in enumerate(stage.model.parameters()):
-                added = torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
-                weight += 0.2 * added.to(weight.dtype)
+    if weights is None:
+        engine = Engine(resolve(config)[0], groups)
+        _add_noise(engine)
+    else:
+        engine = Engine(resolve(config)[0], groups, weights.weights(architecture(model).table))
     run.mkdir(parents=True, exist_ok=True)
     tokenizer = run / f"tokenizer-{groups.rank}.json"
     vocabulary = {f"w{number}": number for number in range(VOCAB - 1)}
@@ -278,7 +284,7 @@ def checkpoint_of(
             }
         )
     )
-    Saver(engine.config, run, groups).save(engine, meta_of(engine, 1, {"eos": "3"}), tokenizer)
+    Saver(RunPlan.of(engine.config), run, groups).save(engine, meta_of(engine, 1, {"eos": "3"}), tokenizer)
     return Checkpoint.open(folder_of(run, 1))
 
 

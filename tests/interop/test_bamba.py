@@ -14,8 +14,8 @@ from hybridtron.architecture.table import architecture
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.cli.convert import main
 from hybridtron.config.choices import Export
-from hybridtron.config.exportable import export_class
-from hybridtron.config.native_fits import NATIVE
+from hybridtron.config.export_class import export_class
+from hybridtron.config.hf_compat import NATIVE
 from hybridtron.interop.config_json import CannotImport, settings_of
 from hybridtron.interop.native_bamba import Bamba
 from hybridtron.interop.native_granite import GraniteHybrid
@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_a_folder_that_transformers_wrote_is_the_same_model_here(tmp_path: Path) -> None:
+def test_imported_folder_gives_the_logits_of_transformers(tmp_path: Path) -> None:
     """The folder may also leave out the size of a head."""
     torch.manual_seed(5)
     theirs = BambaForCausalLM(BambaConfig(**SIZES)).eval()
@@ -43,14 +43,14 @@ def test_a_folder_that_transformers_wrote_is_the_same_model_here(tmp_path: Path)
     settings = json.loads((tmp_path / "in/config.json").read_text())
     (tmp_path / "in/config.json").write_text(json.dumps(settings | {"mamba_d_head": "auto"}))
     assert main(["import", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]) == 0
-    found = Checkpoint.open(tmp_path / "out")
-    assert found.config.model.pattern == "M-A-M-"
-    assert export_class(found.config.model, Export.auto) == "BambaForCausalLM"
-    assert_same_logits(found, theirs)
+    imported = Checkpoint.open(tmp_path / "out")
+    assert imported.config.model.pattern == "M-A-M-"
+    assert export_class(architecture(imported.config.model), Export.auto) == "BambaForCausalLM"
+    assert_same_logits(imported, theirs)
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "named"),
     [
         ({"time_step_limit": [0.001, 0.1]}, "time_step_limit"),
         ({"time_step_limit": 7}, "time_step_limit=7"),
@@ -61,40 +61,40 @@ def test_a_folder_that_transformers_wrote_is_the_same_model_here(tmp_path: Path)
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=dynamic"),
     ],
 )
-def test_what_is_not_ours_is_refused(changed: dict[str, Any], said: str) -> None:
+def test_unsupported_settings_are_refused(changed: dict[str, Any], named: str) -> None:
     theirs = json.loads(BambaConfig(**SIZES).to_json_string(use_diff=False))
     Bamba().model(theirs)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=named):
         Bamba().model({**theirs, **changed})
 
 
 @pytest.mark.parametrize("size", [None, 0, "none"])
-def test_a_size_of_heads_that_says_nothing_is_refused(size: int | str | None, tmp_path: Path) -> None:
+def test_wrong_head_sizes_are_refused(size: int | str | None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"mamba_d_head": size}))
-    with pytest.raises(CannotImport, match=r'mamba_d_head is .*, must be a number from 1 on or "auto"'):
+    with pytest.raises(CannotImport, match="mamba_d_head") as refused:
         settings_of(tmp_path)
+    assert refused.value.code == "malformed"
 
 
-@pytest.mark.parametrize("of", [Bamba, GraniteHybrid])
-def test_heads_that_are_left_to_be_found(of: type[Bamba | GraniteHybrid]) -> None:
-    name = "bamba" if of is Bamba else "granite"
-    theirs = json.loads(json.dumps(of().config(model_config(name), 64)))
-    assert of().model(theirs | {"mamba_d_head": "auto"}) == of().model(theirs)
+@pytest.mark.parametrize(("name", "target"), [("bamba", Bamba()), ("granite", GraniteHybrid())])
+def test_automatic_head_size_follows_from_the_width(name: str, target: Bamba | GraniteHybrid) -> None:
+    theirs = json.loads(json.dumps(target.config(architecture(model_config(name)), 64)))
+    assert target.model(theirs | {"mamba_d_head": "auto"}) == target.model(theirs)
     with pytest.raises(ValueError, match="mamba_n_heads x mamba_d_head"):
-        of().model(theirs | {"mamba_d_head": "auto", "mamba_n_heads": 3})
+        target.model(theirs | {"mamba_d_head": "auto", "mamba_n_heads": 3})
 
 
 @pytest.mark.parametrize(
-    ("of", "options", "said"),
+    ("name", "options", "reason"),
     [
-        ("bamba", {"rotary_dim": 6}, "do not turn half of each head"),
+        ("bamba", {"rotary_dim": 6}, "do not rotate half of each head"),
         ("bamba", {"rope": "none"}, "no rotary positions"),
         ("bamba", {"window": 8}, "a window"),
-        ("granite", {}, "do not turn half of each head"),
+        ("granite", {}, "do not rotate half of each head"),
         ("llama", {}, "no mamba2 sub-layer"),
     ],
 )
-def test_what_is_no_bamba(of: str, options: dict[str, Any], said: str) -> None:
-    model = model_config(of)
+def test_models_of_another_shape_get_a_reason(name: str, options: dict[str, Any], reason: str) -> None:
+    model = model_config(name)
     model.layers = {**model.layers, "A": {**model.layers["A"], **options}}
-    assert said in (NATIVE["BambaForCausalLM"](architecture(model), model.norm_eps) or "")
+    assert reason in (NATIVE["BambaForCausalLM"](architecture(model), model.norm_eps) or "")

@@ -28,9 +28,9 @@ CHAT_OF_TWO = [{"role": "user", "content": "the cat?"}, {"role": "assistant", "c
 def with_tokens(folder: Path) -> bytes:
     """A tokenizer that a chat template goes with."""
     folder.mkdir()
-    made = tokenizer()
-    made.add_special_tokens([BOS, EOS])
-    made.save(str(folder / "tokenizer.json"))
+    words_and_tokens = tokenizer()
+    words_and_tokens.add_special_tokens([BOS, EOS])
+    words_and_tokens.save(str(folder / "tokenizer.json"))
     config = {"chat_template": TEMPLATE, "bos_token": BOS, "eos_token": EOS}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return (folder / "tokenizer.json").read_bytes()
@@ -47,10 +47,12 @@ def written_by(exported: Path) -> tuple[str, str, list[int]]:
 
 
 @pytest.mark.parametrize("bos", [BOS, None])
-def test_transformers_writes_what_was_prepared(bos: str | None, tmp_path: Path) -> None:
+def test_transformers_writes_the_prepared_conversation(bos: str | None, tmp_path: Path) -> None:
     """Without a bos in the template, transformers must not write eos in its place."""
     stored = with_tokens(tmp_path / "tokenizer")
-    named = {"eos_token": EOS} | ({"bos_token": bos} if bos else {})
+    named = {"eos_token": EOS}
+    if bos:
+        named["bos_token"] = bos
     chat = ChatTemplate(TEMPLATE, tuple(named.items()), frozenset())
     (tmp_path / "out").mkdir()
     ids = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer/tokenizer.json")).get_vocab()
@@ -62,9 +64,11 @@ def test_transformers_writes_what_was_prepared(bos: str | None, tmp_path: Path) 
 
 @pytest.mark.parametrize("trims", [False, True])
 @pytest.mark.parametrize("begun", ["on the", "on the\n", " on"])
-def test_an_answer_that_was_begun_is_continued_as_transformers_does(begun: str, trims: bool, tmp_path: Path) -> None:
-    template = TEMPLATE.replace("{{ m.content }}{{ eos", "{{ m.content | trim }}{{ eos") if trims else TEMPLATE
-    assert trims == ("trim" in template)
+def test_begun_answer_is_continued_as_transformers_does(begun: str, trims: bool, tmp_path: Path) -> None:
+    template = TEMPLATE
+    if trims:
+        template = TEMPLATE.replace("{{ m.content }}{{ eos", "{{ m.content | trim }}{{ eos")
+        assert template != TEMPLATE
     with_tokens(tmp_path / "tokenizer")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     messages = [*CHAT_OF_TWO[:3], {"role": "assistant", "content": begun}]
@@ -74,17 +78,17 @@ def test_an_answer_that_was_begun_is_continued_as_transformers_does(begun: str, 
     assert wanted.rstrip().endswith(begun.strip())
 
 
-def test_a_message_that_is_not_written_can_t_be_continued() -> None:
+def test_message_outside_the_template_can_not_be_continued() -> None:
     chat = ChatTemplate("{{ messages[0].content }}", (), frozenset())
-    with pytest.raises(ValueError, match="to be continued"):
+    with pytest.raises(ValueError, match="continued"):
         chat.prompt(CHAT_OF_TWO[:2], continued=True)
 
 
 @pytest.mark.slow
-def test_from_conversations_to_an_export_and_back(tmp_path: Path) -> None:
+def test_chat_template_survives_preparation_export_and_import(tmp_path: Path) -> None:
     with_tokens(tmp_path / "tokenizer")
     chats = [[{"role": "user", "content": f"cat {number}?"}, *CHAT_OF_TWO[1:]] for number in range(60)]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in chats))
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     command = ["--input", str(tmp_path / "chats.jsonl"), "--learn", "messages", "--validation", "30%"]
     command += ["--tokenizer", str(tmp_path / "tokenizer"), "--output", str(tmp_path / "data")]
     assert main(["data", "prepare", *command]) == 0
@@ -95,7 +99,7 @@ def test_from_conversations_to_an_export_and_back(tmp_path: Path) -> None:
     assert prompt == f"{BOS}user\nthe cat?{BOS}assistant\n"
     assert main(["import", str(tmp_path / "out"), "--output", str(tmp_path / "back")]) == 0
     folders = folder_of(tmp_path / "run", 4), tmp_path / "back"
-    before, after = (Checkpoint.open(one).meta.data[CHAT] for one in folders)
+    before, after = (Checkpoint.open(folder).meta.data[CHAT] for folder in folders)
     assert json.loads(before)["template"] == json.loads(after)["template"] == TEMPLATE
     assert main(["export", str(tmp_path / "back"), "--output", str(tmp_path / "again")]) == 0
     assert written_by(tmp_path / "again") == (text, prompt, ids)

@@ -33,7 +33,7 @@ def exported(alone: Groups, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "whole"])
-def test_trl_fine_tunes_it(lora: bool, exported: Path, tmp_path: Path) -> None:
+def test_trl_fine_tunes_an_exported_model(lora: bool, exported: Path, tmp_path: Path) -> None:
     datasets, trl, peft = (pytest.importorskip(name) for name in ("datasets", "trl", "peft"))
     text = " ".join(f"w{number}" for number in range(10, 30))
     settings = trl.SFTConfig(
@@ -50,12 +50,14 @@ def test_trl_fine_tunes_it(lora: bool, exported: Path, tmp_path: Path) -> None:
         save_strategy="no",
         model_init_kwargs={"trust_remote_code": True, "dtype": "float32"},
     )
-    adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM")
+    adapter = None
+    if lora:
+        adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM")
     trainer = trl.SFTTrainer(
         model=str(exported),
         args=settings,
         train_dataset=datasets.Dataset.from_dict({"text": [text] * 16}),
-        peft_config=adapter if lora else None,
+        peft_config=adapter,
     )
     before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
     trainer.train()
@@ -68,7 +70,7 @@ def test_trl_fine_tunes_it(lora: bool, exported: Path, tmp_path: Path) -> None:
     assert any(not torch.equal(weight, before[name]) for name, weight in trainer.model.named_parameters())
 
 
-def test_lm_eval_measures_it(exported: Path, tmp_path: Path) -> None:
+def test_lm_eval_evaluates_an_exported_model(exported: Path, tmp_path: Path) -> None:
     lm_eval = pytest.importorskip("lm_eval")
     tasks = pytest.importorskip("lm_eval.tasks")
     rows = [{"question": f"w{n} w{n + 1}", "choices": [f"w{n + 2}", "w3"], "answer": n % 2} for n in range(10, 16)]
@@ -87,7 +89,7 @@ def test_lm_eval_measures_it(exported: Path, tmp_path: Path) -> None:
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks/tiny.yaml").write_text(json.dumps(task))
     manager = tasks.TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)
-    found = lm_eval.simple_evaluate(
+    results = lm_eval.simple_evaluate(
         model="hf",
         model_args={"pretrained": str(exported), "trust_remote_code": True, "dtype": "float32", "device": "cpu"},
         tasks=["tiny"],
@@ -95,5 +97,5 @@ def test_lm_eval_measures_it(exported: Path, tmp_path: Path) -> None:
         batch_size=2,
         bootstrap_iters=0,
     )
-    assert 0 <= found["results"]["tiny"]["acc,none"] <= 1
-    assert found["n-samples"]["tiny"]["effective"] == len(rows)
+    assert 0 <= results["results"]["tiny"]["acc,none"] <= 1
+    assert results["n-samples"]["tiny"]["effective"] == len(rows)

@@ -11,7 +11,7 @@ import torch
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import folder_of
 from hybridtron.cli.convert import main
-from hybridtron.config.exportable import RECORD
+from hybridtron.config.export_class import RECORD
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.parallel.pool import Seat
 from tests.distributed import run_distributed
@@ -25,14 +25,15 @@ def write(seat: Seat, names: Sequence[str], layout: str, folder: Path) -> None:
     """The serial weights are far from where they start; those of the other layout are the same."""
     with seat.groups(LAYOUTS[layout]) as groups:
         for name in names:
-            given = None if layout == "serial" else Checkpoint.open(folder_of(folder / name / "serial", 1))
-            parallel = LAYOUTS[layout]
+            weights = None
+            if layout != "serial":
+                weights = Checkpoint.open(folder_of(folder / name / "serial", 1))
             run = folder / name / layout
-            checkpoint_of(model_config(name), groups, run, parallel=parallel, given=given)
+            checkpoint_of(model_config(name), groups, run, parallel=LAYOUTS[layout], weights=weights)
 
 
 @pytest.mark.parametrize("names", [("samba",), pytest.param((*MODELS, *CUSTOM), marks=pytest.mark.slow)], ids=len)
-def test_there_and_back_from_two_layouts(names: Sequence[str], tmp_path: Path) -> None:
+def test_exports_of_two_layouts_are_equal_and_complete(names: Sequence[str], tmp_path: Path) -> None:
     for layout, parallel in LAYOUTS.items():
         run_distributed(write, parallel.tensor * parallel.pipeline, names, layout, tmp_path, timeout_s=200)
     for name in names:

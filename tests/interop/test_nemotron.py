@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import NemotronHConfig, NemotronHForCausalLM
 
 from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import architecture
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.cli.convert import main
 from hybridtron.config.choices import Export
-from hybridtron.config.exportable import SHIPPED, export_class
-from hybridtron.config.native_fits import NATIVE
+from hybridtron.config.export_class import SHIPPED, CannotExport, export_class
+from hybridtron.config.hf_compat import NATIVE
 from hybridtron.data.batch import SeqInfo
 from hybridtron.interop.native_nemotron import NemotronH
 from tests.interop.conftest import Stored
@@ -48,27 +49,27 @@ def written(folder: Path, step: float) -> NemotronHForCausalLM:
 
 
 def logits_of(folder: Path, tokens_BL: torch.Tensor) -> torch.Tensor:
-    made = own_model(Checkpoint.open(folder), torch.float32)
+    model = own_model(Checkpoint.open(folder), torch.float32)
     with torch.no_grad():
-        return made(tokens_BL, None, SeqInfo.stream(*tokens_BL.shape)).output.transpose(0, 1)
+        return model(tokens_BL, None, SeqInfo.stream(*tokens_BL.shape)).output.transpose(0, 1)
 
 
-def test_a_folder_that_transformers_wrote_is_the_same_model_here(tmp_path: Path) -> None:
+def test_imported_folder_gives_the_logits_of_transformers(tmp_path: Path) -> None:
     theirs = written(tmp_path / "in", step=4.0)
     tokens_BL = torch.randint(48, (2, 70))
     assert main(["import", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "mid")]) == 0
-    found = Checkpoint.open(tmp_path / "mid").config.model
-    assert found.pattern == "M-A-M"
-    assert export_class(found, Export.auto) == "NemotronHForCausalLM"
+    model = Checkpoint.open(tmp_path / "mid").config.model
+    assert model.pattern == "M-A-M"
+    assert export_class(architecture(model), Export.auto) == "NemotronHForCausalLM"
     with torch.no_grad():
         expected = theirs(tokens_BL).logits
-    made = logits_of(tmp_path / "mid", tokens_BL)
-    torch.testing.assert_close(made, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    logits_BLV = logits_of(tmp_path / "mid", tokens_BL)
+    torch.testing.assert_close(logits_BLV, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
-    assert exported_as_it_was(tmp_path) == found
+    assert exported_as_it_was(tmp_path) == model
 
 
-def test_small_steps_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_small_steps_are_not_raised(tmp_path: Path) -> None:
     """transformers would raise small steps to `time_step_min`. After our export it reads the same small steps."""
     theirs = written(tmp_path / "in", step=-12.0)
     tokens_BL = torch.randint(48, (2, 70))
@@ -82,7 +83,7 @@ def test_small_steps_are_taken_as_they_are(tmp_path: Path) -> None:
     assert (larger - expected).abs().max() > 1e-4 * expected.abs().max()
 
 
-def test_published_folders_have_other_keys(tmp_path: Path) -> None:
+def test_keys_of_published_folders_are_read(tmp_path: Path) -> None:
     """The pattern as text, another name for the size of a head, and code of their own, which is not run."""
     written(tmp_path / "in", step=0.0)
     settings = json.loads((tmp_path / "in/config.json").read_text())
@@ -119,8 +120,9 @@ def layers_by_converter(config: dict[str, Any]) -> dict[str, list[int]]:
     """
     assert "num_experts_per_tok" not in config  # or it takes the model for one of experts
     pattern = config.get("hybrid_override_pattern") or config["layers_block_type"]
-    in_list = {"M": ("mamba", "linear_attention"), "*": ("attention", "full_attention"), "-": ("moe",)}
-    names = {kind: (kind,) if isinstance(pattern, str) else types for kind, types in in_list.items()}
+    names = {"M": ("mamba", "linear_attention"), "*": ("attention", "full_attention"), "-": ("moe",)}
+    if isinstance(pattern, str):
+        names = {kind: (kind,) for kind in names}
     assert len(pattern) == config["num_hidden_layers"]
     return {kind: [index for index, layer in enumerate(pattern) if layer in names[kind]] for kind in "M*-"}
 
@@ -133,7 +135,7 @@ def layers_by_list(config: dict[str, Any]) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("read", [layers_by_text, layers_by_converter, layers_by_list])
-def test_all_that_read_an_exported_folder_see_the_same_layers(
+def test_other_readers_see_the_same_layers_in_an_export(
     read: Callable[[dict[str, Any]], dict[str, list[int]]], stored: Stored, tmp_path: Path
 ) -> None:
     source = stored("nemotron_h")
@@ -144,10 +146,10 @@ def test_all_that_read_an_exported_folder_see_the_same_layers(
     letters = dict(zip("MA-", "M*-", strict=True))
     pattern = [letters[letter] for letter in source.config.model.pattern]
     assert {"M", "*", "-"} <= set(pattern)
-    assert read(config) == {kind: [index for index, one in enumerate(pattern) if one == kind] for kind in "M*-"}
+    assert read(config) == {kind: [index for index, letter in enumerate(pattern) if letter == kind] for kind in "M*-"}
 
 
-def test_names_of_tensors_as_transformers_has_them_in_memory(tmp_path: Path) -> None:
+def test_tensor_names_of_transformers_in_memory_are_imported(tmp_path: Path) -> None:
     written(tmp_path / "in", step=0.0)
     file = tmp_path / "in/model.safetensors"
     save_file({key.replace("backbone.", "model."): value for key, value in load_file(file).items()}, file)
@@ -155,12 +157,12 @@ def test_names_of_tensors_as_transformers_has_them_in_memory(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "named"),
     [
-        ({"layers_block_type": ["mamba", "moe"]}, "layers_block_type with 'moe'"),
-        ({"layers_block_type": None, "hybrid_override_pattern": "MEM*"}, "hybrid_override_pattern with 'E'"),
-        ({"layers_block_type": ["mamba", "mlp"]}, "layers_block_type without attention"),
-        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'; only 'relu2'"),
+        ({"layers_block_type": ["mamba", "moe"]}, "layers_block_type"),
+        ({"layers_block_type": None, "hybrid_override_pattern": "MEM*"}, "hybrid_override_pattern"),
+        ({"layers_block_type": ["mamba", "mlp"]}, "layers_block_type"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act"),
         ({"use_conv_bias": False}, "use_conv_bias=False"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"sliding_window": 64}, "sliding_window=64"),
@@ -168,10 +170,10 @@ def test_names_of_tensors_as_transformers_has_them_in_memory(tmp_path: Path) -> 
         ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1"),
     ],
 )
-def test_what_is_not_ours_is_refused(changed: dict[str, Any], said: str) -> None:
+def test_unsupported_settings_are_refused(changed: dict[str, Any], named: str) -> None:
     theirs = json.loads(NemotronHConfig(**SIZES).to_json_string(use_diff=False))
     NemotronH().model(theirs)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=named):
         NemotronH().model({**theirs, **changed})
 
 
@@ -195,16 +197,20 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("reason", OTHERS)
-def test_what_is_no_nemotron_is_shipped_with_a_class(reason: str) -> None:
+def test_models_of_another_shape_are_exported_as_the_custom_class(reason: str) -> None:
     model = OTHERS[reason]
-    assert export_class(model, Export.auto) == SHIPPED
-    with pytest.raises(ValueError, match=f"NemotronHForCausalLM: .*{reason}"):
-        export_class(model, Export.native)
+    assert export_class(architecture(model), Export.auto) == SHIPPED
+    with pytest.raises(CannotExport, match=reason) as refused:
+        export_class(architecture(model), Export.native)
+    assert refused.value.code == "unsupported"
 
 
-def test_heads_of_another_width_are_of_no_other_class_of_mamba2() -> None:
+def test_heads_of_another_width_do_not_fit_mamba2() -> None:
     heads = {"kind": "mamba2", "state": 8, "head_dim": 8, "heads": 6}
     alone = ModelConfig(32, 48, "M", {"M": heads})
-    assert export_class(alone, Export.auto) == SHIPPED
-    assert export_class(replace(alone, layers={"M": {**heads, "heads": 8}}), Export.auto) == "Mamba2ForCausalLM"
+    assert export_class(architecture(alone), Export.auto) == SHIPPED
+    assert (
+        export_class(architecture(replace(alone, layers={"M": {**heads, "heads": 8}})), Export.auto)
+        == "Mamba2ForCausalLM"
+    )
     assert set(NATIVE) >= {"Mamba2ForCausalLM", "NemotronHForCausalLM"}

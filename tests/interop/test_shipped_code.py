@@ -34,7 +34,11 @@ def edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Edit]:
     def change(file: str, old: str, new: str) -> None:
         text = (copy / file).read_text()
         assert old in text
-        (copy / file).write_text(text.replace(old, new, 1) if old else text + new)
+        if old:
+            changed = text.replace(old, new, 1)
+        else:
+            changed = text + new
+        (copy / file).write_text(changed)
         forget()
 
     def forget() -> None:
@@ -46,44 +50,40 @@ def edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Edit]:
     forget()
 
 
-def made() -> dict[str, Any]:
+def generated_names() -> dict[str, Any]:
     """Run the generated file with its neighbours, and return its names."""
     import hybridtron.hf
 
-    module = ModuleType(f"{hybridtron.hf.__name__}.made")
+    module = ModuleType(f"{hybridtron.hf.__name__}.generated")
     sys.modules[module.__name__] = module  # where dataclasses look for it
     try:
-        exec(compile(mixers_file(), "made", "exec"), module.__dict__)
+        exec(compile(mixers_file(), "generated", "exec"), module.__dict__)
     finally:
         del sys.modules[module.__name__]
     return vars(module)
 
 
-def test_every_mixer_is_in_it_and_nothing_chooses_among_forms() -> None:
+def test_generated_file_has_every_mixer_and_no_choice_of_forms() -> None:
     text = mixers_file()
-    assert set(made()["MIXERS"]) == set(SPECS)
+    assert set(generated_names()["MIXERS"]) == set(SPECS)
     tree = ast.parse(text)
     assert not [
         node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in ("form", "reference")
     ]
-    roots = {
-        (name.name if isinstance(node, ast.Import) else node.module or "").split(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in node.names
-    }
-    assert "hybridtron" not in roots
+    modules = [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
+    modules += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert "hybridtron" not in {module.split(".")[0] for module in modules}
 
 
-def test_a_change_of_an_op_is_a_change_of_what_is_shipped(edit: Edit) -> None:
+def test_change_of_an_op_changes_the_shipped_code(edit: Edit) -> None:
     before = mixers_file()
-    old = "F.silu(multiplied(gate, inputs.multiplier)) * up"
-    new = "F.gelu(multiplied(gate, inputs.multiplier)) * up"
+    old = "F.silu(multiply(gate, inputs.multiplier)) * up"
+    new = "F.gelu(multiply(gate, inputs.multiplier)) * up"
     edit("ops/swiglu/reference.py", old, new)
     assert mixers_file() == before.replace(old, new) != before
 
 
-def test_a_name_of_two_files_stays_two_things(edit: Edit) -> None:
+def test_equal_names_of_two_files_stay_apart(edit: Edit) -> None:
     """An argument or a local variable may have the same name too."""
     edit("ops/swiglu/reference.py", "", "\n\ndef twice(x: Tensor) -> Tensor:\n    return x + x\n")
     edit("ops/conv/reference.py", "", "\n\ndef twice(x: Tensor, by: int = 3) -> Tensor:\n    return by * x\n")
@@ -106,7 +106,7 @@ def test_a_name_of_two_files_stays_two_things(edit: Edit) -> None:
         "\n\ndef apart(x: Tensor, twice: Tensor) -> Tensor:\n    y = other(twice)\n    return other(x) - y + x\n",
     )
     x = torch.ones(1)
-    names = made()
+    names = generated_names()
     assert [part.item() for part in names["SwiGLU"].probe(None, x)] == [3, 1, 1]
     assert names["twice_of_ops_conv_reference"](x) == 3
     assert names["twice_of_ops_swiglu_reference"](x) == 2
@@ -120,15 +120,15 @@ def test_a_name_of_two_files_stays_two_things(edit: Edit) -> None:
         ("lost", "lost"),
     ],
 )
-def test_what_cannot_be_shipped_is_named(line: str, named: str, edit: Edit) -> None:
+def test_unshippable_name_is_reported_with_its_file(line: str, named: str, edit: Edit) -> None:
     statement, _, expression = line.rpartition("\n")
     edit("mixers/swiglu.py", "import annotations\n", f"import annotations\n{statement}\n")
-    edit("mixers/swiglu.py", "        return Out(", f"        {expression}\n        return Out(")
+    edit("mixers/swiglu.py", "        return MixerOutput(", f"        {expression}\n        return MixerOutput(")
     with pytest.raises(NotShippable, match=rf"mixers/swiglu.py: SwiGLU uses {named}"):
         mixers_file()
 
 
-def test_files_of_an_earlier_version_are_known_and_changed_ones_are_not() -> None:
+def test_files_of_an_earlier_version_are_known() -> None:
     with tarfile.open(ARCHIVE) as archive:
         code = [member for member in archive if member.name.startswith("hf/") and member.name.endswith(".py")]
         before = {Path(m.name).name: file.read() for m in code if (file := archive.extractfile(m)) is not None}
@@ -142,9 +142,9 @@ def test_files_of_an_earlier_version_are_known_and_changed_ones_are_not() -> Non
     assert not is_shipped({**before, **now})
 
 
-def test_what_no_mixer_uses_is_not_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_code_is_not_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridtron.interop.shipped_code.SPECS", {"swiglu": SwiGLUSpec})
     mixers_file.cache_clear()
-    assert list(made()["MIXERS"]) == ["swiglu"]
+    assert list(generated_names()["MIXERS"]) == ["swiglu"]
     assert "class Mamba" not in mixers_file()
     mixers_file.cache_clear()

@@ -11,8 +11,9 @@ from types import ModuleType
 import pytest
 from tokenizers import Tokenizer
 
-from hybridtron.config.exportable import TRANSFORMERS
+from hybridtron.config.export_class import TRANSFORMERS
 from hybridtron.config.load import load
+from hybridtron.config.resolve import RunPlan
 from hybridtron.data.same_vocabulary import difference
 from hybridtron.interop.card import SHARED_PAD, card
 from hybridtron.interop.custom import Custom
@@ -42,32 +43,33 @@ def test_a_free_id_becomes_the_pad_token(tmp_path: Path) -> None:
     assert difference(tokenizer(), stored) is None
     assert config["model_input_names"] == ["input_ids", "attention_mask"]
     assert config["padding_side"] == "left"
-    assert "padded on the left" in (said := card(load([]), Llama(), special))
-    assert "bos_token_id is that of eos, 3" in said
-    assert "bos" not in card(load([]), Llama(), SpecialTokens(None, None))
+    text = card(RunPlan.of(load([])), Llama(), special)
+    assert "padded on the left" in text
+    assert "bos_token_id is 3" in text
+    assert "bos" not in card(RunPlan.of(load([])), Llama(), SpecialTokens(None, None))
 
 
-def test_one_that_is_there_is_taken(tmp_path: Path) -> None:
+def test_existing_pad_token_is_kept(tmp_path: Path) -> None:
     special, config = written(tmp_path, tokenizer("<|padding|>"), 16)
     assert (special.pad, config["pad_token"]) == (8, "<|padding|>")
     assert (tmp_path / "tokenizer.json").read_bytes() == tokenizer("<|padding|>")
 
 
-def test_without_room_padding_is_eos_and_the_card_says_so(tmp_path: Path) -> None:
+def test_padding_is_eos_if_the_vocabulary_is_full(tmp_path: Path) -> None:
     special, config = written(tmp_path, tokenizer(), 8)
     assert (special.pad, special.shared, config["pad_token"]) == (3, True, "w3")
-    assert SHARED_PAD in card(load([]), Llama(), special)
-    assert SHARED_PAD not in card(load([]), Llama(), SpecialTokens(3, 8))
+    assert SHARED_PAD in card(RunPlan.of(load([])), Llama(), special)
+    assert SHARED_PAD not in card(RunPlan.of(load([])), Llama(), SpecialTokens(3, 8))
 
 
-def test_what_is_no_tokenizer_is_passed_on(tmp_path: Path) -> None:
+def test_unreadable_tokenizer_is_copied_unchanged(tmp_path: Path) -> None:
     special, config = written(tmp_path, b"{}", 8)
     assert (special.pad, "pad_token" in config) == (3, False)
     assert (tmp_path / "tokenizer.json").read_bytes() == b"{}"
 
 
-def test_the_card_claims_nothing_twice_or_unknown() -> None:
-    text = card(load(["recipe=laptop_phases"]), Custom(), SpecialTokens(0, 1))
+def test_model_card_has_no_duplicate_or_unknown_claims() -> None:
+    text = card(RunPlan.of(load(["recipe=laptop_phases"])), Custom(), SpecialTokens(0, 1))
     head, body = text.split("---")[1:3]
     tags = [line for line in head.splitlines() if line.startswith("- ")]
     assert len(tags) == len(set(tags))
@@ -76,11 +78,11 @@ def test_the_card_claims_nothing_twice_or_unknown() -> None:
     assert body.count("trained with hybridtron") == 4
     imported = load([])
     imported.phases = []
-    assert "trained with" not in card(imported, Custom(), SpecialTokens(0, 1))
+    assert "trained with" not in card(RunPlan.of(imported), Custom(), SpecialTokens(0, 1))
 
 
 @pytest.mark.parametrize("version", ["4.57.6", "5.22.0"])
-def test_an_old_transformers_is_named_before_anything_fails(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_transformers_is_refused_at_import(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     old = ModuleType("transformers")
     old.__version__ = version  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "transformers", old)
@@ -88,5 +90,5 @@ def test_an_old_transformers_is_named_before_anything_fails(version: str, monkey
         runpy.run_path(str(CONFIGURATION))
 
 
-def test_it_needs_what_the_export_says() -> None:
+def test_shipped_code_needs_the_same_transformers_as_the_export() -> None:
     assert runpy.run_path(str(CONFIGURATION))["NEEDED"] == TRANSFORMERS

@@ -13,21 +13,23 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybridtron.cli.convert import main
+from hybridtron.problems import Code
 from tests.cli.test_evaluate import tokenizer
+from tests.interop.refusals import refusal
 from tests.interop.test_hostile import LLAMA
 
-CHANGES: list[tuple[dict[str, Any], str]] = [
-    ({"architectures": ...}, "config.json has architectures=None, must begin with one of MambaForCausalLM"),
-    ({"architectures": []}, "config.json has architectures=[], must begin with one of"),
-    ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM', must be a list of texts"),
-    ({"architectures": None}, "architectures is None, must be a list of texts"),
-    ({"architectures": ["Qwen2ForCausalLM"]}, "architectures=['Qwen2ForCausalLM'], must begin with one of"),
-    ({"architectures": [], "auto_map": {"AutoConfig": "a.B"}}, "architectures=[], must begin with one of"),
-    ({"architectures": ["NemotronHForCausalLM"]}, "model_type='llama', must be nemotron_h for NemotronHForCausalLM"),
-    ({"model_type": ...}, "model_type=None, must be llama for LlamaForCausalLM"),
-    ({"num_attention_heads": 0}, "num_attention_heads is 0"),
-    ({"dtype": "float8_e4m3fn"}, "dtype='float8_e4m3fn', must be one of float32, bfloat16, float16"),
-    ({"dtype": [1]}, "dtype=[1], must be one of"),
+CHANGES: list[tuple[dict[str, Any], Code, str]] = [
+    ({"architectures": ...}, "unsupported", "architectures=None"),
+    ({"architectures": []}, "unsupported", "architectures=[]"),
+    ({"architectures": "LlamaForCausalLM"}, "malformed", "architectures"),
+    ({"architectures": None}, "malformed", "architectures"),
+    ({"architectures": ["Qwen2ForCausalLM"]}, "unsupported", "architectures=['Qwen2ForCausalLM']"),
+    ({"architectures": [], "auto_map": {"AutoConfig": "a.B"}}, "unsupported", "architectures=[]"),
+    ({"architectures": ["NemotronHForCausalLM"]}, "conflict", "model_type='llama'"),
+    ({"model_type": ...}, "conflict", "model_type=None"),
+    ({"num_attention_heads": 0}, "malformed", "num_attention_heads"),
+    ({"dtype": "float8_e4m3fn"}, "unsupported", "dtype='float8_e4m3fn'"),
+    ({"dtype": [1]}, "unsupported", "dtype=[1]"),
 ]
 
 
@@ -52,40 +54,43 @@ def changed(base: Path, folder: Path, changes: dict[str, Any]) -> Path:
     return folder
 
 
-def proven(base: Path, folder: Path) -> int:
-    return main(["export", str(base / "imported"), "--output", str(folder), "--verify", "only"])
+def proof_of(base: Path, folder: Path) -> list[str]:
+    """Return the command that proves an existing export."""
+    return ["export", str(base / "imported"), "--output", str(folder), "--verify", "only"]
 
 
-@pytest.mark.parametrize(("changes", "message"), CHANGES, ids=[str(changes) for changes, _ in CHANGES])
-def test_a_configuration_that_can_t_be_proven_is_refused(
-    changes: dict[str, Any], message: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("changes", "code", "named"), CHANGES, ids=[str(changes) for changes, _, _ in CHANGES])
+def test_unprovable_configurations_are_refused(
+    changes: dict[str, Any], code: Code, named: str, base: Path, tmp_path: Path
 ) -> None:
-    assert proven(base, changed(base, tmp_path / "model", changes)) == 2
-    assert message in capsys.readouterr().err
+    error = refusal(proof_of(base, changed(base, tmp_path / "model", changes)))
+    assert error.code == code
+    assert named in str(error)
 
 
-def test_a_class_without_the_model_s_layers_is_not_the_same(
+def test_class_without_the_layers_of_the_model_fails_the_proof(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
-    assert proven(base, changed(base, tmp_path / "model", changes)) == 1
-    assert "is a Qwen3NextForCausalLM, which can't be the checkpoint's" in capsys.readouterr().err
+    assert main(proof_of(base, changed(base, tmp_path / "model", changes))) == 1
+    assert "Qwen3NextForCausalLM" in capsys.readouterr().err
 
 
-def test_broken_weights_are_refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_broken_weights_are_refused(base: Path, tmp_path: Path) -> None:
     folder = changed(base, tmp_path / "model", {})
     (folder / "model.safetensors").write_bytes(b"no weights")
-    assert proven(base, folder) == 2
-    assert f"{folder / 'model.safetensors'} can't be read" in capsys.readouterr().err
+    error = refusal(proof_of(base, folder))
+    assert error.code == "unreadable"
+    assert str(folder / "model.safetensors") in str(error)
 
 
 @pytest.mark.parametrize("changes", [{}, {"dtype": ...}, {"dtype": ..., "torch_dtype": "float32"}], ids=str)
-def test_a_dtype_by_each_of_its_keys_is_proven(changes: dict[str, Any], base: Path, tmp_path: Path) -> None:
+def test_dtype_is_read_from_its_current_and_former_key(changes: dict[str, Any], base: Path, tmp_path: Path) -> None:
     """transformers 4 wrote `torch_dtype`; hand-made files may have none."""
-    assert proven(base, changed(base, tmp_path / "model", changes)) == 0
+    assert main(proof_of(base, changed(base, tmp_path / "model", changes))) == 0
 
 
-def test_weights_in_fp16_are_imported_with_a_proof(base: Path, tmp_path: Path) -> None:
+def test_fp16_weights_are_imported_with_a_proof(base: Path, tmp_path: Path) -> None:
     folder = changed(base, tmp_path / "model", {})
     LlamaForCausalLM.from_pretrained(folder, dtype=torch.float16).save_pretrained(folder)
     assert json.loads((folder / "config.json").read_text())["dtype"] == "float16"

@@ -15,9 +15,9 @@ from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import architecture
 from hybridtron.data.batch import SeqInfo
 from hybridtron.hf import HybridtronConfig, HybridtronForCausalLM
+from hybridtron.inference.generate import generate
 from hybridtron.interop.custom import Custom
 from hybridtron.mixers.base import Mixer, build_mixer
-from hybridtron.model.generate import generate
 from hybridtron.model.init import initialise, starting_value
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.dispatch import Op, force, observed
@@ -157,12 +157,12 @@ def assert_all_close(left: list[Tensor], right: list[Tensor], tolerance: float) 
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-def test_registries_agree() -> None:
+def test_registries_list_every_kind_of_mixer() -> None:
     assert set(SPECS) == set(OPTIONS)
 
 
 @pytest.mark.parametrize("spec", CASES)
-def test_module_has_the_parameters_that_its_spec_lists(spec: MixerSpec) -> None:
+def test_module_has_the_parameters_of_its_spec(spec: MixerSpec) -> None:
     built = {name: tuple(weight.shape) for name, weight in build(spec).named_parameters()}
     table = spec.parameters(SIZES)
     assert built == {name: parameter.shape for name, parameter in table.items()}
@@ -171,27 +171,38 @@ def test_module_has_the_parameters_that_its_spec_lists(spec: MixerSpec) -> None:
 
 
 @pytest.mark.parametrize("spec", CASES)
-def test_projections_are_the_weights_of_linear_layers(spec: MixerSpec) -> None:
+def test_output_does_not_depend_on_the_use_of_the_final_states(spec: MixerSpec) -> None:
+    """A mixer may leave out states that nobody uses, but no others."""
+    mixer = build(spec)
+    x = torch.randn(LENGTH, 2, spec.input_width(SIZES), dtype=torch.float64)
+    seq = seq_info(2, LENGTH, [[4, 17], [21]])
+    used, unused = (mixer(x, None, dataclasses.replace(seq, carried=carried)) for carried in (True, False))
+    assert torch.equal(used.y_LBD, unused.y_LBD)
+    assert unused.state.keys() <= used.state.keys()
+
+
+@pytest.mark.parametrize("spec", CASES)
+def test_projections_of_the_table_are_linear_layers(spec: MixerSpec) -> None:
     layers = {name for name, module in build(spec).named_modules() if isinstance(module, PlainLinear)}
     marked = {name for name, parameter in spec.parameters(SIZES).items() if parameter.projection}
     assert marked == {f"{layer}.weight" for layer in layers}
 
 
 @pytest.mark.parametrize("spec", CASES)
-def test_state_has_the_parts_that_its_spec_lists(spec: MixerSpec) -> None:
+def test_state_has_the_parts_of_its_spec(spec: MixerSpec) -> None:
     state = build(spec, torch.float32)(torch.randn(LENGTH, 2, spec.input_width(SIZES)), None, seq_info(2, LENGTH)).state
     parts = spec.state_parts(SIZES)
     assert set(state) == set(parts)
     for name, part in parts.items():
-        expected = [2, *(LENGTH if size is None else size for size in part.shape)]
-        assert list(state[name].shape) == expected
+        expected = [size or LENGTH for size in part.shape]
+        assert list(state[name].shape) == [2, *expected]
         assert str(state[name].dtype) == f"torch.{part.dtype or 'float32'}"
 
 
 @pytest.mark.parametrize("cut", [1, 3, 13])
 @pytest.mark.parametrize("documents", [None, [[21], [21]], [[5, 16], [13, 8]]], ids=["join", "whole", "borders"])
 @pytest.mark.parametrize("spec", CASES)
-def test_chunks_with_carried_state_equal_the_whole(
+def test_chunks_with_a_carried_state_equal_the_whole_row(
     spec: MixerSpec, documents: list[list[int]] | None, cut: int
 ) -> None:
     mixer = build(spec)
@@ -227,7 +238,7 @@ def carried(state: dict[str, Tensor], seq: SeqInfo, cut: int) -> dict[str, Tenso
 
 
 @pytest.mark.parametrize("spec", CASES)
-def test_none_equals_a_state_of_zeros(spec: MixerSpec) -> None:
+def test_absent_state_equals_a_state_of_zeros(spec: MixerSpec) -> None:
     mixer = build(spec)
     seq = seq_info(2, LENGTH)
     x = torch.randn(LENGTH, 2, spec.input_width(SIZES), dtype=torch.float64)
@@ -237,7 +248,7 @@ def test_none_equals_a_state_of_zeros(spec: MixerSpec) -> None:
 
 
 @pytest.mark.parametrize("spec", CASES)
-def test_document_in_mid_row_is_a_fresh_start(spec: MixerSpec) -> None:
+def test_document_in_mid_row_starts_without_a_state(spec: MixerSpec) -> None:
     mixer = build(spec)
     x = torch.randn(LENGTH, 2, spec.input_width(SIZES), dtype=torch.float64)
     packed = mixer(x, None, seq_info(2, LENGTH, [[8, 13], [8, 13]])).y_LBD
@@ -247,7 +258,7 @@ def test_document_in_mid_row_is_a_fresh_start(spec: MixerSpec) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("spec", CASES)
-def test_a_later_token_changes_no_bit_before_it(spec: MixerSpec, dtype: torch.dtype) -> None:
+def test_later_tokens_change_no_bit_of_earlier_outputs(spec: MixerSpec, dtype: torch.dtype) -> None:
     """Mixers compute the same bits before a changed token, in training and evaluation, by every form of their ops."""
     mixer = as_trained(build(spec, torch.float32), spec, dtype)
     x = 4 * torch.randn(LENGTH, 2, spec.input_width(SIZES), dtype=dtype)
@@ -281,19 +292,19 @@ def every_form(mixer: Mixer, x: Tensor, seq: SeqInfo) -> list[dict[str, str]]:
     with observed(note):
         mixer(x, None, seq)
     most = max(map(len, forms.values()), default=1)
-    return [{name: each[n % len(each)] for name, each in forms.items()} for n in range(most)]
+    return [{name: choices[n % len(choices)] for name, choices in forms.items()} for n in range(most)]
 
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.bfloat16, 2**-7), (torch.float32, 2**-20)], ids=["bf16", "fp32"]
 )
 @pytest.mark.parametrize("spec", CASES)
-def test_token_by_token_it_is_the_whole_row_but_for_rounding(
+def test_token_by_token_equals_the_whole_row_but_for_rounding(
     spec: MixerSpec, dtype: torch.dtype, tolerance: float
 ) -> None:
     mixer = as_trained(build(spec, torch.float32), spec, dtype)
     seq = evaluated(2, LENGTH)
-    if not all(may_end(spec, seq, place) for place in range(1, LENGTH)) or spec.reads_in > 1:
+    if not all(may_end(spec, seq, place) for place in range(1, LENGTH)) or spec.chunk_multiple > 1:
         return  # its rows are read in longer pieces
     x = torch.randn(LENGTH, 2, spec.input_width(SIZES), dtype=dtype)
     state = None
@@ -323,9 +334,10 @@ def test_fast_forms_equal_the_reference(spec: MixerSpec) -> None:
 
 @pytest.mark.parametrize("form", ["reference", None])
 @pytest.mark.parametrize("spec", CASES)
-def test_no_document_sees_another(spec: MixerSpec, form: str | None) -> None:
+def test_documents_leak_no_bit_into_the_next(spec: MixerSpec, form: str | None) -> None:
     """The leak probe: other tokens in document A leave all that concerns document B bit-identical."""
-    mixer, seq = build(spec, torch.float32), seq_info(2, LENGTH, [[8, 13], [8, 13]])
+    mixer = build(spec, torch.float32)
+    seq = seq_info(2, LENGTH, [[8, 13], [8, 13]])
     x = torch.randn(LENGTH, 2, spec.input_width(SIZES))
     other = x.clone()
     other[:8] = torch.randn(8, 2, spec.input_width(SIZES))
@@ -344,7 +356,7 @@ def test_no_document_sees_another(spec: MixerSpec, form: str | None) -> None:
 
 
 @pytest.mark.parametrize("spec", CASES)
-def test_losses_that_it_adds_are_named_by_its_spec(spec: MixerSpec) -> None:
+def test_auxiliary_losses_are_named_by_the_spec(spec: MixerSpec) -> None:
     mixer = build(spec)
     x = torch.randn(LENGTH, 2, spec.input_width(SIZES), dtype=torch.float64)
     assert mixer(x, None, seq_info(2, LENGTH)).aux.keys() == set(spec.auxiliary)
@@ -361,16 +373,18 @@ def test_every_weight_gets_a_gradient(spec: MixerSpec) -> None:
 
 
 @pytest.mark.parametrize("spec", CASES)
-def test_gradcheck(spec: MixerSpec) -> None:
-    mixer, seq = build(spec), seq_info(2, 5, [[2, 3], [5]])
+def test_gradients_are_the_slopes(spec: MixerSpec) -> None:
+    mixer = build(spec)
+    seq = seq_info(2, 5, [[2, 3], [5]])
     x = torch.randn(5, 2, spec.input_width(SIZES), dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: mixer(x, None, seq).y_LBD, (x,), fast_mode=True)
 
 
 @pytest.mark.parametrize("spec", RECURRENT)
-def test_gradcheck_from_state_to_state(spec: MixerSpec) -> None:
+def test_gradients_from_state_to_state_are_the_slopes(spec: MixerSpec) -> None:
     """Check gradients through the state before the row to the state after it; a document begins in one row."""
-    mixer, seq = build(spec), seq_info(2, 5, [[2, 3], [5]])
+    mixer = build(spec)
+    seq = seq_info(2, 5, [[2, 3], [5]])
     x, before = torch.randn(2, 5, 2, spec.input_width(SIZES), dtype=torch.float64)
     state = {name: part.detach().requires_grad_() for name, part in mixer(before, None, seq).state.items()}
 
@@ -382,7 +396,7 @@ def test_gradcheck_from_state_to_state(spec: MixerSpec) -> None:
 
 
 @pytest.mark.parametrize("spec", CASES)
-def test_computes_in_bf16_with_fp32_weights_where_the_spec_says_so(spec: MixerSpec) -> None:
+def test_bf16_outputs_are_near_fp32_with_the_state_types_of_the_spec(spec: MixerSpec) -> None:
     mixer = build(spec, torch.float32)
     seq = seq_info(2, LENGTH)
     x = torch.randn(LENGTH, 2, spec.input_width(SIZES))
@@ -390,36 +404,43 @@ def test_computes_in_bf16_with_fp32_weights_where_the_spec_says_so(spec: MixerSp
     y, state, _ = as_trained(mixer, spec, torch.bfloat16)(x.bfloat16(), None, seq)
     assert y.dtype == torch.bfloat16
     for name, part in spec.state_parts(SIZES).items():
-        assert state[name].dtype == (torch.bfloat16 if part.dtype is None else getattr(torch, part.dtype))
+        assert state[name].dtype == getattr(torch, part.dtype or "bfloat16")
     assert (y.float() - exact).norm() < 0.03 * exact.norm()
 
 
 @pytest.mark.parametrize("spec", CASES)
-def test_flops_grow_with_nothing_but_what_is_seen(spec: MixerSpec) -> None:
+def test_flops_grow_with_visible_tokens_alone(spec: MixerSpec) -> None:
     short, long = (sum(spec.flops(SIZES, length).values()) for length in (512, 2048))
     # what grows with the tokens that are seen shows in a state of no fixed size, or in blocks to choose from
     seen = any(None in part.shape for part in spec.state_parts(SIZES).values())
     grows = seen or "relevance" in spec.flops(SIZES, 512)
-    assert long > short if grows else long <= short * 1.05
+    if grows:
+        assert long > short
+    else:
+        assert long <= short * 1.05
     assert spec.activation_values(SIZES) > 0
 
 
 @pytest.mark.parametrize("spec", CASES)
-def test_it_is_exported_by_the_shipped_class_and_imported_again(spec: MixerSpec) -> None:
+def test_mixer_is_exported_by_the_shipped_class_and_imported_again(spec: MixerSpec) -> None:
     """Every weight bit for bit, every option; the shipped class computes and generates the same, from a cache too."""
     layers = {"X": {"kind": spec.kind, **dataclasses.asdict(spec)}, "-": {"kind": "swiglu", "hidden": 16}}
-    pattern = "X-X-" if spec.feeds_next else "-X-X" if spec.beside else "XX"
+    pattern = "XX"
+    if spec.feeds_next:
+        pattern = "X-X-"
+    elif spec.beside:
+        pattern = "-X-X"
     layers = {letter: options for letter, options in layers.items() if letter in pattern}
     model = ModelConfig(width=16, vocab_size=32, pattern=pattern, layers=layers, tie_embeddings=False)
-    ours = LanguageModel(model)
+    ours = LanguageModel(architecture(model))
     target = Custom()
     initialise(ours, 0)
     for weight in ours.parameters():  # what starts at zero would hide the rest
         weight.data += 0.05 * torch.randn(weight.shape)
-    settings = json.loads(json.dumps(target.config(model, 64)))
+    settings = json.loads(json.dumps(target.config(architecture(model), 64)))
     theirs = HybridtronForCausalLM(HybridtronConfig(**settings)).eval()
     stored = stored_weights(ours)
-    rules = target.rules(model)
+    rules = target.rules(architecture(model))
     theirs.load_state_dict({rule.theirs: rule.to_theirs(stored.__getitem__) for rule in rules})
     held = theirs.state_dict()
     back = {key: part for rule in rules for key, part in rule.to_ours(held[rule.theirs]).items()}
@@ -434,12 +455,12 @@ def test_it_is_exported_by_the_shipped_class_and_imported_again(spec: MixerSpec)
     with torch.no_grad():
         expected = ours(tokens_BL, None, SeqInfo.stream(2, LENGTH)).output.transpose(0, 1)
         torch.testing.assert_close(theirs(tokens_BL).logits, expected, rtol=1e-10, atol=1e-10)
-    if spec.reads_in > 1:
+    if spec.chunk_multiple > 1:
         return  # what a generated token sees depends on how the text was read
-    made = generate(ours, tokens_BL, 6, temperature=0, seed=0)
+    generated = generate(ours, tokens_BL, 6, temperature=0, seed=0)
     all_BL = torch.ones_like(tokens_BL)
     for use_cache in (True, False):
         whole = theirs.generate(
             tokens_BL, attention_mask=all_BL, max_new_tokens=6, do_sample=False, pad_token_id=0, use_cache=use_cache
         )
-        assert torch.equal(whole[:, LENGTH:], made)
+        assert torch.equal(whole[:, LENGTH:], generated)

@@ -60,7 +60,7 @@ def one_head(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -> Te
     return torch.stack(read)
 
 
-def test_gated_deltanet_is_its_equations_head_by_head() -> None:
+def test_gated_deltanet_equals_its_equations() -> None:
     mixer = built(GROUPED)
     x = torch.randn(LENGTH, SIZES.width, dtype=torch.float64)
     qkv, z = (x @ mixer.in_proj.weight.T).split((64, 32), dim=-1)
@@ -80,7 +80,7 @@ def test_gated_deltanet_is_its_equations_head_by_head() -> None:
     assert_close(mixer(x.unsqueeze(1), None, SeqInfo.stream(1, LENGTH)).y_LBD[:, 0], expected, rtol=1e-9, atol=1e-9)
 
 
-def test_kda_is_its_equations_head_by_head() -> None:
+def test_kda_equals_its_equations() -> None:
     mixer = built(KDASpec(heads=4, expand_k=0.75))
     x = torch.randn(LENGTH, SIZES.width, dtype=torch.float64)
     q, k, v = convolved(x @ mixer.in_proj.weight.T, mixer.conv_weight).split((24, 24, 32), dim=-1)
@@ -100,7 +100,7 @@ def test_kda_is_its_equations_head_by_head() -> None:
     assert_close(mixer(x.unsqueeze(1), None, SeqInfo.stream(1, LENGTH)).y_LBD[:, 0], expected, rtol=1e-9, atol=1e-9)
 
 
-def test_kda_whose_channels_decay_alike_is_gated_deltanet() -> None:
+def test_kda_with_equal_decays_of_channels_equals_gated_deltanet() -> None:
     """Compare outputs before the gates, from the same queries, keys, values and state."""
     scalar = built(GatedDeltaNetSpec(heads=4, expand_k=1.0, expand_v=1.0))
     wide = built(KDASpec(heads=4))
@@ -114,12 +114,12 @@ def test_kda_whose_channels_decay_alike_is_gated_deltanet() -> None:
     x = torch.randn(LENGTH, 2, 32, dtype=torch.float64)
     state = torch.randn(2, 4, 8, 8, dtype=torch.float64)
     documents_BL = torch.arange(2 * LENGTH).view(2, LENGTH) // 50
-    given = HeadInputs(x, q, k, v, state, SeqInfo(torch.arange(LENGTH).expand(2, -1), documents_BL))
-    for one, other in zip(wide.attend(given), scalar.attend(given), strict=True):
-        assert_close(one, other, rtol=1e-9, atol=1e-9)
+    inputs = HeadInputs(x, q, k, v, state, SeqInfo(torch.arange(LENGTH).expand(2, -1), documents_BL))
+    for ours, theirs in zip(wide.attend(inputs), scalar.attend(inputs), strict=True):
+        assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
-def test_without_steps_the_state_only_decays() -> None:
+def test_gated_deltanet_without_steps_only_decays() -> None:
     mixer = built(GROUPED)
     x = torch.randn(LENGTH, 1, SIZES.width, dtype=torch.float64)
     mixer.reach = 0.0
@@ -131,7 +131,7 @@ def test_without_steps_the_state_only_decays() -> None:
     assert_close(mixer(x, before, seq).state["ssm"], before["ssm"] * left_H.view(1, 4, 1, 1))
 
 
-def test_a_key_is_no_longer_than_one() -> None:
+def test_normalized_keys_are_no_longer_than_one() -> None:
     """No step may enlarge a state, also in bf16, where only the rounding of entries remains."""
     x = 3 * torch.randn(1, 400, 6, 96)
     lengths = torch.stack(
@@ -143,7 +143,7 @@ def test_a_key_is_no_longer_than_one() -> None:
     assert_close(of_length(x, 0.25), 0.25 * F.normalize(x, dim=-1))
 
 
-def test_heads_start_with_memories_of_many_lengths() -> None:
+def test_initial_decays_span_the_published_range() -> None:
     """Steps log-uniform on [0.001, 0.1], A uniform on [1, 16]: the first decays are between e^-1.6 and e^-0.001."""
     table = GatedDeltaNetSpec(heads=4096).parameters(ModelSizes(4096, 2))
     start = {name: starting_value(table[name].init, (4096,), 1, name).double() for name in ("A_log", "dt_bias")}
@@ -157,16 +157,18 @@ def test_heads_start_with_memories_of_many_lengths() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "tensor", "key"),
+    ("options", "tensor", "keys"),
     [
-        ({"heads": 3}, 2, "heads"),
-        ({"heads": 8, "key_heads": 2}, 4, "key_heads"),
-        ({"heads": 8, "key_heads": 4}, 4, None),
+        ({"heads": 3}, 2, ["heads"]),
+        ({"heads": 8, "key_heads": 2}, 4, ["key_heads"]),
+        ({"heads": 8, "key_heads": 4}, 4, []),
     ],
 )
-def test_ranks_share_heads_with_their_keys(options: dict[str, Any], tensor: int, key: str | None) -> None:
-    found = [problem.key for problem in GatedDeltaNetSpec(**options).layout_problems(ModelSizes(96, 2), tensor)]
-    assert found == ([] if key is None else [key])
+def test_tensor_parallel_ranks_need_whole_groups_of_heads(
+    options: dict[str, Any], tensor: int, keys: list[str]
+) -> None:
+    problems = GatedDeltaNetSpec(**options).layout_problems(ModelSizes(96, 2), tensor)
+    assert [problem.key for problem in problems] == keys
 
 
 @pytest.mark.parametrize(
@@ -178,9 +180,9 @@ def test_ranks_share_heads_with_their_keys(options: dict[str, Any], tensor: int,
         ({"dt_min": 0.2}, "dt_min"),
     ],
 )
-def test_options_that_do_not_fit(options: dict[str, Any], key: str) -> None:
-    found = {problem.key for problem in GatedDeltaNetSpec(**options).problems(ModelSizes(96, 2), 4096)}
-    assert found == {key}
+def test_wrong_options_are_reported_by_key(options: dict[str, Any], key: str) -> None:
+    problems = GatedDeltaNetSpec(**options).problems(ModelSizes(96, 2), 4096)
+    assert {problem.key for problem in problems} == {key}
 
 
 def by_parts(mixer: Mixer, name: str, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -253,15 +255,15 @@ def shared(ours: Mixer, norm: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("pair", [olmo_hybrid, qwen3_next, kimi_linear])
-def test_transformers_layer_gives_the_same_outputs_and_gradients(pair: Callable) -> None:
+def test_mixer_equals_the_layer_of_transformers(pair: Callable) -> None:
     """The recurrence of transformers computes in fp32 even here, so fp32's rounding is the limit."""
     ours, layer, weights_of = pair()
     x = torch.randn(2, LENGTH, SIZES.width, dtype=torch.float64, requires_grad=True)
     loss_weight = torch.randn_like(x)
     expected = functional_call(layer.double(), weights_of(ours), (x,), strict=True)
-    made = ours(x.transpose(0, 1), None, SeqInfo.stream(2, LENGTH)).y_LBD.transpose(0, 1)
-    assert_close(made, expected.double(), rtol=1e-4, atol=1e-4)
+    actual = ours(x.transpose(0, 1), None, SeqInfo.stream(2, LENGTH)).y_LBD.transpose(0, 1)
+    assert_close(actual, expected.double(), rtol=1e-4, atol=1e-4)
     inputs = {"x": x, **dict(ours.named_parameters())}
-    gradients = [torch.autograd.grad((y * loss_weight).sum(), list(inputs.values())) for y in (made, expected)]
-    for name, our_gradient, their_gradient in zip(inputs, *gradients, strict=True):
+    ours, theirs = (torch.autograd.grad((y * loss_weight).sum(), list(inputs.values())) for y in (actual, expected))
+    for name, our_gradient, their_gradient in zip(inputs, ours, theirs, strict=True):
         assert (our_gradient - their_gradient).norm() <= 1e-4 * their_gradient.norm(), name

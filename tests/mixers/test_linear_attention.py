@@ -19,7 +19,7 @@ from hybridtron.parallel.linear import SINGLE_RANK
 SIZES = ModelSizes(width=24, num_sublayers=2)
 
 
-def test_retention_is_its_parallel_form() -> None:
+def test_retention_equals_its_parallel_form() -> None:
     """(Q K^T * D) V with D_ij = gamma^(i - j), q and k turned as complex numbers, RMSNorm and gate written out."""
     spec = RetNetSpec(heads=3)
     length = 150
@@ -31,7 +31,7 @@ def test_retention_is_its_parallel_form() -> None:
     q, k, v, z = (part.view(length, 3, -1).transpose(0, 1) for part in projected)
     angles = torch.outer(torch.arange(length).double(), 10000.0 ** (-torch.arange(4).double() / 4))
     turn = torch.polar(torch.ones_like(angles), angles)
-    q, k = (torch.complex(*one.chunk(2, dim=-1)) * turn for one in (q, k))
+    q, k = (torch.complex(x[..., :4], x[..., 4:]) * turn for x in (q, k))
     distance = torch.arange(length).unsqueeze(1) - torch.arange(length)
     gamma = 1 - 2.0 ** (-5 - torch.arange(3, dtype=torch.float64))
     decay = torch.where(distance >= 0, gamma.view(3, 1, 1) ** distance.clamp(min=0), 0.0)
@@ -41,13 +41,13 @@ def test_retention_is_its_parallel_form() -> None:
     assert_close(mixer(x, None, SeqInfo.stream(1, length)).y_LBD[:, 0], expected, rtol=1e-9, atol=1e-10)
 
 
-def test_decays_are_those_of_all_heads() -> None:
+def test_decays_of_ranks_join_to_the_decays_of_all_heads() -> None:
     whole = log_gammas(6, 0, torch.device("cpu"))
     assert torch.equal(torch.cat([log_gammas(3, 0, whole.device), log_gammas(3, 3, whole.device)]), whole)
     assert_close(whole.exp(), 1 - 2.0 ** -torch.arange(5, 11, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("spec", [GLASpec(heads=3), RetNetSpec(heads=3)])
-def test_heads_are_never_cut(spec: GLASpec | RetNetSpec) -> None:
+def test_ranks_that_would_cut_heads_are_refused(spec: GLASpec | RetNetSpec) -> None:
     assert [problem.key for problem in spec.layout_problems(SIZES, 2)] == ["heads"]
     assert not list(spec.layout_problems(SIZES, 3))

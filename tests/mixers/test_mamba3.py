@@ -16,8 +16,8 @@ from hybridtron.mixers.base import build_mixer
 from hybridtron.mixers.mamba3 import Mamba3, Trapezoid, Turns, trapezoid
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.registry import torch_alone
+from hybridtron.ops.rotations import AngleInputs, angles
 from hybridtron.ops.ssd import SSDInputs, ssd_scan
-from hybridtron.ops.turns import AngleInputs, angles
 from hybridtron.parallel.linear import SINGLE_RANK
 from tests.conftest import seq_info
 
@@ -48,12 +48,14 @@ def published(mixer: Mamba3, x_LD: Tensor, starts: list[int], before: Carried | 
     of_B, of_C = mixer.bc_proj.weight.chunk(2)
     pairs = ((of_B, mixer.B_norm_weight, mixer.B_bias), (of_C, mixer.C_norm_weight, mixer.C_bias))
     for t, u in enumerate(x_LD):
-        state = fresh if t in starts else state
+        if t in starts:
+            state = fresh
         z, x, dt, a, trap = (mixer.in_proj.weight @ u).split([mixer.inner, mixer.inner, heads, heads, heads])
         delta = F.softplus(dt + mixer.dt_bias)
         trap = torch.sigmoid(trap)
         x = x.view(heads, -1)
-        alpha = torch.exp(-delta * torch.stack([1 + v if v >= 0 else 1 / (1 - v) for v in a]))
+        decay = torch.where(a >= 0, 1 + a, 1 / (1 - a.clamp(max=0)))
+        alpha = torch.exp(-delta * decay)
         rate = math.pi * torch.tanh(mixer.angle_proj.weight @ u)
         theta = (state["theta"] + delta[:, None] * rate) % (2 * math.pi)
         B, C = (
@@ -64,7 +66,8 @@ def published(mixer: Mamba3, x_LD: Tensor, starts: list[int], before: Carried | 
         h = alpha[:, None, None] * state["h"] + start + (trap * delta)[:, None, None] * x[:, :, None] * B[:, None]
         state = {"h": h, "theta": theta, "B": B, "x": x}
         y = (h * C[:, None]).sum(-1) + mixer.D[:, None] * x
-        y = normed(y, mixer.norm_weight.view(heads, -1)) if spec.norm else y
+        if spec.norm:
+            y = normed(y, mixer.norm_weight.view(heads, -1))
         outputs.append(mixer.out_proj.weight @ (y.flatten() * F.silu(z)))
     return torch.stack(outputs), state
 
@@ -76,7 +79,7 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
 def turned_by_matrices(x_GN: Tensor, bias_H1N: Tensor, theta_HS: Tensor) -> Tensor:
     """Every head's entries by a matrix that turns neighbours."""
     heads, _, size = bias_H1N.shape
-    made = []
+    rotated = []
     for head in range(heads):
         turn = torch.eye(size, dtype=x_GN.dtype)
         for s, theta in enumerate(theta_HS[head]):
@@ -84,23 +87,25 @@ def turned_by_matrices(x_GN: Tensor, bias_H1N: Tensor, theta_HS: Tensor) -> Tens
             sin = theta.sin()
             pair = slice(2 * s, 2 * s + 2)
             turn[pair, pair] = torch.stack([cos, -sin, sin, cos]).view(2, 2)
-        made.append(turn @ (x_GN[head * len(x_GN) // heads] + bias_H1N[head, 0]))
-    return torch.stack(made)
+        rotated.append(turn @ (x_GN[head * len(x_GN) // heads] + bias_H1N[head, 0]))
+    return torch.stack(rotated)
 
 
 @pytest.mark.parametrize("lengths", DOCUMENTS, ids=str)
 @pytest.mark.parametrize("spec", [SPEC, Mamba3Spec(state=8, head_dim=4, groups=6, turned=1.0)], ids=["norm", "turned"])
-def test_it_is_the_published_recurrence(spec: Mamba3Spec, lengths: list[list[int]] | None) -> None:
+def test_mamba3_equals_the_published_recurrence(spec: Mamba3Spec, lengths: list[list[int]] | None) -> None:
     mixer = mixer_of(spec, 0.5)
     x = torch.randn(LENGTH, 2, SIZES.width, dtype=torch.float64)
-    found = mixer(x, None, seq_info(2, LENGTH, lengths)).y_LBD
+    actual = mixer(x, None, seq_info(2, LENGTH, lengths)).y_LBD
     for row in range(2):
-        starts = [] if lengths is None else [sum(lengths[row][:n]) for n in range(1, len(lengths[row]))]
-        assert_close(found[:, row], published(mixer, x[:, row], starts)[0], rtol=1e-9, atol=1e-9)
+        starts = []
+        if lengths is not None:
+            starts = [sum(lengths[row][:n]) for n in range(1, len(lengths[row]))]
+        assert_close(actual[:, row], published(mixer, x[:, row], starts)[0], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("cut", [1, 31, 32, 69])
-def test_a_carried_state_is_the_published_one(cut: int) -> None:
+def test_carried_state_equals_the_published_state(cut: int) -> None:
     """Ours has angle 0: the published h and B are turned back by the published angles."""
     mixer = mixer_of(SPEC, 0.5)
     x = torch.randn(LENGTH, 1, SIZES.width, dtype=torch.float64)
@@ -116,7 +121,7 @@ def test_a_carried_state_is_the_published_one(cut: int) -> None:
 
 
 @pytest.mark.parametrize("bug", ["first_step", "turned"])
-def test_what_is_lost_between_rows_is_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_faults_between_rows_change_outputs(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The start of the step that the next row begins with; the angle of the state that is handed on."""
     mixer = mixer_of(SPEC, 0.5)
     x = torch.randn(9, 1, SIZES.width, dtype=torch.float64)
@@ -129,40 +134,40 @@ def test_what_is_lost_between_rows_is_seen(bug: str, monkeypatch: pytest.MonkeyP
         assert torch.allclose(second, whole[5:]) is not planted
 
 
-def test_without_turns_and_starts_it_is_mamba_2_without_its_convolution() -> None:
+def test_mamba3_without_rotations_and_starts_equals_mamba2_without_convolution() -> None:
     """lambda = 1 and angles 0; a = 0 is A = -1, and biases alone make B and C those of a head."""
     mixer = mixer_of(Mamba3Spec(state=8, head_dim=4))
     x = torch.randn(LENGTH, 1, SIZES.width, dtype=torch.float64)
-    z, own, dt, a, trap = mixer.in_proj.weight.data.split([mixer.inner, mixer.inner, *3 * [mixer.heads]])
+    z, of_x, dt, a, trap = mixer.in_proj.weight.data.split([mixer.inner, mixer.inner, *3 * [mixer.heads]])
     x[:, :, 0] = 1  # a column of ones, by which a projection is a constant
     trap.zero_()[:, 0] = 1000
     a.zero_()
     for constant in (mixer.angle_proj.weight, mixer.B_bias, mixer.C_bias):
         constant.data.zero_()
-    found = mixer(x, None, seq_info(1, LENGTH)).y_LBD[:, 0]
+    actual = mixer(x, None, seq_info(1, LENGTH)).y_LBD[:, 0]
     B, C = mixer.normed_pair(x)
-    x_BLHP, dt_BLH = ((x @ weight.T).transpose(0, 1) for weight in (own, dt))
+    x_BLHP, dt_BLH = ((x @ weight.T).transpose(0, 1) for weight in (of_x, dt))
     minus_one_H = -torch.ones(mixer.heads, dtype=torch.float64)
-    given = SSDInputs(x_BLHP.unflatten(-1, (-1, 4)), dt_BLH, minus_one_H, B, C, mixer.D, mixer.dt_bias)
-    y = ssd_scan.reference.function(given)[0].flatten(2)[0]
-    assert_close(found, (y * F.silu(x[:, 0] @ z.T)) @ mixer.out_proj.weight.T, rtol=1e-9, atol=1e-9)
+    inputs = SSDInputs(x_BLHP.unflatten(-1, (-1, 4)), dt_BLH, minus_one_H, B, C, mixer.D, mixer.dt_bias)
+    y = ssd_scan.reference.function(inputs)[0].flatten(2)[0]
+    assert_close(actual, (y * F.silu(x[:, 0] @ z.T)) @ mixer.out_proj.weight.T, rtol=1e-9, atol=1e-9)
 
 
-def test_one_token_by_hand() -> None:
+def test_output_of_one_token_equals_a_hand_computed_value() -> None:
     """From a zero state, y = (lambda delta C . B + D) x."""
     mixer = mixer_of(Mamba3Spec(state=8, head_dim=4))
     x = torch.randn(1, 1, SIZES.width, dtype=torch.float64)
     expected, _ = published(mixer, x[:, 0], [])
     assert_close(mixer(x, None, seq_info(1, 1)).y_LBD[:, 0], expected)
-    z, own, dt, _, trap = (mixer.in_proj.weight @ x[0, 0]).split([mixer.inner, mixer.inner, *3 * [mixer.heads]])
+    z, projected_x, dt, _, trap = (mixer.in_proj.weight @ x[0, 0]).split([mixer.inner, mixer.inner, *3 * [mixer.heads]])
     B, C = (t[0, 0] for t in mixer.normed_pair(x))
     scores = ((B + mixer.B_bias[:, 0]) * (C + mixer.C_bias[:, 0])).sum(-1)
     worth = torch.sigmoid(trap) * F.softplus(dt + mixer.dt_bias) * scores + mixer.D
-    y = (worth[:, None] * own.view(mixer.heads, -1)).flatten() * F.silu(z)
+    y = (worth[:, None] * projected_x.view(mixer.heads, -1)).flatten() * F.silu(z)
     assert_close(expected[0], mixer.out_proj.weight @ y)
 
 
-def test_decays_of_a_projection_far_out() -> None:
+def test_decays_of_extreme_projections_have_values_and_gradients() -> None:
     """f is 1 + x and 1 / (1 - x) below 0, where its slope is 1, and has gradients everywhere."""
     a = torch.tensor([-1e4, -1.0, 0.0, 1.0, 50.0], dtype=torch.float64, requires_grad=True)
     step = torch.full((5,), math.log(math.e - 1), dtype=torch.float64)  # whose softplus is 1
@@ -171,7 +176,7 @@ def test_decays_of_a_projection_far_out() -> None:
     assert_close(-torch.autograd.grad(g.sum(), a)[0], torch.tensor([1 / 10001**2, 0.25, 1, 1, 1], dtype=torch.float64))
 
 
-def test_strong_decays_forget_and_blur_nothing() -> None:
+def test_strong_decays_stay_accurate_in_fp32() -> None:
     """Compare fp32 with float64, for steps that forget all every few tokens; their angles are good to some 1e-5."""
     mixer = mixer_of(Mamba3Spec(state=8, head_dim=4), 0.5)
     x = torch.randn(200, 1, SIZES.width, dtype=torch.float64)
@@ -179,11 +184,11 @@ def test_strong_decays_forget_and_blur_nothing() -> None:
     x[:, :, 0] = -4
     x[::5, :, 0] = 60
     exact = mixer(x, None, seq_info(1, 200)).y_LBD
-    found = mixer.float()(x.float(), None, seq_info(1, 200)).y_LBD
-    assert (found - exact).norm() <= 2e-5 * exact.norm()
+    actual = mixer.float()(x.float(), None, seq_info(1, 200)).y_LBD
+    assert (actual - exact).norm() <= 2e-5 * exact.norm()
 
 
-def test_an_odd_state_needs_no_compiler() -> None:
+def test_mixer_of_odd_state_runs_by_torch_alone() -> None:
     """The last entry of an odd state has no other to turn with."""
     spec = Mamba3Spec(state=7, head_dim=8)
     mixer = mixer_of(spec, 0.5)
@@ -195,7 +200,7 @@ def test_an_odd_state_needs_no_compiler() -> None:
 
 
 @pytest.mark.parametrize("form", ["reference", "chunked", "native"])
-def test_large_steps_of_the_next_token_cost_bf16_no_digits(form: str) -> None:
+def test_large_next_steps_cost_bf16_no_digits(form: str) -> None:
     """bf16 keeps its digits at a step of 44. There y could be a difference between numbers hundreds of times larger."""
     torch.manual_seed(0)
     spec = Mamba3Spec(state=32, head_dim=16)
@@ -212,7 +217,7 @@ def test_large_steps_of_the_next_token_cost_bf16_no_digits(form: str) -> None:
     turns = Turns(angles(AngleInputs(steps.delta_BLH, torch.ones(1, 4, spec.angles))))
 
     def read(kind: torch.dtype) -> Tensor:
-        wide = torch.float64 if kind == torch.float64 else torch.float32
+        wide = torch.promote_types(kind, torch.float32)
         wide_steps = Trapezoid(*(part.to(wide) for part in steps))
         wide_turns = Turns(turns.angles_BLHS.to(wide))
         with force(decay_scan=form):
@@ -223,7 +228,7 @@ def test_large_steps_of_the_next_token_cost_bf16_no_digits(form: str) -> None:
     assert (read(torch.bfloat16)[:, 1] - exact).norm() <= 2**-8 * exact.norm()
 
 
-def test_groups_and_angles_that_do_not_fit_are_refused() -> None:
+def test_wrong_options_are_reported_by_key() -> None:
     assert [problem.key for problem in Mamba3Spec(head_dim=4, groups=4).problems(SIZES, 64)] == ["groups"]
     assert [problem.key for problem in Mamba3Spec(head_dim=5).problems(SIZES, 64)] == ["head_dim"]
     assert [problem.key for problem in Mamba3Spec(head_dim=4, state=3).problems(SIZES, 64)] == ["turned"]

@@ -13,7 +13,7 @@ from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.rwkv6 import RWKV6Spec
 from hybridtron.architecture.rwkv6_channel_mix import RWKV6ChannelMixSpec
-from hybridtron.architecture.table import parameter_table
+from hybridtron.architecture.table import architecture
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, build_mixer
 from hybridtron.mixers.rwkv6 import read_before_step
@@ -66,7 +66,7 @@ def gradients(mixer: Mixer, x: Tensor, y: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("log_decay", [None, -8.0], ids=["as_started", "strong"])
-def test_the_time_mix_is_its_equations(log_decay: float | None) -> None:
+def test_time_mix_equals_its_equations(log_decay: float | None) -> None:
     """Use the official decays, and tokens that each leave e^-8 of the state; fp32 agrees less exactly."""
     mixer = started(SPEC, noise=0.1)
     if log_decay is not None:
@@ -74,15 +74,15 @@ def test_the_time_mix_is_its_equations(log_decay: float | None) -> None:
     x = torch.randn(LENGTH, 1, SIZES.width, dtype=torch.float64, requires_grad=True)
     seq = SeqInfo.stream(1, LENGTH)
     expected = time_mix(dict(mixer.named_parameters()), x[:, 0])
-    found = mixer(x, None, seq).y_LBD[:, 0]
-    assert_close(found, expected, rtol=1e-9, atol=1e-10)
-    for ours, theirs in zip(gradients(mixer, x, found), gradients(mixer, x, expected), strict=True):
+    actual = mixer(x, None, seq).y_LBD[:, 0]
+    assert_close(actual, expected, rtol=1e-9, atol=1e-10)
+    for ours, theirs in zip(gradients(mixer, x, actual), gradients(mixer, x, expected), strict=True):
         assert_close(ours, theirs, rtol=1e-7, atol=1e-7 * float(theirs.abs().max()))
     single = mixer.float()(x.float(), None, seq).y_LBD[:, 0]
     assert (single - expected).norm() < 1e-4 * expected.norm()
 
 
-def test_without_decay_and_with_a_bonus_of_one_it_is_linear_attention() -> None:
+def test_rwkv6_without_decay_and_with_a_bonus_of_one_equals_linear_attention() -> None:
     q, k, v = torch.randn(3, 2, 150, 3, 4, dtype=torch.float64)
     y, state = read_before_step(GLAInputs(q, k, v, torch.zeros_like(k)), torch.ones(3, 4).double())
     scores = torch.einsum("bihn,bjhn->bhij", q, k).tril()
@@ -90,36 +90,36 @@ def test_without_decay_and_with_a_bonus_of_one_it_is_linear_attention() -> None:
     assert_close(state, torch.einsum("blhn,blhp->bhnp", k, v))
 
 
-def test_a_token_without_a_past_reads_its_own_values() -> None:
+def test_first_token_of_a_document_reads_its_values_alone() -> None:
     """This holds at a document's start too, however many tokens came before it."""
     q, k, v, g = torch.randn(4, 1, 5, 2, 3, dtype=torch.float64)
     bonus = torch.randn(2, 3, dtype=torch.float64)
     documents = torch.tensor([[0, 0, 1, 1, 2]])
     y, state = read_before_step(GLAInputs(q, k, v, -g.abs(), None, documents), bonus)
     for token in (0, 2, 4):
-        own = (q[0, token] * bonus * k[0, token]).sum(-1, keepdim=True)
-        assert_close(y[0, token], own * v[0, token])
+        score = (q[0, token] * bonus * k[0, token]).sum(-1, keepdim=True)
+        assert_close(y[0, token], score * v[0, token])
     assert_close(state[0], k[0, 4].unsqueeze(2) * v[0, 4].unsqueeze(1))
 
 
-def test_the_channel_mix_is_its_equations() -> None:
+def test_channel_mix_equals_its_equations() -> None:
     mixer = started(RWKV6ChannelMixSpec(hidden=20), noise=0.3)
     w = dict(mixer.named_parameters())
     x = torch.randn(30, 1, SIZES.width, dtype=torch.float64)
-    found = mixer(x, None, SeqInfo.stream(1, 30)).y_LBD[:, 0]
+    actual = mixer(x, None, SeqInfo.stream(1, 30)).y_LBD[:, 0]
     before = torch.zeros(SIZES.width, dtype=torch.float64)
-    for token, ours in zip(x[:, 0], found, strict=True):
+    for token, ours in zip(x[:, 0], actual, strict=True):
         k = w["key.weight"] @ (token * (1 - w["key_mix"]) + before * w["key_mix"])
         r = w["receptance.weight"] @ (token * (1 - w["receptance_mix"]) + before * w["receptance_mix"])
         assert_close(ours, torch.sigmoid(r) * (w["value.weight"] @ k.clamp(min=0).square()))
         before = token
 
 
-def test_it_starts_as_its_code_does() -> None:
+def test_initial_weights_equal_those_of_the_official_code() -> None:
     """Compare the third of six blocks (width 128, l = 2, n = 6) among other layers with numbers worked out by hand."""
     layers = {"R": {"kind": "rwkv6"}, "C": {"kind": "rwkv6_channel_mix"}, "M": {"kind": "mamba"}}
     model = ModelConfig(128, 96, "M(RC)*6", layers, tie_embeddings=False)
-    table = parameter_table(model)
+    table = architecture(model).table
 
     def start(name: str) -> Tensor:
         return starting_value(table[name].init, table[name].shape, 0, name)
@@ -150,17 +150,17 @@ def test_it_starts_as_its_code_does() -> None:
     assert not start(channel + "receptance.weight").any()
 
 
-def test_a_single_layer_starts_as_the_first() -> None:
+def test_only_layer_starts_as_a_first_layer() -> None:
     start = starting_value(RWKV6Spec().parameters(ModelSizes(64, 1))["decay_bias"].init, (64,), 0, "w")
     assert_close(start, -6 + 5 * (torch.arange(64) / 63) ** 0.7)
 
 
-def test_states_pass_to_other_text_without_its_last_token() -> None:
+def test_last_tokens_are_convolution_states() -> None:
     assert {name: part.kind for name, part in SPEC.state_parts(SIZES).items()} == {"ssm": "ssm", "shift": "conv"}
     assert {part.kind for part in RWKV6ChannelMixSpec().state_parts(SIZES).values()} == {"conv"}
 
 
-def test_heads_are_never_cut() -> None:
+def test_ranks_that_would_cut_heads_are_refused() -> None:
     assert [problem.key for problem in SPEC.layout_problems(SIZES, 2)] == ["head_dim"]
     assert not list(SPEC.layout_problems(SIZES, 3))
     assert [problem.key for problem in RWKV6Spec(head_dim=5).problems(SIZES, 64)] == ["head_dim"]

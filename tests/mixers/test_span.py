@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybridtron.architecture import SPECS
 from hybridtron.architecture.base import ModelSizes
+from hybridtron.architecture.table import architecture
 from hybridtron.data.batch import SeqInfo, step_key
 from hybridtron.limits import limit_problems
 from hybridtron.mixers.base import Mixer, State, build_mixer
@@ -41,20 +42,20 @@ def x_of(length: int = LENGTH) -> Tensor:
     return torch.randn(length, 2, SIZES.width, dtype=torch.float64)
 
 
-def test_weights_are_those_of_attention() -> None:
+def test_span_has_the_weights_of_attention() -> None:
     for options in ({}, {"kv_heads": 1, "rotary_dim": 4, "conv": 4, "conv_bias": True, "conv_silu": False}):
         ours, theirs = (SPECS[kind](heads=2, **options).parameters(SIZES) for kind in ("span", "attention"))
         assert ours == theirs
 
 
-def test_with_all_blocks_it_is_attention() -> None:
+def test_span_with_all_blocks_equals_attention() -> None:
     x = x_of()
     everything = build(**{**SMALL, "blocks": 100})(x, None, rows()).y_LBD
     torch.testing.assert_close(everything, build("attention", heads=4, kv_heads=2)(x, None, rows()).y_LBD)
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
-def test_variants_differ_where_the_past_begins(memory: str) -> None:
+def test_memory_variants_differ_from_the_second_chunk_on(memory: str) -> None:
     x = x_of()
     alone = build(**SMALL, memory="none")(x, None, rows()).y_LBD
     y = build(**SMALL, memory=memory)(x, None, rows()).y_LBD
@@ -64,22 +65,25 @@ def test_variants_differ_where_the_past_begins(memory: str) -> None:
         torch.testing.assert_close(y, torch.cat(chunks))
     else:
         assert not torch.allclose(y[8:], alone[8:])
-        torch.testing.assert_close(y[: 4 if memory == "shifted" else 8], alone[: 4 if memory == "shifted" else 8])
+        equal = 8
+        if memory == "shifted":
+            equal = 4
+        torch.testing.assert_close(y[:equal], alone[:equal])
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_shifted_is_two_masks(kv_heads: int) -> None:
+def test_shifted_memory_equals_two_ways_to_cut_a_row(kv_heads: int) -> None:
     """Compute each half of the heads by itself, with its groups cut out of the row and an identity as output
     projection.
     """
     mixer = build(**{**SMALL, "kv_heads": kv_heads, "memory": "shifted"})
     x = x_of()
     full = build("attention", heads=4, kv_heads=kv_heads)
-    for each in (mixer, full):
-        each.out.weight.data = torch.eye(16, dtype=torch.float64)
+    for module in (mixer, full):
+        module.out.weight.data = torch.eye(16, dtype=torch.float64)
     y = mixer(x, None, rows()).y_LBD
     for shift, channels in ((0, slice(0, 8)), (4, slice(8, 16))):
-        borders = [*range(0, LENGTH, 8), LENGTH] if not shift else [0, *range(4, LENGTH, 8), LENGTH]
+        borders = sorted({0, *range(shift, LENGTH, 8), LENGTH})
         parts = [full(x[a:b], None, rows(b - a, start=a)).y_LBD for a, b in itertools.pairwise(borders)]
         torch.testing.assert_close(y[..., channels], torch.cat(parts)[..., channels])
 
@@ -87,7 +91,7 @@ def test_shifted_is_two_masks(kv_heads: int) -> None:
 @pytest.mark.parametrize("form", ["reference", "native"])
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("relevance", ["chunk", "previous_chunk"])
-def test_a_token_reaches_nothing_before_its_chunk(memory: str, relevance: str, form: str) -> None:
+def test_later_tokens_change_no_bit_before_their_chunk(memory: str, relevance: str, form: str) -> None:
     """Bit for bit; and nothing before itself, unless the chunk's own queries choose."""
     mixer = build(**SMALL, memory=memory, relevance=relevance)
     x = x_of()
@@ -97,7 +101,7 @@ def test_a_token_reaches_nothing_before_its_chunk(memory: str, relevance: str, f
         other = x.clone()
         other[changed:] = 3 * torch.randn_like(other[changed:])
         with force(span_attention=form):
-            before, after = (mixer(each, None, rows()).y_LBD for each in (x, other))
+            before, after = (mixer(tokens, None, rows()).y_LBD for tokens in (x, other))
         assert torch.equal(after[: changed // 8 * 8], before[: changed // 8 * 8])
         reached |= not torch.equal(after[:changed], before[:changed])
         assert not torch.equal(after[changed:], before[changed:])
@@ -105,7 +109,7 @@ def test_a_token_reaches_nothing_before_its_chunk(memory: str, relevance: str, f
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
-def test_span_without_memory_has_no_state(memory: str) -> None:
+def test_span_returns_no_state_where_none_is_carried(memory: str) -> None:
     """Otherwise each layer's copy of the last keys and values would stay until the forward pass ends."""
     mixer = build(**SMALL, memory=memory)
     x = x_of()
@@ -129,9 +133,11 @@ def carried_over(mixer: Mixer, x: Tensor, cuts: list[int]) -> tuple[Tensor, Stat
 
 @pytest.mark.parametrize("cuts", [[1, 2, 3], [5, 19], [8, 16], [7, 8, 9, 31], list(range(1, LENGTH))])
 @pytest.mark.parametrize("memory", ["span", "landmark", "random", "shifted"])
-def test_rows_may_be_cut_anywhere_where_the_chunk_before_chooses(memory: str, cuts: list[int]) -> None:
-    remember = 0 if memory == "shifted" else 32
-    mixer = build(**SMALL, memory=memory, relevance="previous_chunk", remember=remember)
+def test_pieces_of_any_size_equal_the_whole_row_under_relevance_previous_chunk(memory: str, cuts: list[int]) -> None:
+    options = {**SMALL, "memory": memory, "relevance": "previous_chunk"}
+    if memory != "shifted":
+        options["remember"] = 32
+    mixer = build(**options)
     x = x_of().requires_grad_()
     whole = mixer(x, None, rows())
     y, state = carried_over(mixer, x, cuts)
@@ -140,7 +146,7 @@ def test_rows_may_be_cut_anywhere_where_the_chunk_before_chooses(memory: str, cu
     for name, tensor in whole.state.items():
         torch.testing.assert_close(state[name], tensor)
     weight = torch.randn_like(y)
-    ours, theirs = (torch.autograd.grad((each * weight).sum(), x)[0] for each in (y, whole.y_LBD))
+    ours, theirs = (torch.autograd.grad((output * weight).sum(), x)[0] for output in (y, whole.y_LBD))
     torch.testing.assert_close(ours, theirs)
 
 
@@ -155,7 +161,7 @@ def test_rows_end_at_chunk_boundaries_under_relevance_chunk() -> None:
     assert (problem.key, problem.code) == ("chunk", "not-divisible")
 
 
-def test_remember_bounds_what_is_read_of_the_past() -> None:
+def test_tokens_before_the_remembered_ones_change_nothing() -> None:
     """Tokens further back than that change nothing, nearer ones do; all blocks are read, so that choices hide none."""
     options = {**SMALL, "blocks": 100, "relevance": "previous_chunk"}
     for remember in (0, 4, 10):
@@ -187,7 +193,7 @@ def test_chunk_sizes_are_drawn_by_the_key() -> None:
     assert by_layer == [[drawn(key, layer, "layer") for layer in range(4)] for key in keys]
 
 
-def test_random_blocks_follow_the_key() -> None:
+def test_random_blocks_are_drawn_by_the_key() -> None:
     mixer = build(**SMALL, memory="random")
     x = x_of()
     first, again, other = (mixer(x, None, rows(key=key)).y_LBD for key in (1, 1, 2))
@@ -211,9 +217,11 @@ def test_evaluation_is_full_attention_unless_asked_otherwise(memory: str) -> Non
 
 
 @pytest.mark.parametrize("eval_form", ["full", "span"])
-def test_generation_step_by_step_is_the_whole(eval_form: str) -> None:
+def test_token_by_token_equals_the_whole_row(eval_form: str) -> None:
     options = {**SMALL, "relevance": "previous_chunk", "eval": eval_form, "remember": 64, "kind": "span"}
-    model = LanguageModel(dataclasses.replace(small_config("X-X"), layers={**small_config().layers, "X": options}))
+    model = LanguageModel(
+        architecture(dataclasses.replace(small_config("X-X"), layers={**small_config().layers, "X": options}))
+    )
     for name, weight in model.named_parameters():
         weight.data.copy_(starting_value(model.table[name].init, tuple(weight.shape), 1, name))
     tokens = random_batch().tokens_BL
@@ -241,13 +249,13 @@ def test_generation_step_by_step_is_the_whole(eval_form: str) -> None:
         ({"chunk": 9, "block": 3, "memory": "shifted"}, "chunk", "not-divisible"),
     ],
 )
-def test_wrong_options_are_reported(options: dict, key: str, code: str) -> None:
+def test_wrong_options_are_reported_by_key_and_code(options: dict, key: str, code: str) -> None:
     spec = SPECS["span"](**{**SMALL, **options})
     (problem,) = [*limit_problems(spec), *spec.problems(SIZES, LENGTH)]
     assert (problem.key, problem.code) == (key, code)
 
 
-def test_ranks_that_share_a_group_are_refused_where_it_chooses() -> None:
+def test_ranks_that_share_a_choosing_group_are_refused() -> None:
     spec = SPECS["span"](**{**SMALL, "kv_heads": 1})
     (problem,) = spec.layout_problems(SIZES, 2)
     assert problem.key == "kv_heads"

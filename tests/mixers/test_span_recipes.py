@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import architecture
 from hybridtron.config.load import load
 from hybridtron.config.resolve import resolve
 from hybridtron.data.batch import SeqInfo
 from hybridtron.evaluate.length import position_losses
+from hybridtron.inference.generate import generate
+from hybridtron.inference.reader import reader
 from hybridtron.mixers import span
-from hybridtron.model.generate import generate, reader
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.span import SpanInputs
@@ -40,14 +42,17 @@ def shipped(recipe: str) -> ModelConfig:
 
 
 def model_of(recipe: str) -> LanguageModel:
-    model = LanguageModel(shipped(recipe))
+    model = LanguageModel(architecture(shipped(recipe)))
     initialise(model, seed=1)
     return model.double().eval()
 
 
 def largest_chunk(recipe: str) -> int:
-    options = next(one for one in shipped(recipe).layers.values() if one["kind"] == "span")
-    return max(sizes) if isinstance(sizes := options["chunk"], list) else sizes
+    layers = shipped(recipe).layers.values()
+    sizes = next(options["chunk"] for options in layers if options["kind"] == "span")
+    if isinstance(sizes, list):
+        return max(sizes)
+    return sizes
 
 
 @pytest.fixture
@@ -58,7 +63,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     def counted(inputs: SpanInputs) -> Tensor:
         if inputs.k_BSGK.shape[1] > inputs.q_BLHK.shape[1]:
-            counts.append(sum(0 if one is None else int((one >= 0).sum()) for one in inputs.chosen))
+            counts.append(sum(int((blocks >= 0).sum()) for blocks in inputs.chosen if blocks is not None))
         return attend(inputs)
 
     monkeypatch.setattr(span, "span_attention", counted)
@@ -78,7 +83,7 @@ def in_pieces(model: LanguageModel, tokens_BL: Tensor, ends: list[int]) -> Tenso
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_pieces_of_any_size_are_the_whole_row(recipe: str, read: list[int]) -> None:
+def test_pieces_of_any_size_equal_the_whole_row(recipe: str, read: list[int]) -> None:
     """The last tokens one by one, over the border of a chunk."""
     model = model_of(recipe)
     chunk = largest_chunk(recipe)
@@ -91,20 +96,20 @@ def test_pieces_of_any_size_are_the_whole_row(recipe: str, read: list[int]) -> N
     assert (min(read[-6:], default=0) > 0) == (recipe not in FULL)
 
 
-def test_generation_continues_as_the_whole_row_would(read: list[int]) -> None:
+def test_generation_equals_reading_the_whole_row(read: list[int]) -> None:
     # over a border between chunks
     model = model_of("samba_span_laptop")
     new = 32
     prompt_BL = torch.randint(2048, (2, 100))
-    made = generate(model, prompt_BL, new, temperature=0, seed=0)
+    generated = generate(model, prompt_BL, new, temperature=0, seed=0)
     assert min(read) > 0
-    tokens_BL = torch.cat((prompt_BL, made), dim=1)
+    tokens_BL = torch.cat((prompt_BL, generated), dim=1)
     logits_LBV = in_pieces(model, tokens_BL, [100 + new])
-    assert torch.equal(logits_LBV[99:-1].argmax(-1).T, made)
+    assert torch.equal(logits_LBV[99:-1].argmax(-1).T, generated)
 
 
 @pytest.mark.parametrize("recipe", ["samba_span_laptop", "laptop_phases"])
-def test_losses_by_position_depend_on_no_piece(recipe: str, read: list[int]) -> None:
+def test_losses_by_position_do_not_depend_on_the_pieces(recipe: str, read: list[int]) -> None:
     model = model_of(recipe)
     tokens_BT = torch.randint(2048, (2, 201))
     whole = position_losses(reader(model), tokens_BT, 200)

@@ -16,7 +16,7 @@ from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.sparse import PATTERNS, RecurrenceSpec
 from hybridtron.architecture.table import architecture
 from hybridtron.config.choices import Export
-from hybridtron.config.exportable import export_class
+from hybridtron.config.export_class import export_class
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, build_mixer
 from hybridtron.model.init import starting_value
@@ -32,8 +32,12 @@ BASES = {
 
 
 def spec_of(kind: str, **sparse: object) -> MixerSpec:
-    stride = {"stride": 3} if "dilated" in str(sparse.get("pattern")) else {}
-    return SPECS[kind](**BASES[kind], sparse={"keys": 6, **stride, **sparse} if sparse else None)
+    if not sparse:
+        return SPECS[kind](**BASES[kind], sparse=None)
+    options = {"keys": 6, **sparse}
+    if "dilated" in str(sparse.get("pattern")):
+        options["stride"] = 3
+    return SPECS[kind](**BASES[kind], sparse=options)
 
 
 def build(spec: MixerSpec) -> Mixer:
@@ -53,7 +57,7 @@ def tokens(rows: int = 2, length: int = LENGTH) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", BASES)
-def test_at_gate_0_it_is_the_recurrence_alone_bit_for_bit(kind: str) -> None:
+def test_recurrence_with_sparse_attention_at_gate_zero_is_unchanged_bit_for_bit(kind: str) -> None:
     x = tokens()
     seq = in_training(2, LENGTH)
     alone, beside = (build(spec)(x, None, seq).y_LBD for spec in (spec_of(kind), spec_of(kind, gate=0.0)))
@@ -81,27 +85,27 @@ def test_sparse_attention_is_added_inside_mambas_output_gate() -> None:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("kind", BASES)
-def test_no_later_token_changes_an_earlier_one(kind: str, pattern: str) -> None:
+def test_later_tokens_change_no_earlier_output(kind: str, pattern: str) -> None:
     """Check in training, with several hashes, and outside of it."""
     mixer = build(spec_of(kind, pattern=pattern))
     for key in (None, 1, 2, 3):
         seq = dataclasses.replace(SeqInfo.stream(2, LENGTH), key=key)
         x = tokens()
         changed = torch.cat((x[:20], tokens()[20:]))
-        before, after = (mixer(each, None, seq).y_LBD[:20] for each in (x, changed))
+        before, after = (mixer(tokens, None, seq).y_LBD[:20] for tokens in (x, changed))
         torch.testing.assert_close(before, after, rtol=0, atol=1e-14)
 
 
-def test_the_same_probe_finds_the_leak_of_centring_over_the_sequence() -> None:
+def test_probe_finds_the_leak_of_centring_over_the_sequence() -> None:
     mixer = build(spec_of("mamba", pattern="lsh", centre="sequence"))
     x = tokens()
     seq = in_training(2, LENGTH)
     changed = torch.cat((x[:20], 9 * tokens()[20:]))
-    before, after = (mixer(each, None, seq).y_LBD[:20] for each in (x, changed))
+    before, after = (mixer(tokens, None, seq).y_LBD[:20] for tokens in (x, changed))
     assert (before - after).abs().max() > 1e-6
 
 
-def test_a_hash_is_new_for_each_key_and_layer_and_one_outside_of_training() -> None:
+def test_hash_depends_on_key_and_layer_in_training_alone() -> None:
     x = tokens()
     spec = spec_of("mamba", pattern="lsh")
     mixer = build(spec)
@@ -115,7 +119,7 @@ def test_a_hash_is_new_for_each_key_and_layer_and_one_outside_of_training() -> N
 
 
 @pytest.mark.parametrize("kind", BASES)
-def test_the_ranking_loss_teaches_the_scores_alone(kind: str) -> None:
+def test_ranking_loss_has_gradients_of_the_scores_alone(kind: str) -> None:
     mixer = build(spec_of(kind, alpha=0.5))
     aux = mixer(tokens(), None, in_training(2, LENGTH)).aux
     assert set(aux) == {"ranking"}
@@ -126,7 +130,7 @@ def test_the_ranking_loss_teaches_the_scores_alone(kind: str) -> None:
     assert mixer(tokens(), None, SeqInfo.stream(2, LENGTH)).aux == {}
 
 
-def test_after_another_hash_rows_see_what_was_kept() -> None:
+def test_carried_keys_are_hashed_again_by_the_new_key() -> None:
     """Training draws a hash for every micro-batch: carried keys find their bins again by the new one."""
     spec = spec_of("mamba2", pattern="lsh", keys=64, hashes=2)  # with room for every key
     mixer = build(spec)
@@ -156,29 +160,32 @@ def model_of(**sparse: object) -> ModelConfig:
         ({"bins": "sign", "hashes": 40}, "hashes", "out-of-range"),
     ],
 )
-def test_wrong_options_are_refused(sparse: dict[str, object], key: str, code: str) -> None:
+def test_wrong_options_are_refused_by_key_and_code(sparse: dict[str, object], key: str, code: str) -> None:
     with pytest.raises(ConfigError) as refused:
         architecture(model_of(**sparse), 64)
     assert (f"model.layers.M.sparse.{key}", code) in [(p.key, p.code) for p in refused.value.problems]
 
 
-def test_the_missing_stride_is_proposed() -> None:
-    with pytest.raises(ConfigError, match=r"divided by the 32 keys of this rule \(64\)"):
+def test_missing_stride_is_proposed() -> None:
+    with pytest.raises(ConfigError) as refused:
         architecture(model_of(pattern="window_dilated", keys=64), 2048)
+    (problem,) = refused.value.problems
+    assert (problem.key, problem.code) == ("model.layers.M.sparse.stride", "missing")
+    assert "64" in problem.message
 
 
-def test_reproducing_the_leak_is_announced() -> None:
+def test_centring_over_the_sequence_is_warned_about() -> None:
     (spec,) = set(architecture(model_of(centre="sequence"), 64).specs)
     assert isinstance(spec, RecurrenceSpec)
-    assert [problem.key for problem in spec.surprises(carried=False)] == ["sparse.centre"]
+    assert [problem.key for problem in spec.warnings(carried=False)] == ["sparse.centre"]
     assert [problem.key for problem in spec.carry_problems(64)] == ["sparse.centre"]
 
 
-def test_sparse_attention_is_exported_by_the_shipped_class() -> None:
-    assert export_class(model_of(keys=8), Export.auto) == "HybridtronForCausalLM"
+def test_model_with_sparse_attention_is_exported_by_the_shipped_class() -> None:
+    assert export_class(architecture(model_of(keys=8)), Export.auto) == "HybridtronForCausalLM"
 
 
-def test_parameters_and_flops_of_the_papers_model() -> None:
+def test_parameters_and_flops_equal_those_of_the_paper() -> None:
     """Mamba 130M with HAX: 2 N rows of d_in and 16 N^2 + 6 N of the MLP a layer, and a gate for each channel."""
     base, grown = (SPECS["mamba"](sparse=sparse) for sparse in (None, {"pattern": "hax", "keys": 128}))
     sizes = ModelSizes(768, 24)

@@ -31,7 +31,7 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[Any], StateTransition]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_carried_state_enters_the_next_by_its_transition(kind: str) -> None:
+def test_carried_state_enters_the_next_by_its_transition(kind: str) -> None:
     options, transition_of = KINDS[kind]
     spec = SPECS[kind](**options)
     mixer = build_mixer(spec, SIZES, SINGLE_RANK)
@@ -51,7 +51,7 @@ def test_a_carried_state_enters_the_next_by_its_transition(kind: str) -> None:
 
         with observed(watch):
             after = mixer(x, before, seq).state["ssm"]
-        own = mixer(x, {**before, "ssm": torch.zeros_like(before["ssm"])}, seq).state["ssm"]
+        from_zero = mixer(x, {**before, "ssm": torch.zeros_like(before["ssm"])}, seq).state["ssm"]
         (inputs,) = calls
-        assert_close(transition_of(inputs).apply(before["ssm"]) + own, after, rtol=1e-11, atol=1e-12)
-        assert not torch.allclose(own, after)
+        assert_close(transition_of(inputs).apply(before["ssm"]) + from_zero, after, rtol=1e-11, atol=1e-12)
+        assert not torch.allclose(from_zero, after)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridtron.architecture.adapters import AdaptedPart, AdaptersConfig, adapted_projections
 from hybridtron.architecture.model import ModelConfig
-from hybridtron.architecture.table import parameter_table
+from hybridtron.architecture.table import architecture
 from hybridtron.data.batch import SeqInfo
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel
@@ -22,9 +22,9 @@ EVERY_PROJECTION = AdaptersConfig(weights=["*"], rank=3, alpha=6.0)
 
 
 def started(model: ModelConfig) -> LanguageModel:
-    made = LanguageModel(model)
-    initialise(made, seed=0)
-    return made.double()
+    language_model = LanguageModel(architecture(model))
+    initialise(language_model, seed=0)
+    return language_model.double()
 
 
 def logits(model: LanguageModel, key: int | None = None) -> Tensor:
@@ -34,7 +34,7 @@ def logits(model: LanguageModel, key: int | None = None) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_adapters_begin_as_nothing_and_do_what_merged_weights_do(name: str) -> None:
+def test_adapters_start_without_effect_and_equal_merged_weights(name: str) -> None:
     torch.manual_seed(0)
     base = small_model(ARCHITECTURES[name], tied=True, heads={"kv_heads": 2})
     adapted = replace(base, adapters=EVERY_PROJECTION)
@@ -42,7 +42,7 @@ def test_adapters_begin_as_nothing_and_do_what_merged_weights_do(name: str) -> N
     model = started(adapted)
     assert torch.equal(logits(model), logits(plain))
     weights = dict(model.named_parameters())
-    for weight_name, parts in adapted_projections(parameter_table(base), EVERY_PROJECTION).items():
+    for weight_name, parts in adapted_projections(architecture(base).table, EVERY_PROJECTION).items():
         A, B = (weights[f"{weight_name.removesuffix('weight')}adapter.{piece}"] for piece in "AB")
         B.data.normal_(0, 0.1)
         pairs = zip(B.split([part.rows for part in parts]), A.split(3), strict=True)
@@ -52,10 +52,10 @@ def test_adapters_begin_as_nothing_and_do_what_merged_weights_do(name: str) -> N
     torch.testing.assert_close(changed, logits(plain), rtol=1e-9, atol=1e-9)
 
 
-def test_parts_of_a_fused_projection_have_adapters_of_their_own() -> None:
+def test_parts_of_a_fused_projection_have_separate_adapters() -> None:
     base = small_model("W-W", tied=True, heads={"kv_heads": 2})
     values = AdaptersConfig(weights=["layers.2.mixer.kv.weight.v"], rank=3, alpha=6.0)
-    table = parameter_table(replace(base, adapters=values))
+    table = architecture(replace(base, adapters=values)).table
     A, B = (table[f"layers.2.mixer.kv.adapter.{piece}"] for piece in "AB")
     assert {name for name in table if "adapter" in name} == {f"layers.2.mixer.kv.adapter.{piece}" for piece in "AB"}
     assert A.stored("A") == {"A.v": (3, 32)}
@@ -68,12 +68,12 @@ def test_parts_of_a_fused_projection_have_adapters_of_their_own() -> None:
     torch.testing.assert_close(logits(model), logits(plain), rtol=1e-9, atol=1e-9)
 
 
-def test_dropout_draws_in_training_alone_and_for_each_layer_token_and_channel() -> None:
+def test_dropout_draws_in_training_alone_and_by_the_key() -> None:
     base = small_model("M-W", tied=True, heads={"kv_heads": 2})
     model = started(replace(base, adapters=replace(EVERY_PROJECTION, dropout=0.4)))
     plain = started(replace(base, adapters=EVERY_PROJECTION))
-    for one in (model, plain):
-        for name, weight in one.named_parameters():
+    for language_model in (model, plain):
+        for name, weight in language_model.named_parameters():
             if name.endswith("adapter.B"):
                 weight.data.fill_(0.1)
     assert torch.equal(logits(model), logits(plain))
@@ -84,7 +84,7 @@ def test_dropout_draws_in_training_alone_and_for_each_layer_token_and_channel() 
 
 
 @pytest.mark.parametrize("tokens_first", [True, False])
-def test_a_dropped_product_is_that_of_dropped_inputs(tokens_first: bool) -> None:
+def test_adapter_dropout_equals_dropout_of_its_inputs(tokens_first: bool) -> None:
     parts = [AdaptedPart("", 5, True)]
     adapter = Adapter("layers.0.mixer.out", AdapterSizes(6, 12, parts, 3, 2.0, dropout=0.4)).double()
     for weight in adapter.parameters():
@@ -92,15 +92,19 @@ def test_a_dropped_product_is_that_of_dropped_inputs(tokens_first: bool) -> None
     seq = replace(SeqInfo.stream(2, 7), key=11)
     adapter.begin(adapter, (None, None, seq))
     x_LBC = torch.randn(7, 2, 6, dtype=torch.float64, requires_grad=True)
-    ours = adapter.added(x_LBC) if tokens_first else adapter.added(x_LBC.transpose(0, 1)).transpose(0, 1)
+    if tokens_first:
+        ours = adapter.added(x_LBC)
+    else:
+        ours = adapter.added(x_LBC.transpose(0, 1)).transpose(0, 1)
     seed = seq.number("dropout/layers.0.mixer.out")
     ones = torch.ones_like(x_LBC)
     mask = dropout(DropoutInputs(ones, token_numbers(seed, seq.positions_BL, 0).T, channel_numbers(seed, 12, 6), 0.4))
     expected = 2.0 * (x_LBC * mask) @ adapter.A.T @ adapter.B.T
     torch.testing.assert_close(ours, expected)
     wanted = [x_LBC, adapter.A, adapter.B]
-    for found, theirs in zip(*(torch.autograd.grad(y.sin().sum(), wanted) for y in (ours, expected)), strict=True):
-        torch.testing.assert_close(found, theirs)
+    our_gradients, their_gradients = (torch.autograd.grad(y.sin().sum(), wanted) for y in (ours, expected))
+    for actual, theirs in zip(our_gradients, their_gradients, strict=True):
+        torch.testing.assert_close(actual, theirs)
 
 
 def dora(W: Tensor, A: Tensor, B: Tensor, M: Tensor) -> Tensor:
@@ -110,13 +114,13 @@ def dora(W: Tensor, A: Tensor, B: Tensor, M: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["samba", "adapters-dora", "rwkv6"])
-def test_dora_begins_as_nothing_and_gives_rows_their_lengths(name: str) -> None:
+def test_dora_starts_without_effect_and_equals_its_formula(name: str) -> None:
     base = small_model(ARCHITECTURES[name], tied=True, heads={"kv_heads": 2})
     plain = started(base)
     model = started(replace(base, adapters=replace(EVERY_PROJECTION, dora=True)))
     assert torch.equal(logits(model), logits(plain))
     weights = dict(model.named_parameters())
-    for weight_name, parts in adapted_projections(parameter_table(base), EVERY_PROJECTION).items():
+    for weight_name, parts in adapted_projections(architecture(base).table, EVERY_PROJECTION).items():
         A, B, M = (weights[f"{weight_name.removesuffix('weight')}adapter.{piece}"] for piece in "ABM")
         B.data.normal_(0, 0.1)
         M.data.normal_(0, 0.1)
@@ -125,12 +129,12 @@ def test_dora_begins_as_nothing_and_gives_rows_their_lengths(name: str) -> None:
         W.data[(W == 0).all(1)] = 0.01  # as those that start from zero have become
         weights[weight_name].data.copy_(W)
         pieces = zip(W.split(rows), A.split(3), B.split(rows), M.split(rows), strict=True)
-        W.data.copy_(torch.cat([dora(*of_part) for of_part in pieces]))
+        W.data.copy_(torch.cat([dora(W, A, B, M) for W, A, B, M in pieces]))
     assert not torch.equal(logits(model), logits(started(base)))
     torch.testing.assert_close(logits(model), logits(plain), rtol=1e-9, atol=1e-9)
 
 
-def test_the_gradients_of_dora_are_those_of_its_formula() -> None:
+def test_gradients_of_dora_equal_those_of_its_formula() -> None:
     torch.manual_seed(0)
     parts = [AdaptedPart("k", 5, True), AdaptedPart("v", 4, False)]
     adapter = Adapter("layers.0.mixer.kv", AdapterSizes(6, 0, parts, 3, 2.0, dora=True)).double()
@@ -142,8 +146,9 @@ def test_the_gradients_of_dora_are_those_of_its_formula() -> None:
     expected = torch.cat([x @ dora(W[:5], adapter.A, adapter.B, adapter.M).T, x @ W[5:].T], -1)
     torch.testing.assert_close(ours, expected)
     wanted = [x, adapter.A, adapter.B, adapter.M]
-    for found, theirs in zip(*(torch.autograd.grad(y.sin().sum(), wanted) for y in (ours, expected)), strict=True):
-        torch.testing.assert_close(found, theirs)
+    our_gradients, their_gradients = (torch.autograd.grad(y.sin().sum(), wanted) for y in (ours, expected))
+    for actual, theirs in zip(our_gradients, their_gradients, strict=True):
+        torch.testing.assert_close(actual, theirs)
 
 
 def test_rows_of_zeros_stay_zero_with_dora() -> None:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from hybridtron.architecture.model import ModelConfig
-from hybridtron.architecture.table import architecture, parameter_table
+from hybridtron.architecture.table import architecture
 from hybridtron.config.schema import Recompute
 from hybridtron.data.batch import SeqInfo
-from hybridtron.model.generate import generate
+from hybridtron.inference.generate import generate
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel
 from hybridtron.planning.count import count
@@ -41,7 +41,7 @@ def config(pattern: str) -> ModelConfig:
 
 
 def built(pattern: str = PATTERN, recompute: Recompute = Recompute.none, offload: int = 0) -> LanguageModel:
-    model = LanguageModel(config(pattern), recompute=recompute, offload=offload)
+    model = LanguageModel(architecture(config(pattern)), recompute=recompute, offload=offload)
     initialise(model, 0)
     generator = torch.Generator().manual_seed(1)
     for weight in model.parameters():
@@ -59,12 +59,12 @@ def results(model: LanguageModel) -> list[Tensor]:
     return [output.detach(), *(weight.grad for weight in model.parameters() if weight.grad is not None)]
 
 
-def test_they_read_one_norm_and_are_added_together() -> None:
+def test_parallel_branches_read_one_norm_and_are_added() -> None:
     model = built()
     seq = SeqInfo.stream(2, LENGTH)
     seen: dict[int, Tensor] = {}
     for name, layer in model.layers.items():
-        layer.mixer.register_forward_pre_hook(lambda _, given, name=name: seen.update({int(name): given[0]}))
+        layer.mixer.register_forward_pre_hook(lambda _, inputs, name=name: seen.update({int(name): inputs[0]}))
     out = model(tokens(), None, seq)
     x_LBD = model.embedding(tokens())
     by_index = {int(name): layer for name, layer in model.layers.items()}
@@ -72,38 +72,30 @@ def test_they_read_one_norm_and_are_added_together() -> None:
         read_LBD = torch.nn.functional.rms_norm(x_LBD, (16,), by_index[group[0]].norm.weight, 1e-5)
         for index in group:
             torch.testing.assert_close(seen[index], read_LBD)
-        made = [by_index[index].mixer(read_LBD, None, seq).y_LBD for index in group]
-        x_LBD = x_LBD + sum(factor * y_LBD for factor, y_LBD in zip(factors, made, strict=True))
+        outputs_LBD = [by_index[index].mixer(read_LBD, None, seq).y_LBD for index in group]
+        x_LBD = x_LBD + sum(factor * y_LBD for factor, y_LBD in zip(factors, outputs_LBD, strict=True))
     expected = torch.nn.functional.linear(model.norm(x_LBD), model.output_weight())
     torch.testing.assert_close(out.output, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_the_table_has_one_norm_for_all_of_them() -> None:
+def test_table_has_one_norm_for_parallel_branches() -> None:
     names = [name for name, _ in built().named_parameters()]
-    assert sorted(names) == sorted(parameter_table(config(PATTERN)))
-    assert [f"layers.{index}.norm.weight" in names for index in range(7)] == [
-        True,
-        False,
-        True,
-        True,
-        False,
-        False,
-        True,
-    ]
-    assert count(config(PATTERN), 64).parameters == sum(weight.numel() for weight in built().parameters())
+    assert sorted(names) == sorted(architecture(config(PATTERN)).table)
+    assert [index for index in range(7) if f"layers.{index}.norm.weight" in names] == [0, 2, 3, 6]
+    assert count(architecture(config(PATTERN)), 64).parameters == sum(weight.numel() for weight in built().parameters())
 
 
 @pytest.mark.parametrize("recompute", [Recompute.selective, Recompute.layer])
-def test_sub_layers_that_run_again_change_no_bit(recompute: Recompute) -> None:
+def test_recomputed_sub_layers_change_no_bit(recompute: Recompute) -> None:
     assert all(map(torch.equal, results(built()), results(built(recompute=recompute))))
 
 
-def test_sub_layers_that_wait_on_the_host_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_sub_layers_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridtron.model.offload.SMALLEST", 1)
     assert all(map(torch.equal, results(built()), results(built(offload=5))))
 
 
-def test_chunks_with_carried_states_equal_the_whole() -> None:
+def test_chunks_with_carried_states_equal_the_whole_row() -> None:
     model = built()
     seq = seq_info(2, LENGTH)
     whole = model(tokens(), None, seq)
@@ -112,18 +104,18 @@ def test_chunks_with_carried_states_equal_the_whole() -> None:
     torch.testing.assert_close(torch.cat((first.output, second.output)), whole.output, rtol=1e-10, atol=1e-10)
 
 
-def test_token_by_token_equals_the_whole() -> None:
+def test_token_by_token_equals_the_whole_row() -> None:
     model = built().eval()
-    made = generate(model, tokens(), 5, temperature=0, seed=0)
+    generated = generate(model, tokens(), 5, temperature=0, seed=0)
     read = tokens()
     for _ in range(5):
         with torch.no_grad():
-            logits_LBV = model(read, None, SeqInfo.stream(*read.shape)).output
+            logits_LBV = model(read, None, SeqInfo.stream(len(read), read.shape[1])).output
         read = torch.cat((read, logits_LBV[-1].argmax(-1, keepdim=True)), dim=1)
-    assert torch.equal(read[:, LENGTH:], made)
+    assert torch.equal(read[:, LENGTH:], generated)
 
 
-def test_a_branch_stays_in_the_stage_of_its_sub_layer() -> None:
+def test_parallel_branches_stay_in_one_pipeline_stage() -> None:
     assert [len(unit) for unit in architecture(config(PATTERN)).inseparable] == [2, 1, 3, 1]
 
 
@@ -131,7 +123,7 @@ def test_a_branch_stays_in_the_stage_of_its_sub_layer() -> None:
     "pattern",
     [
         "AM",  # nothing before the branch
-        "M|A-",  # a stage border before it
+        "M|A-",  # a stage boundary before it
         "PA",  # no norm to share
         "SAM",  # A can't read the output of S
     ],

@@ -10,10 +10,10 @@ import torch
 
 from hybridtron.architecture.inits import Constant, InverseSoftplus, LogRange, LogUniform, Normal, Uniform
 from hybridtron.architecture.model import Start
-from hybridtron.architecture.table import parameter_table
+from hybridtron.architecture.table import architecture
 from hybridtron.config.load import load
 from hybridtron.data.batch import Batch, SeqInfo
-from hybridtron.model.generate import generate
+from hybridtron.inference.generate import generate
 from hybridtron.model.init import starting_value
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.dispatch import force
@@ -26,12 +26,12 @@ def batch_loss(model: LanguageModel, batch: Batch) -> Loss:
     return cross_entropy(CrossEntropyInputs(logits_LBV, batch.labels_BL.T, batch.mask_BL.T, 0.0))
 
 
-def test_starts_near_uniform_predictions() -> None:
+def test_initial_loss_is_near_that_of_uniform_predictions() -> None:
     loss = batch_loss(small_model("M-W-F-"), random_batch())
     assert (loss.cross_entropy / loss.tokens).item() == pytest.approx(math.log(61), rel=0.05)
 
 
-def test_start_depends_on_seed_and_name_only() -> None:
+def test_initial_weights_depend_on_seed_and_name_alone() -> None:
     long = small_model("M-W-M-")
     short = small_model("M-")
     weights = dict(long.named_parameters())
@@ -40,7 +40,7 @@ def test_start_depends_on_seed_and_name_only() -> None:
     assert not torch.equal(weights["layers.0.mixer.in_proj.weight"], weights["layers.4.mixer.in_proj.weight"])
 
 
-def test_mamba_starts_as_the_paper_says() -> None:
+def test_mamba_starts_with_the_decays_and_steps_of_the_paper() -> None:
     assert torch.equal(starting_value(LogRange(), (3, 4), 0, "a")[2], torch.tensor([1.0, 2.0, 3.0, 4.0]).log())
     steps = torch.nn.functional.softplus(starting_value(InverseSoftplus(0.001, 0.1), (4096,), 0, "b"))
     assert steps.min() >= 0.000999
@@ -48,7 +48,7 @@ def test_mamba_starts_as_the_paper_says() -> None:
     assert steps.log().mean().item() == pytest.approx(math.log(0.01), abs=0.1)  # log-uniform
 
 
-def test_mamba2_starts_as_its_code_does() -> None:
+def test_mamba2_starts_with_the_decays_of_its_code() -> None:
     decays = starting_value(LogUniform(1.0, 16.0), (4096,), 0, "a").exp()
     assert 1 <= decays.min() < 1.1
     assert 15.9 < decays.max() <= 16.001
@@ -63,9 +63,9 @@ def test_output_projections_start_smaller_by_the_root_of_the_depth() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["llama2_438m", "llama2_swa_438m", "ablations/llama2_swa_438m_sc"])
-def test_untied_llamas_start_as_their_code_does(recipe: str) -> None:
+def test_untied_llamas_start_with_the_deviations_of_their_code(recipe: str) -> None:
     """Check width 1536 and 12 blocks; short convolutions and norms start as in other models."""
-    weights = parameter_table(load([f"recipe={recipe}"]).model)
+    weights = architecture(load([f"recipe={recipe}"]).model).table
     starts = {name.removeprefix("layers.0.").removeprefix("layers.1."): weight.init for name, weight in weights.items()}
     inside = Normal((2 / (5 * 1536)) ** 0.5)
     outside = Normal(1536**-0.5 / 12)
@@ -76,10 +76,10 @@ def test_untied_llamas_start_as_their_code_does(recipe: str) -> None:
     assert starts.get("mixer.q_conv", Uniform(0.5)) == Uniform(0.5)
 
 
-def test_what_does_not_project_starts_by_no_other_rule() -> None:
+def test_lit_gpt_start_changes_projections_alone() -> None:
     model = small_config("M-S-W-")
-    ours = parameter_table(model)
-    theirs = parameter_table(replace(model, init=Start.lit_gpt))
+    ours = architecture(model).table
+    theirs = architecture(replace(model, init=Start.lit_gpt)).table
     same = {name.rpartition(".")[2] for name in ours if ours[name] == theirs[name]}
     assert same >= {"A_log", "D", "dt_bias", "conv_weight", "conv_bias", "norm_weight"}
     changed = {name for name in ours if ours[name] != theirs[name]}
@@ -88,7 +88,7 @@ def test_what_does_not_project_starts_by_no_other_rule() -> None:
 
 
 @pytest.mark.parametrize("form", ["reference", None])
-def test_no_document_sees_another_through_the_whole_model(form: str | None) -> None:
+def test_documents_leak_no_bit_into_the_next_through_the_whole_model(form: str | None) -> None:
     """Loss on document B alone: other tokens in A leave B's loss and every gradient of it bit-identical."""
     tokens = torch.randint(61, (1, 25))
     mask = torch.zeros(1, 24, dtype=torch.bool)
@@ -102,8 +102,8 @@ def test_no_document_sees_another_through_the_whole_model(form: str | None) -> N
         with force(form):
             loss = batch_loss(model, batch)
             loss.total.backward()
-        own = [weight.grad for name, weight in model.named_parameters() if name != "embedding.weight"]
-        return [loss.total.detach(), loss.per_token, *(g for g in own if g is not None)]
+        gradients = [weight.grad for name, weight in model.named_parameters() if name != "embedding.weight"]
+        return [loss.total.detach(), loss.per_token, *(gradient for gradient in gradients if gradient is not None)]
 
     a = torch.randint(61, (1, 10))
     other = torch.randint(61, (1, 10))
@@ -112,13 +112,13 @@ def test_no_document_sees_another_through_the_whole_model(form: str | None) -> N
 
 
 @pytest.mark.parametrize("pattern", ["M-W-F-", "S-W-S"])
-def test_decoding_from_carried_states_equals_reading_the_whole(pattern: str) -> None:
+def test_decoding_from_carried_states_equals_reading_the_whole_row(pattern: str) -> None:
     model = small_model(pattern, torch.float64)
     prompt = torch.randint(61, (2, 13))
-    made = generate(model, prompt, new_tokens=12, temperature=0, seed=0)
-    whole = torch.cat([prompt, made], dim=1)
-    logits_BLV = model(whole, None, SeqInfo.stream(*whole.shape)).output.transpose(0, 1)
-    assert torch.equal(logits_BLV[:, 12:-1].argmax(-1), made)
+    generated = generate(model, prompt, new_tokens=12, temperature=0, seed=0)
+    whole = torch.cat([prompt, generated], dim=1)
+    logits_BLV = model(whole, None, SeqInfo.stream(2, whole.shape[1])).output.transpose(0, 1)
+    assert torch.equal(logits_BLV[:, 12:-1].argmax(-1), generated)
 
 
 def test_sampling_repeats_with_its_seed() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridtron.architecture.table import architecture
 from hybridtron.model import offload
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel
@@ -23,9 +24,9 @@ def small_tensors_leave_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def model(sublayers: int) -> LanguageModel:
-    made = LanguageModel(small_config(PATTERN), offload=sublayers)
-    initialise(made, seed=1)
-    return made
+    language_model = LanguageModel(architecture(small_config(PATTERN)), offload=sublayers)
+    initialise(language_model, seed=1)
+    return language_model
 
 
 def gradients(sublayers: int) -> list[Tensor]:
@@ -37,36 +38,36 @@ def gradients(sublayers: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("sublayers", EVERY)
-def test_the_gradients_are_the_same_to_the_bit(sublayers: int) -> None:
+def test_offloading_changes_no_bit_of_the_gradients(sublayers: int) -> None:
     assert all(map(torch.equal, gradients(sublayers), gradients(0)))
 
 
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[object]]:
     """The storages that sub-layers have sent off."""
-    found: list[weakref.ref[object]] = []
+    storages: list[weakref.ref[object]] = []
     store = offload.OffloadedSublayer.store
 
     def noted(self: offload.OffloadedSublayer) -> None:
-        found.extend(weakref.ref(one.flat.untyped_storage()) for one in self._kept.values())
+        storages.extend(weakref.ref(tensor.flat.untyped_storage()) for tensor in self._kept.values())
         store(self)
 
     monkeypatch.setattr(offload.OffloadedSublayer, "store", noted)
-    return found
+    return storages
 
 
 @pytest.mark.parametrize("sublayers", EVERY)
-def test_between_the_passes_the_device_has_none_of_it(packed: list[weakref.ref[object]], sublayers: int) -> None:
+def test_device_holds_no_offloaded_tensor_between_the_passes(packed: list[weakref.ref[object]], sublayers: int) -> None:
     batch = random_batch()
     language_model = model(sublayers)
     out = language_model(batch.tokens_BL, None, batch.seq).output
     del batch  # with its tables of rotations
     assert len(packed) >= 3 * min(sublayers, 5)
-    assert [one for one in packed if one() is not None] == []
+    assert [storage for storage in packed if storage() is not None] == []
     out.sum().backward()
 
 
-def test_a_weight_and_what_is_small_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_small_tensors_are_not_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "SMALLEST", 100)
     weight = torch.nn.Parameter(torch.ones(64))
     large = torch.ones(64)
@@ -75,7 +76,7 @@ def test_a_weight_and_what_is_small_stay(monkeypatch: pytest.MonkeyPatch) -> Non
     with kept.forward_pass():
         y = (weight.view(8, 8) * large.view(8, 8)).sum() + (weight[:24] * small).sum()
     kept.store()
-    assert [one.flat.shape for one in kept._kept.values()] == [(64,)]
+    assert [tensor.flat.shape for tensor in kept._kept.values()] == [(64,)]
     large.zero_()  # it is away by now
     y.backward()
     assert torch.equal(weight.grad, torch.cat([torch.full((24,), 2.0), torch.ones(40)]))

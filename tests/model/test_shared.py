@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybridtron.architecture.model import ModelConfig
-from hybridtron.architecture.table import architecture, parameter_table
+from hybridtron.architecture.table import architecture
 from hybridtron.config.schema import Recompute
 from hybridtron.data.batch import SeqInfo
 from hybridtron.model.init import initialise
@@ -28,7 +28,7 @@ def config(pattern: str) -> ModelConfig:
 
 
 def built(pattern: str, recompute: Recompute = Recompute.none) -> LanguageModel:
-    model = LanguageModel(config(pattern), recompute=recompute)
+    model = LanguageModel(architecture(config(pattern)), recompute=recompute)
     initialise(model, 0)
     generator = torch.Generator().manual_seed(1)
     for weight in model.parameters():
@@ -43,10 +43,10 @@ def gradients(model: LanguageModel) -> dict[str, torch.Tensor]:
     return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
 
 
-def test_the_table_has_each_weight_once_under_the_name_that_the_model_has() -> None:
+def test_table_has_every_shared_weight_once_under_the_name_of_the_model() -> None:
     model = built("MSMTMSM")
     names = [name for name, _ in model.named_parameters()]
-    assert sorted(names) == sorted(parameter_table(config("MSMTMSM")))
+    assert sorted(names) == sorted(architecture(config("MSMTMSM")).table)
     assert "shared.S.mixer.q.weight" in names
     assert "layers.1.mixer.linear.weight" in names
     assert "layers.1.norm.weight" not in names
@@ -54,9 +54,9 @@ def test_the_table_has_each_weight_once_under_the_name_that_the_model_has() -> N
     assert model.get_submodule("layers.1.mixer.q") is not model.get_submodule("layers.3.mixer.q")
 
 
-def test_a_block_is_counted_once_and_computes_at_every_place() -> None:
+def test_shared_block_is_counted_once_and_computes_at_every_place() -> None:
     pattern = "MSMTMSM"
-    counted = count(config(pattern), 64)
+    counted = count(architecture(config(pattern)), 64)
     assert counted.parameters == sum(weight.numel() for weight in built(pattern).parameters())
     first, _, second = (layer for layer in counted.layers if layer.kind == "shared_attention")
     assert second.parameters == 16 * 16 + 3 * (16 + 48) + 3 * 3 * (32 + 32)  # linear, and four low-rank pairs
@@ -64,7 +64,7 @@ def test_a_block_is_counted_once_and_computes_at_every_place() -> None:
     assert first.flops == second.flops
 
 
-def test_a_shared_weight_has_the_sum_of_its_places_gradients() -> None:
+def test_gradient_of_a_shared_weight_is_the_sum_over_its_places() -> None:
     """Compare with a model whose places have their own copies: two letters with the same values."""
     once = built("MSMSM")
     apart = built("MSMTM")
@@ -75,12 +75,14 @@ def test_a_shared_weight_has_the_sum_of_its_places_gradients() -> None:
     separate = gradients(apart)
     for name, gradient in together.items():
         twin = name.replace("shared.S", "shared.T")
-        expected = separate[name] + separate[twin] if twin != name else separate[name]
+        expected = separate[name]
+        if twin != name:
+            expected = expected + separate[twin]
         torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("recompute", [Recompute.selective, Recompute.layer])
-def test_recomputed_it_is_the_same(recompute: Recompute) -> None:
+def test_recomputing_shared_blocks_changes_no_bit(recompute: Recompute) -> None:
     expected = gradients(built("SMMSM"))
     recomputed = gradients(built("SMMSM", recompute))
     assert expected.keys() == recomputed.keys()
@@ -92,7 +94,7 @@ def test_recomputed_it_is_the_same(recompute: Recompute) -> None:
     [
         "MMS",  # nothing behind it
         "MSTM",  # T can't read the output of S
-        "MS|MM",  # a stage border behind it
+        "MS|MM",  # a stage boundary behind it
     ],
 )
 def test_shared_attention_without_a_reader_is_refused(pattern: str) -> None:
@@ -101,7 +103,7 @@ def test_shared_attention_without_a_reader_is_refused(pattern: str) -> None:
     assert [(p.key, p.code) for p in refused.value.problems] == [("model.pattern", "misplaced")]
 
 
-def test_the_reader_of_shared_attention_needs_a_norm_before_it() -> None:
+def test_reader_of_shared_attention_without_a_norm_is_refused() -> None:
     model = config("SPM")
     model.layers["P"] = {**LAYERS["P"], "norm_after": True}
     with pytest.raises(ConfigError) as refused:

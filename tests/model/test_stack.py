@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridtron.architecture.table import architecture
+from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import ParallelConfig, Recompute
 from hybridtron.data.batch import SeqInfo
 from hybridtron.model.init import initialise
@@ -20,7 +22,7 @@ PATTERN = "M-WS-"
 
 
 def small_stack(recompute: Recompute, dtype: torch.dtype) -> Stack:
-    model = LanguageModel(small_config(PATTERN), recompute=recompute)
+    model = LanguageModel(architecture(small_config(PATTERN)), recompute=recompute)
     initialise(model, seed=1)
     return model.cast(dtype).layers
 
@@ -38,7 +40,10 @@ def run(stack: Stack, stream: torch.dtype, plain: bool) -> tuple[list[Tensor], t
     x_LBD = torch.randn(24, 2, 32, dtype=stream, requires_grad=True)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        out_LBD = plain_loop(stack, x_LBD, batch.seq) if plain else stack(x_LBD, None, batch.seq).x_LBD
+        if plain:
+            out_LBD = plain_loop(stack, x_LBD, batch.seq)
+        else:
+            out_LBD = stack(x_LBD, None, batch.seq).x_LBD
     gradients = torch.autograd.grad(out_LBD, [x_LBD, *stack.parameters()], torch.randn_like(out_LBD))
     return kept, gradients, out_LBD
 
@@ -48,7 +53,7 @@ def run(stack: Stack, stream: torch.dtype, plain: bool) -> tuple[list[Tensor], t
     [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
 )
 @pytest.mark.parametrize("recompute", list(Recompute))
-def test_sums_made_by_the_next_sub_layer_are_the_plain_ones(
+def test_deferred_sums_equal_plain_sums_bit_for_bit(
     recompute: Recompute, dtype: torch.dtype, stream: torch.dtype
 ) -> None:
     stack = small_stack(recompute, dtype)
@@ -60,7 +65,7 @@ def test_sums_made_by_the_next_sub_layer_are_the_plain_ones(
     assert not out_LBD._is_view()  # which a pipeline stage's output must not be
 
 
-def test_nothing_more_is_kept_than_by_plain_sums() -> None:
+def test_deferred_sums_keep_no_more_memory_than_plain_sums() -> None:
     stack = small_stack(Recompute.none, torch.bfloat16)
     ours, theirs = (
         {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in run(stack, torch.bfloat16, plain)[0]}
@@ -70,10 +75,10 @@ def test_nothing_more_is_kept_than_by_plain_sums() -> None:
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_a_sub_layer_that_runs_again_keeps_one_tensor_of_the_planned_bytes(wide: bool) -> None:
-    stream = torch.float32 if wide else torch.bfloat16
+def test_recomputed_sub_layer_keeps_one_tensor_of_the_planned_bytes(wide: bool) -> None:
+    stream = {True: torch.float32, False: torch.bfloat16}[wide]
     kept, _, _ = run(small_stack(Recompute.layer, torch.bfloat16), stream, plain=False)
     streams = [t for t in kept if t.shape == (24, 2, 32)]
     config = small_run(replace(small_config(PATTERN), residual_fp32=wide), precision="bf16")
-    uses = sublayer_uses(replace(config, parallel=ParallelConfig(recompute=Recompute.layer)))
+    uses = sublayer_uses(resolve(replace(config, parallel=ParallelConfig(recompute=Recompute.layer)))[0])
     assert [t.nbytes for t in streams] == [2 * 24 * 2 * use.kept for use in uses]

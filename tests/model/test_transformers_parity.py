@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import architecture
 from hybridtron.data.batch import SeqInfo
 from hybridtron.model.lm import LanguageModel
 
@@ -57,7 +58,9 @@ def mamba_names(model: LanguageModel) -> Names:
     for name, _ in model.layers.named_parameters():
         layer, _, rest = name.partition(".")
         rest = rest.replace("mixer.", "")
-        theirs = "norm.weight" if rest == "norm.weight" else f"mixer.{ours_to_theirs.get(rest, rest)}"
+        theirs = rest
+        if rest != "norm.weight":
+            theirs = f"mixer.{ours_to_theirs.get(rest, rest)}"
         names[f"layers.{name}"] = [f"backbone.layers.{layer}.{theirs}"]
     return names
 
@@ -68,7 +71,7 @@ def mamba_pair() -> tuple[LanguageModel, torch.nn.Module, Names]:
         residual_in_fp32=False, use_cache=False,
     )  # fmt: skip
     layers = {"M": {"kind": "mamba", "state": 8}}
-    ours = LanguageModel(ModelConfig(width=WIDTH, vocab_size=VOCAB, pattern="M*3", layers=layers))
+    ours = LanguageModel(architecture(ModelConfig(width=WIDTH, vocab_size=VOCAB, pattern="M*3", layers=layers)))
     return ours, MambaForCausalLM(config), mamba_names(ours)
 
 
@@ -107,7 +110,7 @@ def mamba2_pair(groups: int = 1) -> tuple[LanguageModel, torch.nn.Module, Names]
             if "norm" in name or name.endswith((".D", "conv1d.bias")):  # they start as constants
                 weight += 0.3 * torch.randn_like(weight)
     layers = {"M": {"kind": "mamba2", "state": 8, "head_dim": 16, "groups": groups}}
-    ours = LanguageModel(ModelConfig(width=WIDTH, vocab_size=VOCAB, pattern="M*3", layers=layers))
+    ours = LanguageModel(architecture(ModelConfig(width=WIDTH, vocab_size=VOCAB, pattern="M*3", layers=layers)))
     return ours, theirs, mamba2_names(ours, 2 * WIDTH, 8 * groups)
 
 
@@ -150,17 +153,23 @@ def transformer_pair(
     theirs: torch.nn.Module, pattern: str, layers: dict, multipliers: dict[str, float] | None = None
 ) -> tuple[LanguageModel, torch.nn.Module, Names]:
     model = ModelConfig(width=WIDTH, vocab_size=VOCAB, pattern=pattern, layers=layers, tie_embeddings=False)
-    ours = LanguageModel(replace(model, **(multipliers or {})))
+    ours = LanguageModel(architecture(replace(model, **(multipliers or {}))))
     return ours, theirs, llama_names(ours)
 
 
 def joined(theirs: dict[str, Tensor], names: list[str | tuple[str, slice]], like: Tensor) -> Tensor:
-    rows = (theirs[name] if isinstance(name, str) else theirs[name[0]][name[1]] for name in names)
-    return torch.cat(list(rows)).reshape(like.shape)
+    parts = []
+    for name in names:
+        if isinstance(name, str):
+            parts.append(theirs[name])
+        else:
+            weight, rows = name
+            parts.append(theirs[weight][rows])
+    return torch.cat(parts).reshape(like.shape)
 
 
 @pytest.mark.parametrize("pair", [mamba_pair, mamba2_pair, mamba2_groups_pair, llama_pair, mistral_pair, granite_pair])
-def test_same_weights_give_the_same_logits_and_gradients(pair) -> None:
+def test_equal_weights_give_the_logits_and_gradients_of_transformers(pair) -> None:
     ours, theirs, names = pair()
     ours = ours.double()
     theirs = theirs.double()

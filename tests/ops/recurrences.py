@@ -48,7 +48,7 @@ class Recurrence:
     @property
     def forms(self) -> list[str]:
         """All forms that run on a CPU, the reference first."""
-        return [each.name for each in (self.op.reference, *self.op.implementations) if each.device != "cuda"]
+        return [form.name for form in (self.op.reference, *self.op.implementations) if form.device != "cuda"]
 
 
 def random_inputs(kind: type, tokens: torch.dtype, **fields: Tensor) -> Inputs:
@@ -100,11 +100,11 @@ def ssd_inputs(
 
 def decay_inputs(*sizes: Any, **named: Any) -> DecayInputs:
     """The tokens, D and the state of SSD's inputs, with steps of tokens for the other parameters."""
-    made = ssd_inputs(*sizes, **named)
-    x, dt, _, B, C, D, _, state, _ = (t if t is None else t.detach() for t in made)
+    x, dt, _, B, C, D, _, state, _ = ssd_inputs(*sizes, **named)
     step, own_step = normal(2, *dt.shape)
     fields = {"q_BLGN": C, "k_BLGN": B, "v_BLHP": x, "g_BLH": -dt.exp(), "state_BHPN": state, "D_H": D}
-    return random_inputs(DecayInputs, x.dtype, **fields, step_BLH=step, own_step_BLH=own_step)
+    detached = {name: t.detach() for name, t in fields.items()}
+    return random_inputs(DecayInputs, x.dtype, **detached, step_BLH=step, own_step_BLH=own_step)
 
 
 def gla_inputs(
@@ -249,7 +249,9 @@ def exact(inputs: Inputs) -> Inputs:
 
 def cut(inputs: Inputs, tokens: slice, state: Tensor | None) -> Inputs:
     """Some tokens of the rows, after a state."""
-    names = by_token(inputs) + (["documents_BL"] if inputs.documents_BL is not None else [])
+    names = by_token(inputs)
+    if inputs.documents_BL is not None:
+        names.append("documents_BL")
     return with_state(inputs, state)._replace(**{name: getattr(inputs, name)[:, tokens] for name in names})
 
 
@@ -291,8 +293,8 @@ def assert_near_reference(op: Op[Any, Any], form: str, inputs: Inputs, tolerance
     on_device = changed(inputs, lambda t: t.to(device))
     if inputs.documents_BL is not None:
         on_device = on_device._replace(documents_BL=inputs.documents_BL.to(device))
-    found = computed(op, form, on_device)
+    results = computed(op, form, on_device)
     for name, expected in computed(op, "reference", exact(inputs)).items():
-        error = (found[name].cpu().double() - expected).norm() / expected.norm().clamp(min=1e-12)
+        error = (results[name].cpu().double() - expected).norm() / expected.norm().clamp(min=1e-12)
         assert error <= tolerance, f"{name} is off by {error:.2g}"
-    return found
+    return results

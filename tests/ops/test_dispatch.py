@@ -20,7 +20,7 @@ def left_alone(x: Tensor) -> Tensor:
     return x.tan()
 
 
-def test_torch_compile_leaves_a_function_as_it_is() -> None:
+def test_torch_compile_leaves_untraced_functions_alone() -> None:
     graphs: list[list[str]] = []
 
     def backend(graph: torch.fx.GraphModule, example: list[Any]) -> Any:

@@ -27,7 +27,7 @@ CODE = """
 """  # two kernels, of 4 and 7 instructions
 
 
-def test_loops_of_several_kernels() -> None:
+def test_loops_of_several_kernels_are_separated() -> None:
     (first, loops), (second, nested) = kernel_compiled.disassembled(CODE, [4, 7])
     assert first == ["MOV", "FFMA", "BRA", "EXIT"]
     assert loops == [Loop(1, 2, 0)]
@@ -35,7 +35,7 @@ def test_loops_of_several_kernels() -> None:
     assert nested == [Loop(2, 3, 1), Loop(1, 5, 0)]  # what jumps ahead, or to itself, is none
 
 
-def test_instructions_are_the_section_of_a_kernel() -> None:
+def test_instructions_are_read_from_the_text_section_of_a_kernel() -> None:
     names = b"\0.shstrtab\0.text._walk\0"
     text = bytes(range(48))
     begins = (64, 64 + len(names))
@@ -49,14 +49,16 @@ def test_instructions_are_the_section_of_a_kernel() -> None:
     assert kernel_compiled.instructions_of(bytes(header) + names + text + sections) == text
 
 
-def test_code_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_code_is_read_once_and_again_after_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a = MachineCode(b"a", 4, 128)
     b = MachineCode(b"b", 8, 0)
     calls: list[str] = []
 
     def answer(code: bytes, *command: str) -> str:
         calls.append(command[1])
-        return "REG:32 STACK:0" if command[1].endswith("usage") else CODE
+        if command[1].endswith("usage"):
+            return "REG:32 STACK:0"
+        return CODE
 
     pytest.importorskip("triton")  # which has the programs
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -16,14 +16,14 @@ from torch import Tensor
 from hybridtron.ops.attention import AttentionInputs, attention
 from hybridtron.ops.conv import ConvInputs, causal_conv
 from hybridtron.ops.dispatch import Implementation, Op
-from hybridtron.ops.turns import AngleInputs, angles
+from hybridtron.ops.rotations import AngleInputs, angles
 from tests.ops.recurrences import RECURRENCES
 
 LENGTH = 11
 WRONG = 5  # the token that is not finite
 DOCUMENTS = torch.tensor([[0] * 4 + [1] * 4 + [2] * 3, [0] * 9 + [1] * 2])
 APART = torch.tensor([t < 4 or t >= 8 for t in range(LENGTH)])  # tokens of the first row's other documents
-MADE: dict[str, tuple[Op[Any, Any], Callable[[], Any]]] = {
+CASES: dict[str, tuple[Op[Any, Any], Callable[[], Any]]] = {
     "conv": (causal_conv, lambda: ConvInputs(torch.randn(2, LENGTH, 5), torch.randn(5, 4), None, None, DOCUMENTS)),
     "angles": (angles, lambda: AngleInputs(torch.rand(2, LENGTH, 3), torch.randn(2, LENGTH, 2), DOCUMENTS)),
     "attention": (
@@ -33,10 +33,10 @@ MADE: dict[str, tuple[Op[Any, Any], Callable[[], Any]]] = {
         ),
     ),
 }
-MADE |= {case.name: (case.op, lambda make=case.make: make()._replace(documents_BL=DOCUMENTS)) for case in RECURRENCES}
+CASES |= {case.name: (case.op, lambda make=case.make: make()._replace(documents_BL=DOCUMENTS)) for case in RECURRENCES}
 FORMS = [
     (name, form)
-    for name, (op, _) in MADE.items()
+    for name, (op, _) in CASES.items()
     for form in (op.reference, *op.implementations)
     if form.device != "cuda"
 ]
@@ -50,8 +50,10 @@ def keeps_documents_apart(name: str, form: Implementation[Any, Any]) -> bool:
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
 @pytest.mark.parametrize(("name", "form"), FORMS, ids=[f"{name}-{form.name}" for name, form in FORMS])
-def test_a_token_that_is_not_finite(name: str, form: Implementation[Any, Any], wrong: float) -> None:
-    inputs = MADE[name][1]()
+def test_token_that_is_not_finite_stays_in_its_row_and_document(
+    name: str, form: Implementation[Any, Any], wrong: float
+) -> None:
+    inputs = CASES[name][1]()
     if (reason := form.missing() or form.unsupported_reason(inputs)) is not None:
         pytest.skip(reason)
     expected = output(form, inputs)

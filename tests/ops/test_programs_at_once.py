@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtron.architecture.table import architecture, parameter_table
+from hybridtron.architecture.table import architecture
 from hybridtron.config.load import choices_of, load
 from hybridtron.ops.gated_norm import GatedNormInputs, gated_norm
 from hybridtron.ops.norm import AddRMSNormInputs, RMSNormInputs, add_rms_norm, rms_norm
@@ -19,13 +19,13 @@ GATED = ((1024, 1), (1536, 1), (2048, 1), (3072, 1), (4096, 1), (5120, 1), (4096
 
 
 @pytest.mark.slow
-def test_these_are_the_widths_of_recipes() -> None:
+def test_widths_of_all_recipes_are_tested() -> None:
     """WIDTHS and GATED cover every recipe for GPUs; key heads, whose norms have no weights, are 64 to 256 wide."""
     for name in choices_of("recipe"):
         if "/" in name or "laptop" in name:
             continue
         model = load([f"recipe={name}"]).model
-        weights = parameter_table(model).items()
+        weights = architecture(model).table.items()
         assert {weight.shape[-1] for key, weight in weights if key.endswith(("norm.weight", "norm_weight"))} <= {
             *WIDTHS
         }
@@ -50,7 +50,7 @@ def launches_of(backward: str, call: Any) -> list[tuple[int, int, dict[str, Any]
     return launches
 
 
-def test_norms_of_every_width() -> None:
+def test_backward_passes_of_norms_fill_an_h100_at_every_width() -> None:
     for width in WIDTHS:
 
         def call(width: int = width) -> None:
@@ -67,7 +67,7 @@ def test_norms_of_every_width() -> None:
             assert named["rows"] / (programs * named["ROWS"]) <= 64, width
 
 
-def test_gated_norms_of_every_width() -> None:
+def test_backward_passes_of_gated_norms_fill_an_h100_at_every_width() -> None:
     for width, groups in GATED:
 
         def call(width: int = width, groups: int = groups) -> None:

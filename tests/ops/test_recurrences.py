@@ -27,14 +27,22 @@ from tests.ops.recurrences import (
 )
 
 DOCUMENTS = pytest.mark.parametrize("documents", [None, TWO_DOCUMENTS], ids=["stream", "documents"])
-OPS = pytest.mark.parametrize("recurrence", RECURRENCES, ids=lambda each: each.name)
+OPS = pytest.mark.parametrize("recurrence", RECURRENCES, ids=lambda recurrence: recurrence.name)
 FORMS = pytest.mark.parametrize(
     ("recurrence", "form"),
-    [pytest.param(each, form, id=f"{each.name}-{form}") for each in RECURRENCES for form in each.forms],
+    [
+        pytest.param(recurrence, form, id=f"{recurrence.name}-{form}")
+        for recurrence in RECURRENCES
+        for form in recurrence.forms
+    ],
 )
 FAST_FORMS = pytest.mark.parametrize(
     ("recurrence", "form"),
-    [pytest.param(each, form, id=f"{each.name}-{form}") for each in RECURRENCES for form in each.forms[1:]],
+    [
+        pytest.param(recurrence, form, id=f"{recurrence.name}-{form}")
+        for recurrence in RECURRENCES
+        for form in recurrence.forms[1:]
+    ],
 )
 SHORT = (1, 2, 15, 16, 17, 63, 64, 65, 129, 150)
 LENGTHS = [pytest.param(n, marks=() if n in SHORT else pytest.mark.slow) for n in range(1, 151)]
@@ -62,13 +70,13 @@ def test_gradients_are_the_slopes(recurrence: Recurrence, form: str, documents: 
 
 @OPS
 @pytest.mark.parametrize("length", LENGTHS)
-def test_every_length_has_the_references_outputs_and_gradients(recurrence: Recurrence, length: int) -> None:
+def test_fast_forms_equal_the_reference_at_every_length(recurrence: Recurrence, length: int) -> None:
     """Compare in float64, with documents of one token or more."""
     inputs = recurrence.make(length=length)
     inputs = inputs._replace(documents_BL=torch.randint(1, 8, (2, length)).eq(1).cumsum(1))
     reference, *fast = (computed(recurrence.op, form, inputs) for form in recurrence.forms)
-    for found in fast:
-        assert_close(found, reference, rtol=1e-10, atol=1e-10)
+    for results in fast:
+        assert_close(results, reference, rtol=1e-10, atol=1e-10)
 
 
 @OPS
@@ -78,9 +86,9 @@ def test_fast_forms_equal_the_reference_in_fp32(recurrence: Recurrence, lengths:
     inputs = inputs._replace(documents_BL=documents_of(*lengths))
     reference = computed(recurrence.op, "reference", exact(inputs))
     for form in recurrence.forms[1:]:
-        found = computed(recurrence.op, form, inputs)
+        results = computed(recurrence.op, form, inputs)
         for name, expected in reference.items():
-            assert_close(found[name].double(), expected, rtol=1e-5, atol=2e-6 * expected.abs().max().item())
+            assert_close(results[name].double(), expected, rtol=1e-5, atol=2e-6 * expected.abs().max().item())
 
 
 @FAST_FORMS
@@ -88,24 +96,26 @@ def test_strong_decays_neither_overflow_nor_blur_the_weak_ones(recurrence: Recur
     inputs = recurrence.make(rows=1, length=256, dtype=torch.float32)
     with torch.no_grad():
         recurrence.strong(inputs)
-    found = computed(recurrence.op, form, inputs)
+    results = computed(recurrence.op, form, inputs)
     for name, expected in computed(recurrence.op, "reference", exact(inputs)).items():
-        assert (found[name].double() - expected).norm() <= 5e-6 * expected.norm(), name
+        assert (results[name].double() - expected).norm() <= 5e-6 * expected.norm(), name
 
 
 @FORMS
-def test_no_state_before_the_row_is_one_of_zeros(recurrence: Recurrence, form: str) -> None:
+def test_absent_state_equals_a_state_of_zeros(recurrence: Recurrence, form: str) -> None:
     inputs = recurrence.make(length=20)
     zeros = torch.zeros_like(getattr(inputs, state_of(inputs)))
     expected = computed(recurrence.op, form, with_state(inputs, zeros.requires_grad_()))
-    for name, found in computed(recurrence.op, form, with_state(inputs, None)).items():
-        assert torch.equal(found, expected[name])
+    for name, result in computed(recurrence.op, form, with_state(inputs, None)).items():
+        assert torch.equal(result, expected[name])
 
 
 @FORMS
 @DOCUMENTS
 @pytest.mark.usefixtures("small_chunks")
-def test_cut_anywhere_and_carried_on_is_whole(recurrence: Recurrence, form: str, documents: Tensor | None) -> None:
+def test_pieces_with_a_carried_state_equal_the_whole_row(
+    recurrence: Recurrence, form: str, documents: Tensor | None
+) -> None:
     inputs = recurrence.make()._replace(documents_BL=documents)
     before = getattr(inputs, state_of(inputs))
     whole, last = run(recurrence.op, form, inputs)
@@ -122,20 +132,20 @@ def test_cut_anywhere_and_carried_on_is_whole(recurrence: Recurrence, form: str,
 
 @FORMS
 @pytest.mark.usefixtures("small_chunks")
-def test_a_document_in_mid_row_starts_afresh(recurrence: Recurrence, form: str) -> None:
+def test_document_in_mid_row_starts_without_a_state(recurrence: Recurrence, form: str) -> None:
     inputs = recurrence.make()
     y, last = run(recurrence.op, form, inputs._replace(documents_BL=TWO_DOCUMENTS))
     for row, border in enumerate((4, 9)):
-        one = inputs._replace(**{name: t[row : row + 1] for name, t in floats(inputs).items() if "_B" in name})
-        first, _ = run(recurrence.op, form, cut(one, slice(border), getattr(one, state_of(one))))
-        second, state = run(recurrence.op, form, cut(one, slice(border, None), None))
+        alone = inputs._replace(**{name: t[row : row + 1] for name, t in floats(inputs).items() if "_B" in name})
+        first, _ = run(recurrence.op, form, cut(alone, slice(border), getattr(alone, state_of(alone))))
+        second, state = run(recurrence.op, form, cut(alone, slice(border, None), None))
         assert_close(y[row], torch.cat([first, second], dim=1)[0])
         assert_close(last[row], state[0])
 
 
 @FORMS
 @pytest.mark.parametrize("border", [70, 128], ids=["inside a chunk", "between chunks"])
-def test_no_bit_of_a_document_leaks_into_the_next(recurrence: Recurrence, form: str, border: int) -> None:
+def test_documents_leak_no_bit_into_the_next(recurrence: Recurrence, form: str, border: int) -> None:
     inputs = recurrence.make(length=200, dtype=torch.float32)._replace(documents_BL=documents_of(border, 200 - border))
     state = state_of(inputs)
     tokens = by_token(inputs)
@@ -151,11 +161,11 @@ def test_no_bit_of_a_document_leaks_into_the_next(recurrence: Recurrence, form: 
         assert not grads[state].any()
         assert not any(grads[name][:, :border].any() for name in tokens)
         probed.append([y[:, border:], last, *grads.values()])
-    assert all(torch.equal(one, other) for one, other in zip(*probed, strict=True))
+    assert all(torch.equal(first, second) for first, second in zip(probed[0], probed[1], strict=True))
 
 
 @FORMS
-def test_what_comes_later_changes_no_bit_before(recurrence: Recurrence, form: str) -> None:
+def test_later_tokens_change_no_bit_of_earlier_outputs(recurrence: Recurrence, form: str) -> None:
     inputs = recurrence.make(length=100, dtype=torch.float32)
     y, _ = run(recurrence.op, form, inputs)
     for place in (1, 17, 64, 99):
@@ -168,7 +178,7 @@ def test_what_comes_later_changes_no_bit_before(recurrence: Recurrence, form: st
 
 @FORMS
 @pytest.mark.usefixtures("small_chunks")
-def test_an_infinite_state_stays_in_its_document(recurrence: Recurrence, form: str) -> None:
+def test_infinite_state_stays_in_its_document(recurrence: Recurrence, form: str) -> None:
     inputs = recurrence.make()._replace(documents_BL=TWO_DOCUMENTS)
     infinite = torch.full_like(getattr(inputs, state_of(inputs)), torch.inf).requires_grad_()
     fresh_y, fresh_last = run(recurrence.op, form, inputs)
@@ -203,7 +213,7 @@ def test_backward_keeps_no_state_of_every_token(recurrence: Recurrence, form: st
     kept: dict[int, Tensor] = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
         _, last = run(recurrence.op, form, inputs)
-    own = {t.data_ptr(): t.numel() for t in floats(inputs).values()}
+    inputs_by_address = {t.data_ptr(): t.numel() for t in floats(inputs).values()}
     parameters = sum(t.numel() for name, t in floats(inputs).items() if "_B" not in name)  # in another order or type
-    beyond_inputs = sum(t.numel() for address, t in kept.items() if address not in own)
+    beyond_inputs = sum(t.numel() for address, t in kept.items() if address not in inputs_by_address)
     assert 0 < beyond_inputs <= 1.2 * last.numel() * 512 / STATE_TOKENS + parameters

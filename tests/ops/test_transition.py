@@ -42,7 +42,7 @@ TRANSITIONS: dict[str, Callable[[Any], StateTransition]] = {
     "delta by channel": delta_transition,
     "delta by head": delta_transition,
 }
-OPS = pytest.mark.parametrize("recurrence", RECURRENCES, ids=lambda each: each.name)
+OPS = pytest.mark.parametrize("recurrence", RECURRENCES, ids=lambda recurrence: recurrence.name)
 DOCUMENTS = pytest.mark.parametrize("documents", [None, TWO_DOCUMENTS, 0 * TWO_DOCUMENTS], ids=["none", "two", "one"])
 
 
@@ -62,9 +62,7 @@ def after_zeros(recurrence: Recurrence, inputs: Any) -> Tensor:
 
 @OPS
 @DOCUMENTS
-def test_a_transition_and_the_state_after_zeros_give_the_state(
-    recurrence: Recurrence, documents: Tensor | None
-) -> None:
+def test_transition_plus_state_after_zeros_equals_the_state(recurrence: Recurrence, documents: Tensor | None) -> None:
     inputs = recurrence.make()._replace(documents_BL=documents)
     before = getattr(inputs, state_of(inputs))
     _, expected = run(recurrence.op, "reference", inputs)
@@ -78,7 +76,7 @@ def test_a_transition_and_the_state_after_zeros_give_the_state(
 
 @OPS
 @pytest.mark.parametrize("documents", [None, TWO_DOCUMENTS], ids=["none", "two"])
-def test_shards_of_a_row_are_joined(recurrence: Recurrence, documents: Tensor | None) -> None:
+def test_transitions_join_shards_of_a_row(recurrence: Recurrence, documents: Tensor | None) -> None:
     """Scan each shard from zeros, with boundaries in the first, the second, or neither of them."""
     inputs = recurrence.make()._replace(documents_BL=documents)
     state = getattr(inputs, state_of(inputs))
@@ -110,19 +108,16 @@ def test_gradients_are_the_slopes(recurrence: Recurrence) -> None:
 
 
 @OPS
-def test_of_bf16_tokens_it_is_in_fp32(recurrence: Recurrence) -> None:
+def test_transition_of_bf16_tokens_is_computed_in_fp32(recurrence: Recurrence) -> None:
     inputs = recurrence.make(length=150, dtype=torch.bfloat16)
     before = getattr(inputs, state_of(inputs))
-    left, expected = (carried_over(recurrence, given, before.to(kind)) for given, kind in of_both_types(inputs))
+    left = carried_over(recurrence, inputs, before.to(torch.float32))
+    expected = carried_over(recurrence, exact(inputs), before.to(torch.float64))
     assert left.dtype == torch.float32
     assert_close(left.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def of_both_types(inputs: Any) -> list[tuple[Any, torch.dtype]]:
-    return [(inputs, torch.float32), (exact(inputs), torch.float64)]
-
-
-def test_sums_of_a_long_row_keep_their_digits() -> None:
+def test_decays_of_a_long_row_keep_their_digits() -> None:
     """Rounding of sums in fp32 would be one of 2^-24 for each of 100,000 tokens, and shows as that of their total."""
     inputs = gla_inputs(1, 100_000, 1, 2, 1, dtype=torch.float32)
     slow = inputs._replace(g_BLHN=(inputs.g_BLHN * 1e-5).detach())
@@ -131,7 +126,7 @@ def test_sums_of_a_long_row_keep_their_digits() -> None:
     assert_close(factors.squeeze(3).double(), expected, rtol=1e-7, atol=0)
 
 
-def test_orthonormal_keys_that_are_written_once_are_forgotten_by_the_delta_rule() -> None:
+def test_delta_rule_transition_of_orthonormal_keys_equals_hand_computed_values() -> None:
     """Compare by hand: a step of 1 erases the part along its key, a step of 2 negates it, and the rest only decays."""
     k = torch.eye(3, dtype=torch.float64)[:2].view(1, 2, 1, 3)
     g = torch.full((1, 2, 1, 1), 0.5).double().log()
@@ -144,8 +139,8 @@ def test_orthonormal_keys_that_are_written_once_are_forgotten_by_the_delta_rule(
 
 
 @pytest.mark.parametrize("form", ["chunked", "native"])
-def test_fast_forms_of_the_delta_rule_give_its_matrices(form: str) -> None:
-    (recurrence,) = (each for each in RECURRENCES if each.name == "delta by channel")
+def test_fast_forms_of_the_delta_rule_equal_the_reference_transition(form: str) -> None:
+    (recurrence,) = (candidate for candidate in RECURRENCES if candidate.name == "delta by channel")
     inputs = recurrence.make(length=150, dtype=torch.float32, **recurrence.wide)
     expected = delta_transition(exact(inputs)).apply(before := inputs.state_BHNP.double())
     with force(form):

@@ -12,16 +12,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybridtron.architecture.swiglu import SwiGLUSpec
+from hybridtron.architecture.table import architecture
+from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config, Documents, ParallelConfig
 from hybridtron.data.batch import SeqInfo
 from hybridtron.engine.engine import Engine
-from hybridtron.mixers.base import Out, State
+from hybridtron.mixers.base import MixerOutput, State
 from hybridtron.mixers.swiglu import SwiGLU
 from hybridtron.model.lm import LanguageModel
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.pool import Seat
+from hybridtron.proving.audit.audit import micro_batches
 from hybridtron.proving.audit.cases import Layout, small, small_model
-from hybridtron.proving.audit.run import micro_batches
 from tests.distributed import run_distributed
 
 
@@ -30,9 +32,9 @@ def penalized() -> Iterator[None]:
     """MLPs ask for small outputs."""
     plain = SwiGLU.forward
 
-    def forward(self: SwiGLU, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
+    def forward(self: SwiGLU, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> MixerOutput:
         out = plain(self, x_LBD, state, seq)
-        return Out(out.y_LBD, out.state, {"output_size": 10 * out.y_LBD.square().mean()})
+        return MixerOutput(out.y_LBD, out.state, {"output_size": 10 * out.y_LBD.square().mean()})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SwiGLU, "forward", forward)
@@ -53,19 +55,19 @@ def gradients_of(seat: Seat, config: Config) -> dict[str, Tensor]:
 
 def gradients_in(groups: Groups, config: Config) -> dict[str, Tensor]:
     with penalized():
-        engine = Engine(config, groups)
-        engine.forward_backward(micro_batches(config))
+        engine = Engine(resolve(config)[0], groups)
+        engine.forward_backward(micro_batches(resolve(config)[0]))
         return {name: gradient.clone() for name, gradient in engine.optimizer.gradients()}
 
 
 def gradients_by_hand(config: Config, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Compute both losses of each micro-batch, weighted by its tokens, in plain PyTorch."""
-    model = LanguageModel(config.model)
+    model = LanguageModel(architecture(config.model))
     model.load_state_dict(weights)
     total = torch.zeros(())
     tokens = 0
     with penalized():
-        for batch in micro_batches(config):
+        for batch in micro_batches(resolve(config)[0]):
             out = model(batch.tokens_BL, None, batch.seq)
             logits_NV = out.output.transpose(0, 1)[batch.mask_BL]
             counted = int(batch.mask_BL.sum())
@@ -82,11 +84,11 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
         torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_it_adds_its_gradient_to_that_of_the_loss(alone: Groups) -> None:
+def test_gradient_of_an_auxiliary_loss_is_added_to_that_of_the_loss(alone: Groups) -> None:
     config = configured(Layout())
     ours = gradients_in(alone, config)
-    engine = Engine(config, alone)
-    engine.forward_backward(micro_batches(config))
+    engine = Engine(resolve(config)[0], alone)
+    engine.forward_backward(micro_batches(resolve(config)[0]))
     without = dict(engine.optimizer.gradients())
     assert_same(ours, gradients_by_hand(config, dict(engine.weights())))
     name = "layers.1.mixer.down.weight"
@@ -95,7 +97,7 @@ def test_it_adds_its_gradient_to_that_of_the_loss(alone: Groups) -> None:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("layout", [Layout(pipeline=2), Layout(tensor=2)], ids=["pp2", "tp2"])
-def test_a_layout_computes_the_gradients_of_one_process(layout: Layout) -> None:
+def test_auxiliary_losses_in_layouts_have_the_gradients_of_one_process(layout: Layout) -> None:
     (serial,) = run_distributed(gradients_of, 1, configured(Layout()))
     (ours, *_) = run_distributed(gradients_of, 2, configured(layout))
     assert_same(ours, serial)

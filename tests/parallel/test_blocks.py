@@ -11,10 +11,10 @@ from torch import Tensor
 from hybridtron.architecture.base import Cut, Parameter, StatePart
 from hybridtron.architecture.inits import Normal
 from hybridtron.architecture.model import ModelConfig
-from hybridtron.architecture.table import architecture, parameter_table
+from hybridtron.architecture.table import architecture
 from hybridtron.parallel.blocks import flat_rectangles, full_rectangle, lane_blocks, weight_blocks
-from hybridtron.parallel.cut import cut
 from hybridtron.parallel.mesh import Mesh, RankGroup
+from hybridtron.parallel.sharding import cut
 
 LAYERS = {
     "M": {"kind": "mamba", "state": 4},
@@ -24,7 +24,7 @@ LAYERS = {
     "-": {"kind": "swiglu", "hidden": 36},
 }
 MODEL = ModelConfig(24, 60, "MGQ-S", LAYERS, tie_embeddings=False)
-TABLE = parameter_table(MODEL)
+TABLE = architecture(MODEL).table
 
 
 def numbered(*shape: int) -> Tensor:
@@ -48,8 +48,10 @@ def test_flat_shards_of_all_ranks_tile_each_part_of_a_weight(name: str, ranks: i
     parameter = TABLE[name]
     expected = parts_of(numbered(*parameter.shape), parameter, name)
     written = {key: torch.full_like(part, -1) for key, part in expected.items()}
-    whole = parameter.cut_over("tensor", ranks) is None
-    for rank in range(1 if whole else ranks):
+    writers = ranks
+    if parameter.cut_over("tensor", ranks) is None:
+        writers = 1
+    for rank in range(writers):
         mesh = mesh_of(ranks, rank)
         flat = cut(numbered(*parameter.shape), parameter, mesh)
         shape = flat.shape
@@ -68,7 +70,7 @@ def ends(block) -> list[int]:
     return [first + size for first, size in zip(block.global_offset, block.local_shape, strict=True)]
 
 
-def test_a_block_is_a_view() -> None:
+def test_blocks_are_views() -> None:
     parameter = TABLE["layers.1.mixer.kv.weight"]
     weight = torch.zeros(parameter.shape[0] // 2, parameter.shape[1])
     for block in weight_blocks("w", [full_rectangle(weight)], parameter, mesh_of(2, 1)):
@@ -88,9 +90,9 @@ def test_states_of_all_ranks_and_lanes_tile_the_whole(layer: int, ranks: int) ->
         whole = numbered(lanes, *[size or 5 for size in part.shape])
         written = torch.full_like(whole, -1)
         read = []
-        for rank, own in itertools.product(range(ranks), halves):
-            share = cut(whole[own.start : own.stop], part, mesh_of(ranks, rank), leading=1)
-            for block in lane_blocks("key", share, part, own, lanes, mesh_of(ranks, rank)):
+        for rank, rows in itertools.product(range(ranks), halves):
+            share = cut(whole[rows.start : rows.stop], part, mesh_of(ranks, rank), leading=1)
+            for block in lane_blocks("key", share, part, rows, lanes, mesh_of(ranks, rank)):
                 assert block.global_shape == whole.shape
                 place = tuple(map(slice, block.global_offset, ends(block)))
                 assert torch.equal(whole[place], block.data)

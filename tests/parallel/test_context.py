@@ -12,17 +12,20 @@ import torch
 from torch import Tensor
 
 from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import architecture
 from hybridtron.config.check import check
 from hybridtron.config.load import load
+from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import Config, ParallelConfig, StateMode
 from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel
-from hybridtron.parallel.context import own_share
+from hybridtron.parallel.context import local_shard
 from hybridtron.parallel.pool import Seat
 from tests.distributed import run_distributed
 from tests.parallel.test_states import LAYERS, MODES, ROW_LAYOUTS, STOPPED, VOCABULARY, config_of, losses, resumed
 from tests.parallel.test_states_of_recurrences import recurrences
+from tests.slow import slow_except
 
 LENGTH = 16
 SPAN = {"kind": "span", "heads": 4, "kv_heads": 2, "chunk": [4, 8], "block": 2, "blocks": 1, "eval": "span"}
@@ -74,33 +77,33 @@ def rows_with(borders: tuple[list[int], ...] | None) -> Batch:
 
 
 def outputs_and_gradients(
-    seat: Seat, model: ModelConfig, parallel: ParallelConfig, given: list[Batch]
+    seat: Seat, model: ModelConfig, parallel: ParallelConfig, batches: list[Batch]
 ) -> list[tuple[Tensor, list[Tensor]]]:
     """Return, for each batch, this rank's outputs and its part of every weight's gradient."""
-    found = []
+    results = []
     with seat.groups(parallel) as groups:
-        built = LanguageModel(model).cast(torch.float64)
+        built = LanguageModel(architecture(model)).cast(torch.float64)
         initialise(built, 1)
-        for batch in given:
-            share = own_share(batch, groups.context)
+        for batch in batches:
+            share = local_shard(batch, groups.context)
             out = built(share.tokens_BL, None, share.seq).output
             weights = [weight for _, weight in built.named_parameters()]
             # a weighting that makes every output count in a way of its own
             places_LB = share.seq.positions_BL.T.unsqueeze(2) + 1.0
             weighed = (out * torch.sin(places_LB * torch.arange(VOCABULARY))).sum()
             gradients = torch.autograd.grad(weighed, weights, materialize_grads=True)
-            found.append((out.detach(), [gradient.detach() for gradient in gradients]))
-    return found
+            results.append((out.detach(), [gradient.detach() for gradient in gradients]))
+    return results
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_rank_computes_its_share_of_what_one_does(name: str, ranks: int) -> None:
+@pytest.mark.parametrize("name", slow_except(MODELS, "recurrences"))
+def test_sequence_shards_have_the_outputs_and_gradients_of_one_process(name: str, ranks: int) -> None:
     """Compare in float64, for rows as streams and for rows with documents that begin everywhere."""
-    given = [rows_with(borders) for borders in [None, *BORDERS.values()]]
-    (whole,) = run_distributed(outputs_and_gradients, 1, MODELS[name], ParallelConfig(), given)
-    shares = run_distributed(outputs_and_gradients, ranks, MODELS[name], ParallelConfig(context=ranks), given)
+    batches = [rows_with(borders) for borders in [None, *BORDERS.values()]]
+    (whole,) = run_distributed(outputs_and_gradients, 1, MODELS[name], ParallelConfig(), batches)
+    shares = run_distributed(outputs_and_gradients, ranks, MODELS[name], ParallelConfig(context=ranks), batches)
     for index, (out_LBV, gradients) in enumerate(whole):
         together = torch.cat([share[index][0] for share in shares])
         torch.testing.assert_close(together, out_LBV, rtol=1e-9, atol=1e-9)
@@ -118,31 +121,32 @@ def samba(mode: StateMode, parallel: ParallelConfig) -> Config:
 
 
 CONFIGS = {"samba": samba, "span": span, "recurrences": recurrences}
-FAST = [
-    ("samba", "cp2", "tbtt"),
-    ("samba", "cp2-dp2", "fitted"),
-]
 CASES = [
-    pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow, id="-".join(case))
+    pytest.param(
+        name,
+        layout,
+        mode,
+        id=f"{name}-{layout}-{mode}",
+    )
     for name in CONFIGS
     for layout in ROW_LAYOUTS
     for mode in MODES
-    for case in [(name, layout, mode)]
 ]
 
 
 @functools.cache
 def of_one_process(name: str, mode: StateMode) -> list[float]:
-    (found,) = run_distributed(losses, 1, CONFIGS[name](mode, ParallelConfig()))
-    return found
+    (losses_of_run,) = run_distributed(losses, 1, CONFIGS[name](mode, ParallelConfig()))
+    return losses_of_run
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize(("name", "layout", "mode"), CASES)
-def test_losses_with_carried_states_are_those_of_one_process(name: str, layout: str, mode: StateMode) -> None:
+def test_losses_with_carried_states_equal_one_process(name: str, layout: str, mode: StateMode) -> None:
     parallel, ranks = ROW_LAYOUTS[layout]
-    for found in run_distributed(losses, ranks, CONFIGS[name](mode, parallel)):
-        assert found == pytest.approx(of_one_process(name, mode), rel=1e-4)
+    for of_rank in run_distributed(losses, ranks, CONFIGS[name](mode, parallel)):
+        assert of_rank == pytest.approx(of_one_process(name, mode), rel=1e-4)
 
 
 PAIRS = [("cp2", "serial"), ("serial", "cp2"), ("cp2", "tp2"), ("dp2", "cp2-dp2"), ("cp2-tp2", "cp2-pp2")]
@@ -152,9 +156,9 @@ PAIRS = [("cp2", "serial"), ("serial", "cp2"), ("cp2", "tp2"), ("dp2", "cp2-dp2"
 @pytest.mark.gloo
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("before", "after"), PAIRS)
-def test_a_run_resumes_with_other_shares(before: str, after: str, mode: StateMode, tmp_path: Path) -> None:
-    found, _ = resumed(before, after, functools.partial(samba, mode), tmp_path)
-    assert found == pytest.approx(of_one_process("samba", mode)[STOPPED:], rel=1e-4)
+def test_run_resumes_with_other_sequence_shards(before: str, after: str, mode: StateMode, tmp_path: Path) -> None:
+    continued, _ = resumed(before, after, functools.partial(samba, mode), tmp_path)
+    assert continued == pytest.approx(of_one_process("samba", mode)[STOPPED:], rel=1e-4)
 
 
 def losses_alone(seat: Seat, config: Config) -> list[float]:
@@ -163,11 +167,12 @@ def losses_alone(seat: Seat, config: Config) -> list[float]:
         return losses(seat, config)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_losses_change_without_the_exchange_between_shares() -> None:
     expected = of_one_process("samba", StateMode.passing)
-    found = run_distributed(losses_alone, 2, samba(StateMode.passing, ParallelConfig(context=2)))[0]
-    apart = max(abs(one - other) / other for one, other in zip(found, expected, strict=True))
+    actual = run_distributed(losses_alone, 2, samba(StateMode.passing, ParallelConfig(context=2)))[0]
+    apart = max(abs(ours - theirs) / theirs for ours, theirs in zip(actual, expected, strict=True))
     assert apart > 100 * 1e-4
 
 
@@ -181,5 +186,5 @@ def test_losses_change_without_the_exchange_between_shares() -> None:
     ],
 )
 def test_unsupported_context_parallelism_is_refused(settings: list[str], key: str, code: str) -> None:
-    problems = check(load([*settings, "parallel.context=2"]), 2)
+    problems = check(RunPlan.of(load([*settings, "parallel.context=2"])), 2)
     assert (key, code) in [(problem.key, problem.code) for problem in problems]

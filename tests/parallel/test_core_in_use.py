@@ -11,11 +11,12 @@ from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
+from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.pool import Seat
+from hybridtron.proving.audit.audit import micro_batches
 from hybridtron.proving.audit.cases import LAYOUTS, table
-from hybridtron.proving.audit.run import micro_batches
 from tests.distributed import run_distributed
 
 LAYERS = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
@@ -36,7 +37,7 @@ def schedule_in_use(seat: Seat, config: Config) -> tuple[str, str]:
         return asked[-1]
 
     with seat.groups(config.parallel) as groups, patch("hybridtron.engine.schedule.get_forward_backward_func", spy):
-        Engine(config, groups).forward_backward(micro_batches(config))
+        Engine(resolve(config)[0], groups).forward_backward(micro_batches(resolve(config)[0]))
     (function,) = asked
     return function.__module__, function.__name__
 
@@ -44,9 +45,10 @@ def schedule_in_use(seat: Seat, config: Config) -> tuple[str, str]:
 def parts_in_use(seat: Seat, config: Config) -> tuple[bool, bool, dict[str, str]]:
     """Return if stages and optimizers are megatron-core's, and its layer for each matrix that is cut."""
     with seat.groups(config.parallel) as groups:
-        engine = Engine(config, groups)
+        engine = Engine(resolve(config)[0], groups)
         wrapped = all(type(stage) is DistributedDataParallel for stage in engine.wrapped)
-        optimizers = all(type(one) is DistributedOptimizer for one in engine.optimizer.megatron.chained_optimizers)
+        chained = engine.optimizer.megatron.chained_optimizers
+        optimizers = all(type(optimizer) is DistributedOptimizer for optimizer in chained)
         holders = {}
         for stage in engine.stages:
             for name, module in stage.model.named_modules():
@@ -64,16 +66,16 @@ def parts_in_use(seat: Seat, config: Config) -> tuple[bool, bool, dict[str, str]
         ("pp2-virtual2", "forward_backward_pipelining_with_interleaving"),
     ],
 )
-def test_schedule(layout: str, name: str) -> None:
-    found = run_distributed(schedule_in_use, 2, config_of("samba", layout))
-    assert found == [("megatron.core.pipeline_parallel.schedules", name)] * 2
+def test_layouts_run_the_schedules_of_megatron(layout: str, name: str) -> None:
+    schedules = run_distributed(schedule_in_use, 2, config_of("samba", layout))
+    assert schedules == [("megatron.core.pipeline_parallel.schedules", name)] * 2
 
 
-def test_parts() -> None:
+def test_layouts_use_the_layers_and_optimizers_of_megatron() -> None:
     ranks = LAYOUTS["tp2-pp2"]
-    found = run_distributed(parts_in_use, ranks.tensor * ranks.pipeline, config_of("mamba-swa-mlp", "tp2-pp2"))
+    parts = run_distributed(parts_in_use, ranks.tensor * ranks.pipeline, config_of("mamba-swa-mlp", "tp2-pp2"))
     holders: dict[str, str] = {}
-    for wrapped, optimizers, of_rank in found:
+    for wrapped, optimizers, of_rank in parts:
         assert wrapped
         assert optimizers
         holders |= of_rank

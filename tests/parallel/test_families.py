@@ -24,10 +24,11 @@ from hybridtron.architecture.inits import Normal
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import newest
 from hybridtron.checkpoint.save import Saver, meta_of
+from hybridtron.config.resolve import RunPlan, resolve
 from hybridtron.config.schema import Config, Documents, ParallelConfig
 from hybridtron.data.batch import SeqInfo
 from hybridtron.engine.engine import Engine
-from hybridtron.mixers.base import Mixer, Out, State
+from hybridtron.mixers.base import Mixer, MixerOutput, State
 from hybridtron.optimizers import OPTIMIZERS
 from hybridtron.optimizers.base import UpdateRule, UpdateSettings, like
 from hybridtron.parallel.blocks import writes
@@ -35,8 +36,8 @@ from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.linear import TensorGroup
 from hybridtron.parallel.mesh import Mesh, RankGroup
 from hybridtron.parallel.pool import Seat
+from hybridtron.proving.audit.audit import micro_batches
 from hybridtron.proving.audit.cases import Layout, small, small_model
-from hybridtron.proving.audit.run import micro_batches
 from tests.distributed import run_distributed
 
 EXPERTS = "experts"
@@ -105,15 +106,15 @@ class AllExperts(Mixer):
 
     def __init__(self, spec: AllExpertsSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
-        own = self.ranks.share(COUNT)
-        self.up = nn.Parameter(torch.empty(own, 2 * HIDDEN, sizes.width))
-        self.down = nn.Parameter(torch.empty(own, sizes.width, HIDDEN))
+        count = self.ranks.share(COUNT)
+        self.up = nn.Parameter(torch.empty(count, 2 * HIDDEN, sizes.width))
+        self.down = nn.Parameter(torch.empty(count, sizes.width, HIDDEN))
 
-    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
+    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> MixerOutput:
         every_LBD: Tensor = Gathered.apply(x_LBD, self.ranks)  # type: ignore[assignment]
         gate_LBEH, up_LBEH = torch.einsum("lbd,ehd->lbeh", every_LBD, self.up).chunk(2, -1)
         y_LBD = torch.einsum("lbeh,edh->lbd", torch.tanh(gate_LBEH) * up_LBEH, self.down)
-        return Out(Summed.apply(y_LBD, self.ranks), {}, {})  # type: ignore[arg-type]
+        return MixerOutput(Summed.apply(y_LBD, self.ranks), {}, {})  # type: ignore[arg-type]
 
 
 class UnitSteps(UpdateRule):
@@ -166,10 +167,10 @@ class Trained:
 def train(seat: Seat, config: Config, folder: Path) -> Trained:
     """Take two steps, and write a checkpoint."""
     with with_experts(seat, config.parallel) as groups:
-        engine = Engine(config, groups)
-        batches = micro_batches(config)
-        own = len(batches) // groups.data.size
-        batches = batches[groups.data.rank * own :][:own]
+        engine = Engine(resolve(config)[0], groups)
+        batches = micro_batches(resolve(config)[0])
+        count = len(batches) // groups.data.size
+        batches = batches[groups.data.rank * count :][:count]
         engine.forward_backward(batches)
         engine.optimizer.step(LEARNING_RATE)
         engine.forward_backward(batches)
@@ -180,7 +181,7 @@ def train(seat: Seat, config: Config, folder: Path) -> Trained:
         if groups.is_first:
             folder.mkdir()
             tokenizer.write_text("{}")
-        Saver(config, folder, groups).save(engine, meta_of(engine, 2, {}), tokenizer)
+        Saver(RunPlan.of(config), folder, groups).save(engine, meta_of(engine, 2, {}), tokenizer)
         weights = {name: weight.clone() for name, weight in engine.weights()}
         return Trained(gradients, weights, norms, grad_norm)
 
@@ -188,7 +189,7 @@ def train(seat: Seat, config: Config, folder: Path) -> Trained:
 def read(seat: Seat, config: Config, folder: Path) -> dict[str, Tensor]:
     """The full weights of an engine that has read a checkpoint's blocks into other values."""
     with with_experts(seat, config.parallel) as groups:
-        engine = Engine(replace(config, run=replace(config.run, seed=1)), groups)
+        engine = Engine(resolve(replace(config, run=replace(config.run, seed=1)))[0], groups)
         blocks = engine.blocks()
         opened(folder).fill([*blocks["model"], *blocks["optimizer"]])
         return {name: weight.clone() for name, weight in engine.weights()}
@@ -209,10 +210,10 @@ def configured(layout: Layout, **optim: Any) -> Config:
     return replace(config, phases=phases, optim=replace(config.optim, **optim))
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        difference = (found[name] - tensor).norm()
+        difference = (actual[name] - tensor).norm()
         assert difference <= 1e-5 * tensor.norm() + 1e-9, f"{name} is off by {difference / tensor.norm():.1e}"
 
 
@@ -226,33 +227,33 @@ def stored(folder: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("layout", "distributed", "optimizer"),
     [
-        (Layout(data=4), True, "adamw"),
-        (Layout(data=4), False, "adamw"),
-        (Layout(data=2), True, "unit_steps"),
+        pytest.param(Layout(data=4), True, "adamw", marks=pytest.mark.slow),
+        pytest.param(Layout(data=4), False, "adamw", marks=pytest.mark.slow),
+        pytest.param(Layout(data=2), True, "unit_steps", marks=pytest.mark.slow),
         (Layout(tensor=2, sequence=True, data=2), True, "adamw"),
         (Layout(tensor=2, sequence=True, data=2), False, "unit_steps"),
     ],
     ids=["dp4", "dp4-plain", "dp2-whole", "tp2-sp-dp2", "tp2-sp-dp2-plain-whole"],
 )
-def test_a_second_mesh_trains_as_one_process(layout: Layout, distributed: bool, optimizer: str, tmp_path: Path) -> None:
+def test_second_mesh_trains_as_one_process(layout: Layout, distributed: bool, optimizer: str, tmp_path: Path) -> None:
     config = configured(layout, name=optimizer)
     config = replace(config, parallel=replace(config.parallel, distributed_optimizer=distributed))
     alone = replace(config, parallel=ParallelConfig(distributed_optimizer=False))
     several, *_ = run_distributed(train, layout.world_size, config, tmp_path / "several")
-    (one,) = run_distributed(train, 1, alone, tmp_path / "one")
-    assert one.gradients[EXPERT_WEIGHT].norm() > 0
-    assert one.grad_norm > config.optim.clip
-    assert several.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
-    assert several.norms == pytest.approx(one.norms, rel=1e-5)
-    assert_close(several.gradients, one.gradients)
-    assert_close(several.weights, one.weights)
+    (serial,) = run_distributed(train, 1, alone, tmp_path / "one")
+    assert serial.gradients[EXPERT_WEIGHT].norm() > 0
+    assert serial.grad_norm > config.optim.clip
+    assert several.grad_norm == pytest.approx(serial.grad_norm, rel=1e-5)
+    assert several.norms == pytest.approx(serial.norms, rel=1e-5)
+    assert_close(several.gradients, serial.gradients)
+    assert_close(several.weights, serial.weights)
     assert_close(stored(tmp_path / "several"), stored(tmp_path / "one"))
     assert f"{EXPERT_WEIGHT}.gate" in stored(tmp_path / "several")
     again, *_ = run_distributed(read, layout.world_size, config, tmp_path / "one")
-    assert all(torch.equal(again[name], weight) for name, weight in one.weights.items())
+    assert all(torch.equal(again[name], weight) for name, weight in serial.weights.items())
 
 
-def test_every_share_of_both_families_has_one_writer() -> None:
+def test_every_shard_of_both_families_has_one_writer() -> None:
     """Eight ranks: four copies of two tensor-parallel ranks, and two copies of four that divide the experts."""
     dense = [Mesh({"tensor": RankGroup(2, rank % 2)}, RankGroup(4, rank // 2)) for rank in range(8)]
     experts = [Mesh({"expert": RankGroup(4, rank % 4)}, RankGroup(2, rank // 4)) for rank in range(8)]
@@ -262,7 +263,7 @@ def test_every_share_of_both_families_has_one_writer() -> None:
             assert sorted(rank % shares for rank in writers) == list(range(shares))
 
 
-def test_one_mesh_for_both_families_would_lose_writers() -> None:
+def test_joint_mesh_of_both_families_would_lose_writers() -> None:
     ranks = [(RankGroup(2, rank % 2), RankGroup(4, rank % 4), RankGroup(4, rank // 2)) for rank in range(8)]
     joint = [Mesh({"tensor": tensor, "expert": expert}, copies) for tensor, expert, copies in ranks]
     lost = [name for name in map(str, range(50)) if not any(writes(name, mesh, (Cut(0),)) for mesh in joint)]

@@ -6,9 +6,9 @@ import pytest
 
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.config.schema import Documents, ParallelConfig
+from hybridtron.proving.audit.audit import Audit
 from hybridtron.proving.audit.cases import VOCABULARY, Case, Layout, small
-from hybridtron.proving.audit.compared import PRECISIONS, AuditPrecision
-from hybridtron.proving.audit.run import Audit
+from hybridtron.proving.audit.differences import PRECISIONS, AuditPrecision
 from tests.distributed import pool
 
 LINEAR = {"heads": 4, "norm_eps": 0.01}
@@ -25,8 +25,11 @@ LETTERS = {
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("sequence", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["tp4", "tp4-sp"])
-@pytest.mark.parametrize("precision", PRECISIONS, ids=lambda each: each.name)
-def test_four_ranks_equal_one_process(sequence: bool, precision: AuditPrecision) -> None:
+@pytest.mark.parametrize(
+    "precision",
+    [pytest.param(p, id=p.name, marks=[pytest.mark.slow] * (p != PRECISIONS[0])) for p in PRECISIONS],
+)
+def test_recurrences_over_four_tensor_ranks_equal_one_process(sequence: bool, precision: AuditPrecision) -> None:
     model = ModelConfig(32, VOCABULARY, "ARDKTNV", LETTERS, tie_embeddings=True)
     parallel = Layout(tensor=4, sequence=sequence).on(ParallelConfig())
     config = small(model, parallel, Documents.isolate, data=1)

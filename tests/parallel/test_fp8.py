@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridtron.architecture.table import parameter_table
+from hybridtron.architecture.table import architecture
 from hybridtron.config.choices import FP8_MULTIPLES, Precision
 from hybridtron.model.lm import LanguageModel, ModelSlice
 from hybridtron.parallel import fp8
 from hybridtron.parallel.fp8 import E4M3, E5M2, Fp8, Fp8Linear, Role, round_by, round_tiles, scale_of
 from hybridtron.parallel.fp8_statistics import Delayed
-from hybridtron.parallel.linear import Products, TensorGroup
+from hybridtron.parallel.linear import LinearBackend, TensorGroup
 from tests.conftest import small_config
 
 ONE = torch.tensor(1.0)
@@ -41,9 +41,9 @@ def e5m2(value: float) -> float:
 
 def projection(recipe: Precision, rows: int, columns: int, history: int = 3) -> Fp8Linear:
     """Build a projection whose weights no format holds exactly."""
-    made = Fp8Linear(columns, rows, Fp8(recipe, range(1), history))
-    made.weight.data.copy_(torch.randn(rows, columns))
-    return made
+    layer = Fp8Linear(columns, rows, Fp8(recipe, range(1), history))
+    layer.weight.data.copy_(torch.randn(rows, columns))
+    return layer
 
 
 @pytest.mark.parametrize(
@@ -65,30 +65,30 @@ def projection(recipe: Precision, rows: int, columns: int, history: int = 3) -> 
         (2**-17, 0.0, 0.0),
     ],
 )
-def test_values_by_hand(value: float, as_e4m3: float, as_e5m2: float) -> None:
+def test_rounded_values_equal_hand_computed_values(value: float, as_e4m3: float, as_e5m2: float) -> None:
     for dtype, expected in ((E4M3, as_e4m3), (E5M2, as_e5m2)):
         assert round_by(torch.tensor([value]), ONE, dtype).floats().tolist() == [expected]
 
 
-def test_rounding_is_that_of_the_standard() -> None:
+def test_rounding_equals_that_of_the_standard() -> None:
     values = torch.randn(2000) * torch.logspace(-6, 4, 2000)
     assert round_by(values, ONE, E4M3).floats().tolist() == [e4m3(v) for v in values.tolist()]
     assert round_by(values, ONE, E5M2).floats().tolist() == [e5m2(v) for v in values.tolist()]
 
 
-def test_nan_stays_nan() -> None:
+def test_rounding_keeps_nan() -> None:
     for dtype in (E4M3, E5M2):
         assert round_by(torch.tensor([math.nan]), ONE, dtype).floats().isnan().all()
     assert round_tiles(torch.full((128, 128), math.nan), (128, 128), E4M3).floats().isnan().all()
 
 
-def test_scales_by_hand() -> None:
+def test_scales_equal_hand_computed_values() -> None:
     greatest = torch.tensor([448.0, 2.0, 0.0, math.inf, 1e-44])
     assert scale_of(greatest, 448.0).tolist() == [1.0, 224.0, 1.0, 1.0, torch.finfo(torch.float32).max]
     assert scale_of(torch.tensor(math.nan), 448.0).isnan()
 
 
-def test_tiles_by_hand() -> None:
+def test_scales_of_tiles_equal_hand_computed_values() -> None:
     """Each tile is scaled for itself, by a power of two that leaves it within the range."""
     matrix = torch.ones(2, 256)
     matrix[0, 128:] = 3.5
@@ -108,7 +108,7 @@ def test_tiles_by_hand() -> None:
 
 @pytest.mark.parametrize("shape", [(128, 130), (100, 128)])
 def test_ragged_tiles_are_refused(shape: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="whole tiles of 128 x 128"):
+    with pytest.raises(ValueError, match="128 x 128"):
         round_tiles(torch.ones(shape), (128, 128), E4M3)
 
 
@@ -124,7 +124,7 @@ PER_TENSOR = [("x", E4M3), ("weight", E4M3), ("dy", E5M2)]
         (Precision.fp8_block, [("x", E4M3), ("weight", E4M3), ("x", E4M3), ("dy", E4M3), ("dy", E4M3)]),
     ],
 )
-def test_casts_of_forward_dgrad_and_wgrad(
+def test_forward_dgrad_and_wgrad_cast_every_factor_once(
     recipe: Precision, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cast x and W to e4m3 and dy to e5m2, once each; only rounded tensors are multiplied."""
@@ -145,9 +145,9 @@ def test_casts_of_forward_dgrad_and_wgrad(
     monkeypatch.setattr(fp8.Rounding, "__call__", counted)
     monkeypatch.setattr(torch.Tensor, "__matmul__", multiplied)
     x = torch.randn(64, 2, 384, dtype=torch.bfloat16, requires_grad=True)
-    made = projection(recipe, 256, 384)
-    made.weight.data = made.weight.data.bfloat16()
-    y = made(x)
+    layer = projection(recipe, 256, 384)
+    layer.weight.data = layer.weight.data.bfloat16()
+    y = layer(x)
     assert (y.dtype, y.shape) == (torch.bfloat16, (64, 2, 256))
     assert casts == [cast for cast in expected if cast[0] != "dy"]
     y.sum().backward()
@@ -157,18 +157,18 @@ def test_casts_of_forward_dgrad_and_wgrad(
     wgrad = ((256, 128), (128, 384))
     assert factors == [forward, dgrad, wgrad]
     assert x.grad is not None
-    assert made.weight.grad is not None
-    assert x.grad.dtype == made.weight.grad.dtype == torch.bfloat16
+    assert layer.weight.grad is not None
+    assert x.grad.dtype == layer.weight.grad.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0, 1.0), (3.0, 70.0, 1000.0)])
-def test_products_are_of_rounded_values(scales: tuple[float, float, float]) -> None:
+def test_products_multiply_rounded_values(scales: tuple[float, float, float]) -> None:
     """y = q(x) q(W)^T, dx = q(dy) q(W), dW = q(dy)^T q(x), with rounding by hand."""
     x = torch.randn(16, 32, requires_grad=True)
     dy = torch.randn(16, 48)
-    made = projection(Precision.fp8_delayed, 48, 32)
-    made.slots.scale_3.copy_(torch.tensor(scales))
-    y = made(x)
+    layer = projection(Precision.fp8_delayed, 48, 32)
+    layer.slots.scale_3.copy_(torch.tensor(scales))
+    y = layer(x)
     y.backward(dy)
 
     def rounded(tensor: Tensor, scale: float, nearest_one: Any) -> Tensor:
@@ -178,16 +178,16 @@ def test_products_are_of_rounded_values(scales: tuple[float, float, float]) -> N
 
     qx, qw, qdy = (
         rounded(tensor, scale, rule)
-        for tensor, scale, rule in zip((x, made.weight, dy), scales, (e4m3, e4m3, e5m2), strict=True)
+        for tensor, scale, rule in zip((x, layer.weight, dy), scales, (e4m3, e4m3, e5m2), strict=True)
     )
     torch.testing.assert_close(y, qx @ qw.T)
     torch.testing.assert_close(x.grad, qdy @ qw)
-    torch.testing.assert_close(made.weight.grad, qdy.T @ qx)
-    assert not torch.allclose(y, x @ made.weight.T, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(layer.weight.grad, qdy.T @ qx)
+    assert not torch.allclose(y, x @ layer.weight.T, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("recipe", list(FP8_MULTIPLES))
-def test_is_near_to_the_product_itself(recipe: Precision) -> None:
+def test_fp8_products_are_near_the_exact_ones(recipe: Precision) -> None:
     """Whatever the sizes of the values, since scales fill the range: a few percent of the norm."""
     for size in (1e-6, 1.0, 1e6):
         x = torch.randn(128, 128).mul(size).requires_grad_()
@@ -200,21 +200,45 @@ def test_is_near_to_the_product_itself(recipe: Precision) -> None:
             x.grad = linear.weight.grad = None
         y = linear(x)
         y.backward(dy)
-        for found, exact in ((y, x @ linear.weight.T), (x.grad, dy @ linear.weight), (linear.weight.grad, dy.T @ x)):
-            assert found is not None
-            assert ((found - exact).norm() / exact.norm()).item() < 0.08
+        for actual, exact in ((y, x @ linear.weight.T), (x.grad, dy @ linear.weight), (linear.weight.grad, dy.T @ x)):
+            assert actual is not None
+            assert ((actual - exact).norm() / exact.norm()).item() < 0.08
 
 
-def step_of(made: Fp8Linear, x: float, dy: float) -> None:
+@pytest.mark.parametrize("recipe", FP8_MULTIPLES)
+def test_frozen_weight_has_no_gradient_and_keeps_no_input(recipe: Precision) -> None:
+    linear = projection(recipe, 128, 128)
+    x = torch.randn(128, 128, requires_grad=True)
+    dy = torch.randn(128, 128)
+    linear(x).backward(dy)
+    expected = x.grad
+    x.grad = None
+    linear.weight.requires_grad_(False)
+    saved = []
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        y = linear(x)
+    assert len(saved) == 2, "only the weight and its scale"
+    y.backward(dy)
+    assert expected is not None
+    assert x.grad is not None
+    assert torch.equal(x.grad, expected)
+
+
+def step_of(layer: Fp8Linear, x: float, dy: float) -> None:
     """A forward and backward pass in which these are the greatest values."""
-    made(torch.full((16, 16), x).requires_grad_()).backward(torch.full((16, 16), dy))
+    layer(torch.full((16, 16), x).requires_grad_()).backward(torch.full((16, 16), dy))
 
 
-def test_history_by_hand() -> None:
+def test_scales_of_delayed_scaling_follow_the_last_steps() -> None:
     """A step's scale comes from the last three steps' largest values; a step's own values count from the next one."""
-    made = projection(Precision.fp8_delayed, 16, 16)
-    made.weight.data.fill_(-0.5)
-    statistics = Delayed({"w": made}, made.fp8, torch.device("cpu"))
+    layer = projection(Precision.fp8_delayed, 16, 16)
+    layer.weight.data.fill_(-0.5)
+    statistics = Delayed({"w": layer}, layer.fp8, torch.device("cpu"))
     history, scale = (part.data for part in statistics.parts())
     assert (history.shape, scale.tolist()) == ((3, 3), [1.0, 1.0, 1.0])
     expected = [
@@ -227,7 +251,7 @@ def test_history_by_hand() -> None:
     ]
     for x, dy, scales in expected:
         before = scale.clone()
-        step_of(made, x, dy)
+        step_of(layer, x, dy)
         assert torch.equal(scale, before), "it is fixed within a step"
         assert history[:, 0].tolist() == [abs(x), 0.5, dy]
         statistics.settle(True)
@@ -241,53 +265,53 @@ def test_history_by_hand() -> None:
 
 def test_greatest_values_only_rise_within_a_step() -> None:
     """A pass that runs again, and a smaller one, change nothing."""
-    made = projection(Precision.fp8_delayed, 16, 16)
-    statistics = Delayed({"w": made}, made.fp8, torch.device("cpu"))
+    layer = projection(Precision.fp8_delayed, 16, 16)
+    statistics = Delayed({"w": layer}, layer.fp8, torch.device("cpu"))
     history, scale = (part.data for part in statistics.parts())
-    step_of(made, 3.0, 5.0)
+    step_of(layer, 3.0, 5.0)
     seen = history.clone()
     for x, dy in ((3.0, 5.0), (1.0, 2.0), (-3.0, -5.0)):
-        step_of(made, x, dy)
+        step_of(layer, x, dy)
         assert torch.equal(history, seen)
-    step_of(made, 4.0, 5.0)
+    step_of(layer, 4.0, 5.0)
     assert history[0, 0] == 4.0
     assert scale.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_refused_step_and_an_evaluation_leave_no_trace() -> None:
-    made = projection(Precision.fp8_delayed, 16, 16)
-    statistics = Delayed({"w": made}, made.fp8, torch.device("cpu"))
-    step_of(made, 3.0, 5.0)
+def test_refused_steps_and_evaluations_change_no_statistics() -> None:
+    layer = projection(Precision.fp8_delayed, 16, 16)
+    statistics = Delayed({"w": layer}, layer.fp8, torch.device("cpu"))
+    step_of(layer, 3.0, 5.0)
     statistics.settle(True)
     before = [part.data.clone() for part in statistics.parts()]
     with torch.no_grad():
-        made(torch.full((16, 16), 100.0))
+        layer(torch.full((16, 16), 100.0))
     assert all(map(torch.equal, before, (part.data for part in statistics.parts())))
     for x in (100.0, math.inf, math.nan):
-        step_of(made, x, math.nan)
+        step_of(layer, x, math.nan)
         statistics.settle(False)
         assert all(map(torch.equal, before, (part.data for part in statistics.parts())))
 
 
 @pytest.mark.parametrize("recipe", list(FP8_MULTIPLES))
-def test_any_number_of_tokens_without_gradients(recipe: Precision) -> None:
+def test_inference_accepts_any_number_of_tokens(recipe: Precision) -> None:
     """Text is generated token by token; in fp8_block each row has scales of its own."""
-    made = projection(recipe, 128, 256)
+    layer = projection(recipe, 128, 256)
     x = torch.randn(128, 256)
     with torch.no_grad():
-        some = made(x[:3])
+        some = layer(x[:3])
         assert some.shape == (3, 128)
         if recipe == Precision.fp8_block:
-            torch.testing.assert_close(some, made(x)[:3])
-            with torch.enable_grad(), pytest.raises(ValueError, match="whole tiles of 128 x 1"):
-                made(x[:3])
+            torch.testing.assert_close(some, layer(x)[:3])
+            with torch.enable_grad(), pytest.raises(ValueError, match="128 x 1"):
+                layer(x[:3])
 
 
 NEVER = ("x_proj", "dt_proj", "conv", "head", "sparse")
 
 
 @pytest.mark.parametrize("pattern", ["M-W-F", "S-SM", "-HhH-"])
-def test_what_the_table_marks_multiplies_in_fp8_and_nothing_else(pattern: str) -> None:
+def test_projections_marked_in_the_table_alone_multiply_in_fp8(pattern: str) -> None:
     """Norms, convolutions, scans, small projections, embedding and head do not; nor do layers kept in bf16.
 
     Nor does anything of sparse attention, whose bins and scores would move with the rounding.
@@ -297,13 +321,13 @@ def test_what_the_table_marks_multiplies_in_fp8_and_nothing_else(pattern: str) -
         letter: {**config.layers[like], "sparse": {"keys": 6, "projected": True}} for letter, like in ("HM", "hS")
     }
     config = replace(config, layers={**config.layers, **branches})
-    products = Products(fp8=Fp8(Precision.fp8_current, range(1, len(pattern) - 1)))
-    model = LanguageModel(config, ModelSlice(tensor=TensorGroup(products=products)))
-    found = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Fp8Linear)}
+    backend = LinearBackend(fp8=Fp8(Precision.fp8_current, range(1, len(pattern) - 1)))
+    model = LanguageModel(architecture(config), ModelSlice(tensor=TensorGroup(backend=backend)))
+    in_fp8 = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Fp8Linear)}
     kept = ("layers.0.", f"layers.{len(pattern) - 1}.")
-    marked = {name for name, parameter in parameter_table(config).items() if parameter.fp8}
-    assert found == {name for name in marked if not name.startswith(kept)}
+    marked = {name for name, parameter in architecture(config).table.items() if parameter.fp8}
+    assert in_fp8 == {name for name in marked if not name.startswith(kept)}
     assert not [name for name in marked if any(word in name for word in NEVER)]
     assert {name: tuple(w.shape) for name, w in model.named_parameters()} == {
-        name: parameter.shape for name, parameter in parameter_table(config).items()
+        name: parameter.shape for name, parameter in architecture(config).table.items()
     }

@@ -16,6 +16,7 @@ from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import newest, valid_checkpoints
 from hybridtron.checkpoint.restore import restore_newest
 from hybridtron.config.choices import Precision
+from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config, OptimConfig, ParallelConfig, PrecisionConfig, Recompute
 from hybridtron.data.batch import Batch
 from hybridtron.engine.engine import Engine
@@ -26,7 +27,7 @@ from hybridtron.problems import ConfigError
 from tests.checkpoint.conftest import write  # noqa: F401 (a fixture)
 from tests.conftest import random_batch, serving, small_run
 from tests.distributed import run_distributed
-from tests.parallel import test_through_time as tbtt
+from tests.parallel import test_bptt as tbtt
 from tests.parallel.test_states import write as write_checkpoint
 
 STEPS = 4
@@ -59,9 +60,9 @@ def losses(engine: Engine, steps: range = range(STEPS)) -> Iterator[float]:
 
 def statistics(engine: Engine) -> dict[str, Tensor]:
     """Whole ones: no rank holds a part."""
-    found = {block.key: block.data.clone() for block in engine.blocks()["fp8"]}
-    assert found
-    return found
+    blocks = {block.key: block.data.clone() for block in engine.blocks()["fp8"]}
+    assert blocks
+    return blocks
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
@@ -69,18 +70,16 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("recompute", [Recompute.selective, Recompute.layer])
-def test_recomputation_changes_no_bit(alone: Groups, recompute: Recompute) -> None:
-    kept = Engine(config_of("fp8_delayed"), alone)
-    again = Engine(config_of("fp8_delayed", ParallelConfig(recompute=recompute)), alone)
+def test_recomputation_of_fp8_layers_changes_no_bit(alone: Groups, recompute: Recompute) -> None:
+    kept = Engine(resolve(config_of("fp8_delayed"))[0], alone)
+    again = Engine(resolve(config_of("fp8_delayed", ParallelConfig(recompute=recompute)))[0], alone)
     assert list(losses(kept)) == list(losses(again))
     assert same(statistics(kept), statistics(again))
     assert all(map(torch.equal, dict(kept.weights()).values(), dict(again.weights()).values()))
 
 
 @pytest.mark.parametrize("precision", ["fp8_delayed", "fp8_current"])
-def test_weights_that_are_rounded_once_a_step_change_no_bit(
-    alone: Groups, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_fp8_weights_change_no_bit(alone: Groups, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds with recomputation, with an evaluation between steps, and after other weights were loaded."""
     rounded = []
     rounding = Rounding.__call__
@@ -90,57 +89,57 @@ def test_weights_that_are_rounded_once_a_step_change_no_bit(
         return rounding(self, matrix, role, summed_axis)
 
     monkeypatch.setattr(Rounding, "__call__", watched)
-    found = []
-    for cached in (False, True):
+    results = []
+    for cached, passes in ((False, 2 * 4), (True, 1)):  # forward and again, of four micro-batches; or once
         config = config_of(precision, ParallelConfig(recompute=Recompute.layer))
         config = replace(config, precision=replace(config.precision, cache_weights=cached))
-        engine = Engine(config, alone)
+        engine = Engine(resolve(config)[0], alone)
         seen = list[float]()
         for step in range(STEPS):
             rounded.clear()
             seen += losses(engine, range(step, step + 1))
-            projections = len(engine.rounded)
-            passes = 1 if cached else 2 * 4  # forward and again, of four micro-batches
+            projections = len(engine.fp8_cached)
             assert rounded.count(Role.weight) == passes * projections
             seen.append(engine.loss([batch_of(9)]).mean.item())
-        found.append((seen, dict(engine.weights())))
-    (plain, weights), (cached_losses, cached_weights) = found
+        results.append((seen, dict(engine.weights())))
+    (plain, weights), (cached_losses, cached_weights) = results
     assert cached_losses == plain
     assert all(cached_weights[name].equal(weight) for name, weight in weights.items())
 
 
-def test_chunks_through_time_change_no_bit(alone: Groups) -> None:
+@pytest.mark.slow
+def test_recomputed_chunks_through_time_change_no_bit(alone: Groups) -> None:
     """Compare steps with and without recomputed chunks; recomputation is sub-layer by sub-layer."""
-    found = []
+    results = []
     for recompute in (Recompute.none, Recompute.layer):
         config = tbtt.through(ParallelConfig(recompute=recompute))
         config.precision = PrecisionConfig(Precision.fp8_delayed, emulate=True, history=4)
-        engine = Engine(config, alone)
-        engine.start_phase(0, range(tbtt.LANES))
+        engine = Engine(resolve(config)[0], alone)
+        engine.start_phase(engine.phase, range(tbtt.LANES))
         of_run = []
         for step in range(3):
             of_run.append(engine.forward_backward(tbtt.step_of(step).split(tbtt.ROWS), step).mean.item())
             engine.step(LR)
-        found.append((of_run, statistics(engine)))
-    assert found[0][0] == found[1][0]
-    assert same(found[0][1], found[1][1])
+        results.append((of_run, statistics(engine)))
+    assert results[0][0] == results[1][0]
+    assert same(results[0][1], results[1][1])
 
 
-def test_detached_chunks_and_micro_batches_share_one_history(alone: Groups) -> None:
+def test_micro_batches_of_a_step_share_one_history(alone: Groups) -> None:
     """The greatest values of a step are those of all its micro-batches, however these are cut."""
-    one, many = (Engine(config_of("fp8_delayed"), alone) for _ in range(2))
-    one.forward_backward([batch_of(0)])
+    whole, many = (Engine(resolve(config_of("fp8_delayed"))[0], alone) for _ in range(2))
+    whole.forward_backward([batch_of(0)])
     many.forward_backward(batch_of(0).split(1))
-    for engine in (one, many):
+    for engine in (whole, many):
         engine.step(LR)
-    left = statistics(one)
+    left = statistics(whole)
     right = statistics(many)
     for key in left:
         torch.testing.assert_close(left[key], right[key], rtol=2e-2, atol=0)  # gradients pass through bf16
 
 
-def test_a_refused_step_leaves_no_trace(alone: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, undisturbed = (Engine(config_of("fp8_delayed"), alone) for _ in range(2))
+def test_refused_step_changes_no_statistics(alone: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, undisturbed = (Engine(resolve(config_of("fp8_delayed"))[0], alone) for _ in range(2))
     assert list(losses(engine, range(2))) == list(losses(undisturbed, range(2)))
     before = statistics(engine)
     with monkeypatch.context() as refusing:
@@ -152,8 +151,8 @@ def test_a_refused_step_leaves_no_trace(alone: Groups, monkeypatch: pytest.Monke
     assert list(losses(engine, range(2, 4))) == list(losses(undisturbed, range(2, 4)))
 
 
-def test_an_evaluation_leaves_no_trace(alone: Groups) -> None:
-    engine = Engine(config_of("fp8_delayed"), alone)
+def test_evaluation_changes_no_statistics(alone: Groups) -> None:
+    engine = Engine(resolve(config_of("fp8_delayed"))[0], alone)
     list(losses(engine, range(2)))
     engine.forward_backward([batch_of(5)])
     before = statistics(engine)
@@ -163,49 +162,50 @@ def test_an_evaluation_leaves_no_trace(alone: Groups) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp8_delayed", "fp8_current"])
-def test_differs_from_bf16_by_a_little(alone: Groups, precision: str) -> None:
+def test_fp8_losses_are_near_those_of_bf16(alone: Groups, precision: str) -> None:
     """Layers in bf16 reduce the difference; with all of them in bf16 the bits are equal."""
-    base = list(losses(Engine(config_of("bf16"), alone)))
-    found = list(losses(Engine(config_of(precision), alone)))
-    assert found != base
-    assert found == pytest.approx(base, rel=0.02)
+    base = list(losses(Engine(resolve(config_of("bf16"))[0], alone)))
+    in_fp8 = list(losses(Engine(resolve(config_of(precision))[0], alone)))
+    assert in_fp8 != base
+    assert in_fp8 == pytest.approx(base, rel=0.02)
     config = config_of(precision)
     config.precision.bf16_first = 4
-    assert list(losses(Engine(config, alone))) == base
+    assert list(losses(Engine(resolve(config)[0], alone))) == base
 
 
-def test_a_checkpoint_of_bf16_is_resumed_with_empty_histories(
+def test_bf16_checkpoint_is_resumed_with_empty_histories(
     alone: Groups,
     write,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    before = Engine(config_of("bf16"), alone)
+    before = Engine(resolve(config_of("bf16"))[0], alone)
     list(losses(before, range(2)))
     write(before)
-    engine = Engine(config_of("fp8_delayed"), alone)
+    engine = Engine(resolve(config_of("fp8_delayed"))[0], alone)
     restore_newest(valid_checkpoints(tmp_path), serving(engine), tmp_path)
-    assert all(
-        (tensor == (1 if key.startswith("fp8_scale.") else 0)).all() for key, tensor in statistics(engine).items()
-    )
+    assert all((tensor == key.startswith("fp8_scale.")).all() for key, tensor in statistics(engine).items())
     list(losses(engine, range(2, 4)))
     write(engine, step=9)
     longer = config_of("fp8_delayed")
     longer.precision.history = 8
     with pytest.raises(ConfigError) as refused:
-        restore_newest(valid_checkpoints(tmp_path), serving(Engine(longer, alone)), tmp_path)
+        restore_newest(valid_checkpoints(tmp_path), serving(Engine(resolve(longer)[0], alone)), tmp_path)
     assert [(p.key, p.code) for p in refused.value.problems] == [("precision.history", "changed")]
 
 
 def run_steps(seat: Seat, config: Config, dtype: torch.dtype | None) -> tuple[list[float], dict[str, Tensor]]:
     with seat.groups(config.parallel) as groups:
-        engine = Engine(config, groups, dtype=dtype)
-        return list(losses(engine)), statistics(engine) if config.precision.name == "fp8_delayed" else {}
+        engine = Engine(resolve(config)[0], groups, dtype=dtype)
+        step_losses = list(losses(engine))
+        if config.precision.name == "fp8_delayed":
+            return step_losses, statistics(engine)
+        return step_losses, {}
 
 
 @functools.cache
 def of_one_process(precision: str) -> tuple[list[float], dict[str, Tensor]]:
-    (found,) = run_distributed(run_steps, 1, config_of(precision), torch.float32)
-    return found
+    (results,) = run_distributed(run_steps, 1, config_of(precision), torch.float32)
+    return results
 
 
 LAYOUTS = {
@@ -214,8 +214,11 @@ LAYOUTS = {
     "dp2": (ParallelConfig(), 2),
     "pp2": (ParallelConfig(pipeline=2), 2),
 }
+FAST = ("tp2-sp", "fp8_delayed")
 CASES = [
-    pytest.param(layout, precision, marks=[] if layout == "tp2-sp" else pytest.mark.slow, id=f"{layout}-{precision}")
+    pytest.param(
+        layout, precision, marks=[pytest.mark.slow] * ((layout, precision) != FAST), id=f"{layout}-{precision}"
+    )
     for layout in LAYOUTS
     for precision in ("fp8_delayed", "fp8_current")
 ]
@@ -223,7 +226,7 @@ CASES = [
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(("layout", "precision"), CASES)
-def test_layouts_agree_with_one_process(layout: str, precision: str) -> None:
+def test_fp8_layouts_agree_with_one_process(layout: str, precision: str) -> None:
     """The stream is in fp32, because bf16's rounding would hide differences; FP8 may still round some values otherwise.
 
     Delayed scaling has the scales of full tensors everywhere. With current scaling a rank's shard of a weight has its
@@ -231,42 +234,42 @@ def test_layouts_agree_with_one_process(layout: str, precision: str) -> None:
     """
     parallel, ranks = LAYOUTS[layout]
     expected, of_whole = of_one_process(precision)
-    found = run_distributed(run_steps, ranks, config_of(precision, parallel), torch.float32)
-    for of_rank, kept in found:
-        assert of_rank == pytest.approx(expected, rel=1e-3 if precision == "fp8_delayed" else 1e-2)
+    results = run_distributed(run_steps, ranks, config_of(precision, parallel), torch.float32)
+    tolerance = {"fp8_delayed": 1e-3, "fp8_current": 1e-2}[precision]
+    for of_rank, kept in results:
+        assert of_rank == pytest.approx(expected, rel=tolerance)
         for key, tensor in kept.items():
-            weight = tensor[1], of_whole[key][1]
-            torch.testing.assert_close(*weight, rtol=1e-3, atol=1e-6)
+            torch.testing.assert_close(tensor[1], of_whole[key][1], rtol=1e-3, atol=1e-6)  # of the weight
             torch.testing.assert_close(tensor, of_whole[key], rtol=0.1, atol=1e-6)
     if layout != "pp2":
-        assert same(found[0][1], found[1][1]), "every rank holds the same"
+        assert same(results[0][1], results[1][1]), "every rank holds the same"
 
 
 def first_steps(seat: Seat, config: Config, folder: Path) -> None:
     with seat.groups(config.parallel) as groups:
-        engine = Engine(config, groups)
+        engine = Engine(resolve(config)[0], groups)
         list(losses(engine))
         write_checkpoint(engine, folder)
 
 
 def read_and_write(seat: Seat, config: Config, folder: Path, again: Path) -> None:
     with seat.groups(config.parallel) as groups:
-        engine = Engine(config, groups)
+        engine = Engine(resolve(config)[0], groups)
         restore_newest(valid_checkpoints(folder), serving(engine), folder)
         write_checkpoint(engine, again)
 
 
 @pytest.mark.gloo
-def test_another_layout_reads_the_same_statistics(tmp_path: Path) -> None:
+def test_statistics_are_read_by_another_layout(tmp_path: Path) -> None:
     run_distributed(first_steps, 2, config_of("fp8_delayed", ParallelConfig(tensor=2)), tmp_path / "a")
     pipelined = config_of("fp8_delayed", ParallelConfig(pipeline=2))
     run_distributed(read_and_write, 2, pipelined, tmp_path / "a", tmp_path / "b")
-    held, again = (found(newest(tmp_path / folder)) for folder in ("a", "b"))
+    held, again = (statistics_in(newest(tmp_path / folder)) for folder in ("a", "b"))
     assert held == again
     assert len(held) == 2 * 9  # of two projections in each mixer, three in attention
     assert {"fp8_history.layers.2.mixer.kv.weight", "fp8_scale.layers.1.mixer.gate_up.weight"} <= held.keys()
 
 
-def found(checkpoint: Checkpoint | None) -> dict[str, list[float]]:
+def statistics_in(checkpoint: Checkpoint | None) -> dict[str, list[float]]:
     assert checkpoint is not None
     return {key: checkpoint.whole(key).flatten().tolist() for key in checkpoint.shapes if key.startswith("fp8_")}

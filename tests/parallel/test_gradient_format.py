@@ -14,8 +14,8 @@ from hybridtron.config.schema import Config, Documents, ParallelConfig
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.pool import Seat
 from hybridtron.planning.memory import plan
+from hybridtron.proving.audit.audit import micro_batches
 from hybridtron.proving.audit.cases import Layout, small, small_model
-from hybridtron.proving.audit.run import micro_batches
 from tests.conftest import small_run
 from tests.distributed import run_distributed
 
@@ -32,8 +32,8 @@ def configured(layout: Layout, gradients: KeptFormat) -> Config:
 def stepped(seat: Seat, config: Config) -> tuple[dict[str, Tensor], dict[str, torch.dtype], tuple[int, int], bool]:
     """Gradients of a step, the types they are kept in, the bytes of these and those planned; whether it was taken."""
     with seat.groups(config.parallel) as groups:
-        engine = Engine(config, groups)
-        engine.forward_backward(micro_batches(config))
+        engine = Engine(resolve(config)[0], groups)
+        engine.forward_backward(micro_batches(resolve(config)[0]))
         gradients = {name: gradient.clone() for name, gradient in engine.optimizer.gradients()}
         kept = {name: shard.weight.main_grad for name, shard in engine.optimizer.shards.items()}
         planned = plan(resolve(config)[0], groups.world_size).ranks[groups.pipeline.rank].memory.gradients

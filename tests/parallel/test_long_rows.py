@@ -10,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from hybridtron.architecture.model import ModelConfig
+from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import (
     Config,
     DataConfig,
@@ -64,9 +65,9 @@ def text(length: int) -> Batch:
 def trained(seat: Seat, config: Config, length: int) -> list[float]:
     """The loss of each step."""
     with seat.groups(config.parallel) as groups:
-        engine = Engine(config, groups)
+        engine = Engine(resolve(config)[0], groups)
         step_losses = []
-        engine.start_phase(0, range(1))
+        engine.start_phase(engine.phase, range(1))
         for step in range(STEPS):
             step_losses.append(engine.forward_backward([text(length)], step).mean.item())
             engine.step(1e-2)
@@ -75,18 +76,18 @@ def trained(seat: Seat, config: Config, length: int) -> list[float]:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("length", [4_096, pytest.param(262_144, marks=pytest.mark.slow)])
-def test_a_row_over_two_ranks_trains_as_its_chunks_through_time(length: int) -> None:
+def test_row_over_two_ranks_trains_as_its_chunks_through_time(length: int) -> None:
     (expected,) = run_distributed(trained, 1, config_of(length, 64, 1), length)
-    for found in run_distributed(trained, 2, config_of(length, 1, 2), length):
-        assert found == pytest.approx(expected, rel=1e-4)
+    for step_losses in run_distributed(trained, 2, config_of(length, 1, 2), length):
+        assert step_losses == pytest.approx(expected, rel=1e-4)
     assert expected[1] < expected[0] - 1e-2
 
 
 def held(seat: Seat, config: Config, length: int, folder: Path) -> int:
     """The most bytes that passes forward and backward hold beside weights, gradients and optimizer."""
     with seat.groups(config.parallel) as groups:
-        engine = Engine(config, groups)
-        engine.start_phase(0, range(1))
+        engine = Engine(resolve(config)[0], groups)
+        engine.start_phase(engine.phase, range(1))
         engine.forward_backward([text(length)], 0)  # what is made once
         engine.step(1e-2)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -101,7 +102,7 @@ def held(seat: Seat, config: Config, length: int, folder: Path) -> int:
 
 
 @pytest.mark.gloo
-def test_activations_of_a_rank_are_its_share(tmp_path: Path) -> None:
+def test_activations_of_a_rank_take_its_share_of_the_memory(tmp_path: Path) -> None:
     """Halos, states and the tokens of whole rows are within the 10%."""
     length = 8_192
     (whole,) = run_distributed(held, 1, config_of(length, 1, 1), length, tmp_path)

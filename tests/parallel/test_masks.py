@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("masked") / "data"
     documents = [np.arange(first, first + 25 + first % 97) for first in range(1, 400, 31)]
     splits = {split: {"text": documents} for split in SPLITS}
-    masks = {split: {"text": [np.append(learned(one), 0) for one in documents]} for split in SPLITS}
+    masks = {split: {"text": [np.append(learned(document), 0) for document in documents]} for split in SPLITS}
     write_folder(path, splits, "{}", VOCABULARY, EOS, {}, masks=masks)
     return path
 
@@ -66,23 +66,23 @@ def config_of(folder: Path, parallel: ParallelConfig) -> Config:
 def trained(seat: Seat, config: Config) -> list[tuple[float, int, int, int]]:
     """Return for each step its loss, the counted tokens, this rank's count by hand, and its batches without any."""
     with seat.groups(config.parallel) as groups:
-        engine = Engine(config, groups)
+        engine = Engine(resolve(config)[0], groups)
         (phase,) = resolve(config)
-        loader = build_loader(phase, groups.data.rank, groups.data.size, groups.part)
-        engine.start_phase(0, loader.lanes)
-        found = []
+        loader = build_loader(phase, groups.data.rank, groups.data.size, groups.shard_index)
+        engine.start_phase(engine.phase, loader.lanes)
+        step_results = []
         for step, batches in enumerate(loader.iterate(0, STEPS)):
             pairs = [(batch.tokens_BL.numpy(), batch.labels_BL.numpy()) for batch in batches]
             counts = [int((learned(labels) & (labels != EOS) & (tokens != EOS)).sum()) for tokens, labels in pairs]
             loss = engine.forward_backward(batches, step)
             engine.step(LR)
-            found.append((loss.mean.item(), engine.learned, sum(counts), counts.count(0)))
-        return found
+            step_results.append((loss.mean.item(), engine.learned, sum(counts), counts.count(0)))
+        return step_results
 
 
 @pytest.mark.slow
 @pytest.mark.gloo
-def test_every_layout_counts_what_is_learned(folder: Path) -> None:
+def test_every_layout_counts_the_learned_tokens(folder: Path) -> None:
     (expected,) = run_distributed(trained, 1, config_of(folder, ParallelConfig()))
     assert all(counted == by_hand for _, counted, by_hand, _ in expected)
     assert any(without for *_, without in expected)

@@ -14,14 +14,14 @@ from hybridtron.checkpoint.folder import valid_checkpoints
 from hybridtron.checkpoint.restore import restore_newest
 from hybridtron.checkpoint.save import Saver, meta_of
 from hybridtron.config.choices import KeptFormat
-from hybridtron.config.resolve import resolve
+from hybridtron.config.resolve import RunPlan, resolve
 from hybridtron.config.schema import Config, Documents, ParallelConfig
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.pool import Seat
 from hybridtron.planning.memory import plan
+from hybridtron.proving.audit.audit import micro_batches
 from hybridtron.proving.audit.cases import Layout, small, small_model
-from hybridtron.proving.audit.run import micro_batches
 from tests.conftest import serving, small_run
 from tests.distributed import run_distributed
 
@@ -41,9 +41,9 @@ def configured(layout: Layout, moments: KeptFormat = KeptFormat.bf16) -> Config:
 
 
 def take_steps(engine: Engine, numbers: range) -> None:
-    batches = micro_batches(engine.config)
-    own = len(batches) // engine.groups.data.size
-    mine = batches[engine.groups.data.rank * own : (engine.groups.data.rank + 1) * own]
+    batches = micro_batches(resolve(engine.config)[0])
+    count = len(batches) // engine.groups.data.size
+    mine = batches[engine.groups.data.rank * count : (engine.groups.data.rank + 1) * count]
     for step in numbers:
         engine.forward_backward(mine, step)
         assert engine.step(LR)[1]
@@ -52,14 +52,14 @@ def take_steps(engine: Engine, numbers: range) -> None:
 def kept(engine: Engine) -> dict[str, list[Tensor]]:
     """Return the optimizer's moments and its masters of narrower weights on this rank."""
     shards = engine.optimizer.shards.values()
-    own = [s.master for s in shards if s.master is not None and s.weight.dtype != s.master.dtype]
-    return {"moments": [s.parts[kind] for s in shards for kind in KINDS if kind in s.parts], "masters": own}
+    masters = [s.master for s in shards if s.master is not None and s.weight.dtype != s.master.dtype]
+    return {"moments": [s.parts[kind] for s in shards for kind in KINDS if kind in s.parts], "masters": masters}
 
 
 def trained(seat: Seat, config: Config, folder: Path | None = None) -> tuple[dict[str, Tensor], tuple[int, int]]:
     """The weights after the last step, with the bytes kept and those planned; a folder is written, or resumed from."""
     with seat.groups(config.parallel) as groups:
-        engine = Engine(config, groups)
+        engine = Engine(resolve(config)[0], groups)
         first = 0
         if folder is not None and folder.exists():
             restore_newest(valid_checkpoints(folder), serving(engine), folder)
@@ -67,7 +67,7 @@ def trained(seat: Seat, config: Config, folder: Path | None = None) -> tuple[dic
         take_steps(engine, range(first, SAVED))
         if folder is not None and first == 0:
             folder.with_suffix(".json").write_text("{}")
-            saver = Saver(config, folder, groups)
+            saver = Saver(RunPlan.of(config), folder, groups)
             saver.save(engine, meta_of(engine, SAVED, {}), folder.with_suffix(".json"))
         take_steps(engine, range(SAVED, STEPS))
         held = kept(engine)
@@ -80,19 +80,20 @@ def _format_of(config: Config) -> str:
     return {KeptFormat.fp32: "float32", KeptFormat.bf16: "bfloat16"}[config.precision.moments]
 
 
-def test_steps_are_the_formulas_with_moments_rounded(alone: Groups) -> None:
-    engine = Engine(configured(Layout()), alone)
+def test_steps_equal_the_formulas_with_rounded_moments(alone: Groups) -> None:
+    engine = Engine(resolve(configured(Layout()))[0], alone)
     state = {}
     masters = {name: shard.master.detach().clone() for name, shard in engine.optimizer.shards.items()}
     for step in range(STEPS):
-        engine.forward_backward(micro_batches(engine.config), step)
+        engine.forward_backward(micro_batches(resolve(engine.config)[0]), step)
         for name, gradient in engine.optimizer.gradients():
             mean, square = state.setdefault(name, [torch.zeros_like(gradient).bfloat16() for _ in KINDS])
             m = 0.9 * mean.double() + 0.1 * gradient.double()
             v = 0.95 * square.double() + 0.05 * gradient.double() ** 2
             direction = m / (1 - 0.9 ** (step + 1)) / ((v / (1 - 0.95 ** (step + 1))).sqrt() + engine.config.optim.eps)
             masters[name] -= LR * direction.view_as(masters[name])
-            mean.copy_(m), square.copy_(v)
+            mean.copy_(m)
+            square.copy_(v)
         assert engine.step(LR)[1]
     for name, shard in engine.optimizer.shards.items():
         moved = (shard.master - masters[name]).abs().max()
@@ -115,7 +116,7 @@ def stored_moments(folder: Path) -> dict[str, Any]:
         pytest.param(Layout(pipeline=2, data=2), id="pp2-dp2", marks=pytest.mark.slow),
     ],
 )
-def test_cut_saved_and_resumed_with_either_format(layout: Layout, tmp_path: Path) -> None:
+def test_runs_of_either_moment_format_are_saved_and_resumed(layout: Layout, tmp_path: Path) -> None:
     """The optimizer's memory agrees with the plan.
 
     A checkpoint stores the moments as they are, and a run can resume from it with the other format.
@@ -134,11 +135,11 @@ def test_cut_saved_and_resumed_with_either_format(layout: Layout, tmp_path: Path
     assert all(narrow[name].equal(weight) for name, weight in cut[0][0].items())
 
 
-def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """An entry whose gradient is no more than rounding may step the other way; few do, with moments in fp32 as well."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, weight in expected.items():
-        apart = (found[name].float() - weight.float()).abs()
+        apart = (actual[name].float() - weight.float()).abs()
         assert apart.max() <= 2.0**-7 * weight.abs().max() + 2 * LR, name
         far = apart > 2.0**-7 * weight.float().abs() + STEPS * LR / 4
         assert far.float().mean() <= 0.005, name

@@ -13,7 +13,8 @@ from hybridtron.model import offload
 from hybridtron.parallel.pool import Seat
 from hybridtron.proving.audit.cases import Layout
 from tests.distributed import run_distributed
-from tests.parallel.test_accumulate import ALONE, REGATHERING, configured, gradients
+from tests.parallel.test_fused_grad_accumulation import ALONE, REGATHERING, configured, gradients
+from tests.slow import slow_except
 
 LAYOUTS = [
     pytest.param(ALONE, None, id="alone"),
@@ -33,9 +34,11 @@ def offloaded(seat: Seat, fused: bool, layout: Layout, parallel: ParallelConfig 
         offload.SMALLEST = smallest
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", slow_except([False, True], True))
 @pytest.mark.parametrize(("layout", "parallel"), LAYOUTS)
-def test_gradients_are_the_same_to_the_bit(layout: Layout, parallel: ParallelConfig | None, fused: bool) -> None:
+def test_offloading_in_layouts_changes_no_bit_of_the_gradients(
+    layout: Layout, parallel: ParallelConfig | None, fused: bool
+) -> None:
     ranks = layout.tensor * layout.pipeline * layout.data
     kept, *_ = run_distributed(gradients, ranks, configured(layout, fused, parallel=parallel))
     away, *_ = run_distributed(offloaded, ranks, fused, layout, parallel)

@@ -12,24 +12,25 @@ from torch import Tensor, nn
 from hybridtron.architecture import SPECS
 from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Parameter, linear, output_linear
 from hybridtron.architecture.inits import Constant
+from hybridtron.architecture.table import architecture
 from hybridtron.config.schema import Config, Documents, ParallelConfig
 from hybridtron.data.batch import SeqInfo
-from hybridtron.mixers.base import Mixer, Out, State
+from hybridtron.mixers.base import Mixer, MixerOutput, State
 from hybridtron.mixers.norm import RMSNorm
 from hybridtron.ops.norm import RMSNormInputs, rms_norm
 from hybridtron.parallel.linear import (
     TensorGroup,
-    beside,
+    all_reduce_gradients,
     column_parallel,
-    enter,
+    gather_input,
+    project_with_input,
     row_parallel,
     row_parallel_inside,
-    sum_gradients,
 )
 from hybridtron.parallel.pool import Seat
+from hybridtron.proving.audit.audit import as_computed, parallel_step, serial_step
 from hybridtron.proving.audit.cases import Layout, small, small_model
-from hybridtron.proving.audit.compared import PRECISIONS, Step, differences
-from hybridtron.proving.audit.run import as_computed, parallel_step, serial_step
+from hybridtron.proving.audit.differences import PRECISIONS, Step, differences
 from tests.distributed import run_distributed
 
 RANK = 8
@@ -78,11 +79,11 @@ class TwoNorms(Mixer):
         self.up = column_parallel(RANK, sizes.width, tensor)
         self.out_proj = row_parallel(sizes.width, sizes.width, tensor)
 
-    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
+    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> MixerOutput:
         normed_LBD = rms_norm(RMSNormInputs(x_LBD, self.norm_scale, EPS))
-        h_LBE, small_LBR = beside(self.down, self.in_proj(enter(normed_LBD, self.tensor)))
-        small_LBR = sum_gradients(self.qk_norm(small_LBR), self.tensor)
-        return Out(self.out_proj(h_LBE * self.up(small_LBR)), {}, {})
+        h_LBE, small_LBR = project_with_input(self.down, self.in_proj(gather_input(normed_LBD, self.tensor)))
+        small_LBR = all_reduce_gradients(self.qk_norm(small_LBR), self.tensor)
+        return MixerOutput(self.out_proj(h_LBE * self.up(small_LBR)), {}, {})
 
 
 def step_of_rank(seat: Seat, config: Config) -> Step:
@@ -98,7 +99,7 @@ def wrong_gradients(by_name: bool, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     parallel = Layout(tensor=2, sequence=True).on(ParallelConfig())
     config = as_computed(small(model, parallel, Documents.isolate, data=1), IN_FLOAT64)
     ranks = run_distributed(step_of_rank, 2, config)
-    compared = differences(serial_step(config, IN_FLOAT64), ranks, config, IN_FLOAT64)
+    compared = differences(serial_step(config, IN_FLOAT64), ranks, architecture(config.model).table, IN_FLOAT64)
     return {item.what for item in compared if item.what.startswith("gradient of ") and not item.passes}
 
 
@@ -108,6 +109,6 @@ def test_norms_inside_a_mixer_have_the_gradients_of_one_process(monkeypatch: pyt
 
 
 @pytest.mark.gloo
-def test_a_wrong_mark_gives_exactly_its_weight_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_with_a_wrong_mark_have_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = [f"layers.{layer}.mixer.{name}" for layer in (0, 1) for name in ("norm_scale", "qk_norm.weight")]
     assert wrong_gradients(by_name=True, monkeypatch=monkeypatch) == {f"gradient of {name}" for name in weights}

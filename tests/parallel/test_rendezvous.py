@@ -21,7 +21,7 @@ def reaches(address: str, port: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere 127.0.0.2 is no address of the machine")
-def test_the_store_listens_on_the_loopback_alone() -> None:
+def test_store_listens_on_the_loopback_alone() -> None:
     """Another address of this machine stands for the view of other machines. torch's own socket answers there."""
     open_to_all = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert reaches("127.0.0.2", open_to_all.port)
@@ -31,7 +31,7 @@ def test_the_store_listens_on_the_loopback_alone() -> None:
     assert not reaches("127.0.0.2", port)
 
 
-def test_clients_find_what_others_have_left() -> None:
+def test_clients_read_values_that_others_wrote() -> None:
     kept = Rendezvous()
     address = kept.variables["MASTER_ADDR"]
     port = int(kept.variables["MASTER_PORT"])
@@ -46,7 +46,7 @@ def test_gloo_uses_the_loopback() -> None:
     assert Rendezvous().variables["GLOO_SOCKET_IFNAME"] == LOOPBACK
 
 
-def test_each_start_has_a_store_of_its_own() -> None:
+def test_every_start_has_its_own_store() -> None:
     first = Rendezvous()
     second = Rendezvous()
     assert first.variables["MASTER_PORT"] != second.variables["MASTER_PORT"]

@@ -14,8 +14,8 @@ from hybridtron.config.schema import Config, Documents, ParallelConfig
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.pool import Seat
 from hybridtron.planning.memory import plan
+from hybridtron.proving.audit.audit import micro_batches
 from hybridtron.proving.audit.cases import Layout, small, small_model
-from hybridtron.proving.audit.run import micro_batches
 from tests.conftest import small_run
 from tests.distributed import run_distributed
 
@@ -32,10 +32,10 @@ def configured(layout: Layout) -> Config:
 def stepped(seat: Seat, config: Config) -> tuple[float, dict[str, Tensor], tuple[int, int]]:
     """Loss and gradients of a step, and the bytes that the process's first stage puts out, and those planned."""
     with seat.groups(config.parallel) as groups:
-        engine = Engine(config, groups)
+        engine = Engine(resolve(config)[0], groups)
         sent = []
         engine.stages[0].register_forward_hook(lambda _, __, out: sent.append(out.output.nbytes))
-        batches = micro_batches(config)
+        batches = micro_batches(resolve(config)[0])
         loss = engine.forward_backward(batches).mean.item()
         gradients = {name: gradient.clone() for name, gradient in engine.optimizer.gradients()}
         planned = plan(resolve(config)[0], groups.world_size).ranks[groups.pipeline.rank].traffic.pipeline
@@ -50,7 +50,7 @@ def serial() -> tuple[float, dict[str, Tensor]]:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("layout", ["pp2", pytest.param("pp2-virtual2", marks=pytest.mark.slow)])
-def test_stages_hand_over_every_bit_of_it(layout: str) -> None:
+def test_pipeline_stages_send_every_bit_of_an_fp32_stream(layout: str) -> None:
     """A stage's output has the planned size."""
     expected, whole = serial()
     ((loss, gradients, (sent, planned)), *_) = run_distributed(stepped, 2, configured(PIPELINES[layout]))

@@ -14,6 +14,7 @@ from hybridtron.architecture.model import ModelConfig
 from hybridtron.checkpoint.folder import newest, valid_checkpoints
 from hybridtron.checkpoint.restore import restore_newest, restore_states
 from hybridtron.checkpoint.save import Saver, meta_of
+from hybridtron.config.resolve import RunPlan, resolve
 from hybridtron.config.schema import (
     Config,
     DataConfig,
@@ -114,9 +115,9 @@ def losses(seat: Seat, config: Config, swapped: bool = False) -> list[float]:
 
 
 def started(config: Config, groups: Groups) -> Engine:
-    engine = Engine(config, groups)
+    engine = Engine(resolve(config)[0], groups)
     lanes_per_rank = LANES // groups.data.size
-    engine.start_phase(0, range(groups.data.rank * lanes_per_rank, (groups.data.rank + 1) * lanes_per_rank))
+    engine.start_phase(engine.phase, range(groups.data.rank * lanes_per_rank, (groups.data.rank + 1) * lanes_per_rank))
     return engine
 
 
@@ -130,7 +131,7 @@ def steps_of(engine: Engine, steps: range, swapped: bool = False) -> Iterator[fl
         engine.step(engine.config.phases[0].lr)
         if swapped:
             order = [1, 0, *range(2, len(lanes))]
-            for parts in engine.carrier.held.values():
+            for parts in engine.carrier.lane_states.values():
                 parts.update({name: tensor[order] for name, tensor in parts.items()})
 
 
@@ -164,14 +165,14 @@ def resumed(
     (first, ranks) = layouts[before]
     (second, other_ranks) = layouts[after]
     run_distributed(first_steps, ranks, configured(first), tmp / "a")
-    found = run_distributed(further_steps, other_ranks, configured(second), tmp / "a", tmp / "b")
+    continued = run_distributed(further_steps, other_ranks, configured(second), tmp / "a", tmp / "b")
     held, again = (newest(tmp / folder) for folder in ("a", "b"))
     assert held is not None
     assert again is not None
     whole = {key for key in held.shapes if not key.startswith("random.")}
     assert whole == {key for key in again.shapes if not key.startswith("random.")}
     assert all(torch.equal(held.whole(key), again.whole(key)) for key in whole), "bit for bit"
-    return found[0], whole
+    return continued[0], whole
 
 
 def write(engine: Engine, folder: Path) -> None:
@@ -179,18 +180,18 @@ def write(engine: Engine, folder: Path) -> None:
     if engine.groups.is_first:
         folder.mkdir(exist_ok=True)
         tokenizer.write_text("{}")
-    Saver(engine.config, folder, engine.groups).save(engine, meta_of(engine, STOPPED, {}), tokenizer)
+    Saver(RunPlan.of(engine.config), folder, engine.groups).save(engine, meta_of(engine, STOPPED, {}), tokenizer)
 
 
 @functools.cache
 def of_one_process(mode: StateMode) -> list[float]:
-    (found,) = run_distributed(losses, 1, config_of(mode, ParallelConfig()))
-    return found
+    (losses_of_run,) = run_distributed(losses, 1, config_of(mode, ParallelConfig()))
+    return losses_of_run
 
 
-FAST = {("pp2-virtual2", "tbtt"), ("dp2", "fitted")}
+FAST = {("dp2", "fitted")}
 CASES = [
-    pytest.param(mode, layout, marks=[] if (layout, mode) in FAST else pytest.mark.slow, id=f"{layout}-{mode}")
+    pytest.param(mode, layout, marks=[pytest.mark.slow] * ((layout, mode) not in FAST), id=f"{layout}-{mode}")
     for layout in LAYOUTS
     for mode in MODES
     if layout != "serial"
@@ -199,11 +200,12 @@ CASES = [
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(("mode", "layout"), CASES)
-def test_losses_are_those_of_one_process(mode: StateMode, layout: str) -> None:
+def test_losses_of_layouts_equal_one_process(mode: StateMode, layout: str) -> None:
     parallel, ranks = LAYOUTS[layout]
-    recompute = Recompute.layer if layout in ("pp2", "tp2-pp2") else Recompute.none
-    for found in run_distributed(losses, ranks, config_of(mode, replace(parallel, recompute=recompute))):
-        assert found == pytest.approx(of_one_process(mode), rel=1e-4)
+    if layout in ("pp2", "tp2-pp2"):
+        parallel = replace(parallel, recompute=Recompute.layer)
+    for of_rank in run_distributed(losses, ranks, config_of(mode, parallel)):
+        assert of_rank == pytest.approx(of_one_process(mode), rel=1e-4)
 
 
 PAIRS = [
@@ -224,25 +226,37 @@ PAIRS = [
     ("tp2-pp2", "dp2"),
     ("tp2-pp2", "serial"),
 ]
-QUICK = [("serial", "serial", mode) for mode in MODES] + [("dp2", "tp2-pp2", StateMode.tbtt)]
+QUICK = [("dp2", "tp2-pp2", StateMode.tbtt)]
 RESUMED = [
-    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow, id="-".join((case[0], "to", *case[1:])))
-    for pair in PAIRS
-    for case in [(*pair, mode) for mode in MODES]
-    if case in QUICK or PAIRS.index(pair) % len(MODES) == MODES.index(case[2]) or pair[0] == pair[1]
+    pytest.param(
+        before,
+        after,
+        mode,
+        marks=[pytest.mark.slow] * ((before, after, mode) not in QUICK),
+        id=f"{before}-to-{after}-{mode}",
+    )
+    for pair, (before, after) in enumerate(PAIRS)
+    for turn, mode in enumerate(MODES)
+    if (before, after, mode) in QUICK or pair % len(MODES) == turn or before == after
 ]
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(("before", "after", "mode"), RESUMED)
-def test_a_run_resumes_as_if_it_had_not_stopped(before: str, after: str, mode: StateMode, tmp_path: Path) -> None:
-    found, _ = resumed(before, after, functools.partial(config_of, mode), tmp_path)
+def test_resumed_run_has_the_losses_of_an_uninterrupted_one(
+    before: str, after: str, mode: StateMode, tmp_path: Path
+) -> None:
+    continued, _ = resumed(before, after, functools.partial(config_of, mode), tmp_path)
     expected = of_one_process(mode)[STOPPED:]
-    assert found == expected if before == after == "serial" else found == pytest.approx(expected, rel=1e-4)
+    if before == after == "serial":
+        assert continued == expected
+    else:
+        assert continued == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
-def test_modes_and_lanes_make_a_difference() -> None:
+def test_losses_depend_on_the_mode_and_on_the_lane_of_a_state() -> None:
     """The compared losses depend on the states: on the mode, and on the lane that a state belongs to."""
     assert len({tuple(of_one_process(mode)) for mode in MODES}) == len(MODES)
     for mode in (StateMode.passing, StateMode.tbtt):

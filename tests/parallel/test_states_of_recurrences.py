@@ -58,61 +58,61 @@ def recurrences(mode: StateMode, parallel: ParallelConfig) -> Config:
 
 @functools.cache
 def of_one_process(mode: StateMode) -> list[float]:
-    (found,) = run_distributed(losses, 1, recurrences(mode, ParallelConfig()))
-    return found
+    (losses_of_run,) = run_distributed(losses, 1, recurrences(mode, ParallelConfig()))
+    return losses_of_run
 
 
-FAST = [("tp2-sp", "tbtt")]
 CASES = [
-    pytest.param(mode, layout, marks=[] if (layout, mode) in FAST else pytest.mark.slow, id=f"{layout}-{mode}")
+    pytest.param(mode, layout, id=f"{layout}-{mode}")
     for layout in ("tp2", "tp2-sp", "pp2-virtual2", "dp2", "tp2-pp2")
     for mode in MODES
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize(("mode", "layout"), CASES)
-def test_losses_are_those_of_one_process(mode: StateMode, layout: str) -> None:
+def test_losses_of_recurrences_equal_one_process(mode: StateMode, layout: str) -> None:
     parallel, ranks = LAYOUTS[layout]
-    for found in run_distributed(losses, ranks, recurrences(mode, parallel)):
-        assert found == pytest.approx(of_one_process(mode), rel=1e-4)
+    for of_rank in run_distributed(losses, ranks, recurrences(mode, parallel)):
+        assert of_rank == pytest.approx(of_one_process(mode), rel=1e-4)
 
 
 PAIRS = [("serial", "serial"), ("tp2-sp", "pp2"), ("pp2-virtual2", "tp2"), ("dp2", "tp2-pp2"), ("tp2-pp2", "dp2")]
-RESUMED = [
-    pytest.param(*pair, mode, marks=[] if (pair, mode) == (PAIRS[1], "tbtt") else pytest.mark.slow)
-    for pair in PAIRS
-    for mode in MODES
-]
+RESUMED = [pytest.param(before, after, mode) for before, after in PAIRS for mode in MODES]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize(("before", "after", "mode"), RESUMED)
-def test_a_run_resumes_in_another_layout(before: str, after: str, mode: StateMode, tmp_path: Path) -> None:
-    found, _ = resumed(before, after, functools.partial(recurrences, mode), tmp_path)
+def test_run_of_recurrences_resumes_in_another_layout(before: str, after: str, mode: StateMode, tmp_path: Path) -> None:
+    continued, _ = resumed(before, after, functools.partial(recurrences, mode), tmp_path)
     expected = of_one_process(mode)[STOPPED:]
-    assert found == expected if before == after == "serial" else found == pytest.approx(expected, rel=1e-4)
+    if before == after == "serial":
+        assert continued == expected
+    else:
+        assert continued == pytest.approx(expected, rel=1e-4)
 
 
 def losses_without(seat: Seat, config: Config, layer: int) -> list[float]:
     """The losses where one sub-layer forgets its state after every step."""
-    found = []
+    step_losses = []
     with seat.groups(config.parallel) as groups:
         engine = started(config, groups)
         assert engine.carrier is not None
         for step in range(STEPS):
-            found += steps_of(engine, range(step, step + 1))
-            for held in (parts for key, parts in engine.carrier.held.items() if key == layer):
+            step_losses += steps_of(engine, range(step, step + 1))
+            for held in (parts for key, parts in engine.carrier.lane_states.items() if key == layer):
                 held.update({name: torch.zeros_like(part) for name, part in held.items()})
-    return found
+    return step_losses
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_every_state_counts() -> None:
+def test_losses_depend_on_the_state_of_every_sub_layer() -> None:
     config = recurrences(StateMode.tbtt, ParallelConfig())
     expected = of_one_process(StateMode.tbtt)
     for layer in range(CARRYING):
-        (found,) = run_distributed(losses_without, 1, config, layer)
-        apart = max(abs(one - other) / other for one, other in zip(found, expected, strict=True))
+        (without,) = run_distributed(losses_without, 1, config, layer)
+        apart = max(abs(ours - theirs) / theirs for ours, theirs in zip(without, expected, strict=True))
         assert apart > 1e-3, MODEL.pattern[layer]

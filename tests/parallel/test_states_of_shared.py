@@ -27,37 +27,36 @@ def shared(mode: StateMode, parallel: ParallelConfig) -> Config:
 
 @functools.cache
 def of_one_process(mode: StateMode) -> list[float]:
-    (found,) = run_distributed(losses, 1, shared(mode, ParallelConfig()))
-    return found
+    (losses_of_run,) = run_distributed(losses, 1, shared(mode, ParallelConfig()))
+    return losses_of_run
 
 
 CASES = [
-    pytest.param(mode, layout, marks=[] if (layout, mode) == ("pp2", "tbtt") else pytest.mark.slow)
-    for layout in ("pp2", "tp2-sp", "tp2-pp2")
-    for mode in MODES
+    pytest.param(mode, layout, marks=pytest.mark.slow) for layout in ("pp2", "tp2-sp", "tp2-pp2") for mode in MODES
 ]
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(("mode", "layout"), CASES)
-def test_losses_are_those_of_one_process(mode: StateMode, layout: str) -> None:
+def test_losses_of_shared_blocks_equal_one_process(mode: StateMode, layout: str) -> None:
     parallel, ranks = LAYOUTS[layout]
-    for found in run_distributed(losses, ranks, shared(mode, parallel)):
-        assert found == pytest.approx(of_one_process(mode), rel=1e-4)
+    for of_rank in run_distributed(losses, ranks, shared(mode, parallel)):
+        assert of_rank == pytest.approx(of_one_process(mode), rel=1e-4)
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("pp2", "tp2-sp"), ("tp2-pp2", "serial")])
-def test_a_run_resumes_in_another_layout(before: str, after: str, tmp_path: Path) -> None:
-    found, _ = resumed(before, after, functools.partial(shared, StateMode.tbtt), tmp_path)
-    assert found == pytest.approx(of_one_process(StateMode.tbtt)[STOPPED:], rel=1e-4)
+def test_run_of_shared_blocks_resumes_in_another_layout(before: str, after: str, tmp_path: Path) -> None:
+    continued, _ = resumed(before, after, functools.partial(shared, StateMode.tbtt), tmp_path)
+    assert continued == pytest.approx(of_one_process(StateMode.tbtt)[STOPPED:], rel=1e-4)
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [1, 4])
-def test_the_state_of_each_place_counts(layer: int) -> None:
+def test_losses_depend_on_the_state_of_every_place(layer: int) -> None:
     """If one place forgets its state after every step, the losses change."""
-    (found,) = run_distributed(losses_without, 1, shared(StateMode.tbtt, ParallelConfig()), layer)
+    (without,) = run_distributed(losses_without, 1, shared(StateMode.tbtt, ParallelConfig()), layer)
     expected = of_one_process(StateMode.tbtt)
-    assert max(abs(one - other) / other for one, other in zip(found, expected, strict=True)) > 1e-3
+    assert max(abs(ours - theirs) / theirs for ours, theirs in zip(without, expected, strict=True)) > 1e-3

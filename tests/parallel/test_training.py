@@ -33,7 +33,7 @@ def train(run_dir: Path, data: Path, launcher: list[str], *settings: str) -> Non
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.timeout(1800)
-def test_four_processes_train_as_one(tmp_path: Path) -> None:
+def test_four_processes_under_torchrun_train_as_one(tmp_path: Path) -> None:
     train(tmp_path / "one", tmp_path / "data", [])
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     train(tmp_path / "four", tmp_path / "data", launcher, "parallel.tensor=2", "parallel.pipeline=2")

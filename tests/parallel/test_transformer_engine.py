@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import nn
 
+from hybridtron.architecture.table import architecture
 from hybridtron.config.check import check
 from hybridtron.config.choices import FP8_MULTIPLES, Precision
 from hybridtron.config.load import load
-from hybridtron.config.resolve import RunPlan
+from hybridtron.config.resolve import RunPlan, resolve
 from hybridtron.config.schema import Config, ParallelConfig, PrecisionConfig, Recompute
 from hybridtron.device import Package
 from hybridtron.engine.engine import Engine
@@ -27,7 +28,7 @@ from hybridtron.model.lm import LanguageModel, ModelSlice
 from hybridtron.parallel import transformer_engine
 from hybridtron.parallel.fp8 import Fp8
 from hybridtron.parallel.groups import Groups
-from hybridtron.parallel.linear import Products, TensorGroup
+from hybridtron.parallel.linear import LinearBackend, TensorGroup
 from hybridtron.problems import ConfigError
 from hybridtron.train import start
 from tests.conftest import random_batch, small_config, small_model, small_run
@@ -65,7 +66,8 @@ class StandIn(nn.Module):
             self.init_fp8_metadata()
             if isinstance(REGIONS[-1]["recipe"], DelayedScaling):
                 row = self.fp8_meta["scaling_fwd"].amax_history[0]
-                row[0], row[1] = x.detach().abs().amax(), self.weight.detach().abs().amax()
+                row[0] = x.detach().abs().amax()
+                row[1] = self.weight.detach().abs().amax()
         return x @ self.weight.T
 
 
@@ -142,12 +144,12 @@ def layers_of(engine: Engine) -> dict[str, StandIn]:
 
 
 @pytest.mark.usefixtures("alone", "install")
-def test_every_projection_is_its_and_computes_the_same() -> None:
+def test_projections_of_transformer_engine_replace_ours() -> None:
     from megatron.core import parallel_state
 
     group = parallel_state.get_tensor_model_parallel_group()
-    tensor = TensorGroup(group=group, products=Products(transformer_engine=True))
-    model = LanguageModel(small_config(), ModelSlice(tensor=tensor))
+    tensor = TensorGroup(group=group, backend=LinearBackend(transformer_engine=True))
+    model = LanguageModel(architecture(small_config()), ModelSlice(tensor=tensor))
     initialise(model, seed=1)
     projections = [name for name, module in model.named_modules() if isinstance(module, StandIn)]
     assert len(projections) == 4 + 2 + 3 + 2 + 3  # Mamba, MLP, attention, MLP, attention
@@ -157,14 +159,14 @@ def test_every_projection_is_its_and_computes_the_same() -> None:
 
 
 def test_transformer_engine_is_refused_if_not_installed() -> None:
-    (problem,) = check(load(["parallel.transformer_engine=true"]))
+    (problem,) = check(RunPlan.of(load(["parallel.transformer_engine=true"])))
     assert (problem.key, problem.code) == ("parallel.transformer_engine", "not-installed")
 
 
-@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("names", [{"autocast": autocast}, {"fp8_autocast": fp8_autocast}], ids=["new", "old"])
 @pytest.mark.parametrize("precision", list(FP8_MULTIPLES))
-def test_a_region_is_entered_by_the_name_that_there_is(install: Install, precision: Precision, old: bool) -> None:
-    install(**({"fp8_autocast": fp8_autocast} if old else {"autocast": autocast}))
+def test_region_is_entered_by_the_available_name(install: Install, precision: Precision, names: dict[str, Any]) -> None:
+    install(**names)
     group: Any = object()
     with transformer_engine.region(Fp8(precision, range(1), HISTORY, emulate=False, group=group)):
         (entered,) = REGIONS
@@ -176,7 +178,9 @@ def test_a_region_is_entered_by_the_name_that_there_is(install: Install, precisi
 
 
 @pytest.mark.usefixtures("install")
-def test_greatest_values_are_shared_within_a_group_also_of_one(alone: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_regions_reduce_largest_values_within_the_group_of_the_stage(
+    alone: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The package takes None for all processes, including those of other pipeline stages."""
     from megatron.core import parallel_state
 
@@ -188,33 +192,38 @@ def test_greatest_values_are_shared_within_a_group_also_of_one(alone: Groups, mo
         return forward(self, x)
 
     monkeypatch.setattr(StandIn, "forward", watched)
-    Engine(config_of(Precision.fp8_delayed), alone).forward_backward([random_batch()])
+    Engine(resolve(config_of(Precision.fp8_delayed))[0], alone).forward_backward([random_batch()])
     assert set(entered) == {parallel_state.get_amax_reduction_group(with_context_parallel=True)}
 
 
 @pytest.mark.usefixtures("install")
-@pytest.mark.parametrize("recompute", [Recompute.none, Recompute.layer])
-def test_only_large_projections_multiply_in_fp8_also_when_they_run_again(alone: Groups, recompute: Recompute) -> None:
-    engine = Engine(config_of(Precision.fp8_current, recompute), alone)
+@pytest.mark.parametrize(("recompute", "runs"), [(Recompute.none, 2), (Recompute.layer, 4)])
+def test_large_projections_alone_multiply_in_fp8(alone: Groups, recompute: Recompute, runs: int) -> None:
+    engine = Engine(resolve(config_of(Precision.fp8_current, recompute))[0], alone)
     engine.forward_backward([random_batch(), random_batch()])
     counted = {name: layer.in_fp8 for name, layer in layers_of(engine).items()}
     names = ["1.mixer.gate_up", "1.mixer.down", "2.mixer.q", "2.mixer.kv", "2.mixer.out"]
     names += ["3.mixer.gate_up", "3.mixer.down"]  # the first sub-layer is kept in bf16
-    assert counted == {f"layers.{name}": 2 if recompute is Recompute.none else 4 for name in names}
+    assert counted == {f"layers.{name}": runs for name in names}
     assert engine.blocks()["fp8"] == []
 
 
 @pytest.mark.usefixtures("install")
-@pytest.mark.parametrize("cached", [False, True])
-def test_weights_are_rounded_in_the_first_micro_batch_of_a_step(alone: Groups, cached: bool) -> None:
+@pytest.mark.parametrize(
+    ("cached", "of_step"),
+    [(False, [None] * 4), (True, [True, False, False, False])],  # each micro-batch runs forward twice
+    ids=["plain", "cached"],
+)
+def test_cached_weights_are_rounded_in_the_first_micro_batch_of_a_step(
+    alone: Groups, cached: bool, of_step: list[bool | None]
+) -> None:
     config = config_of(Precision.fp8_current, Recompute.layer)
     config.precision.cache_weights = cached
-    engine = Engine(config, alone)
+    engine = Engine(resolve(config)[0], alone)
     for _ in range(2):
         engine.forward_backward([random_batch(), random_batch()])
         engine.optimizer.zero_grad()
     engine.loss([random_batch()])
-    of_step = [True, False, False, False] if cached else [None] * 4  # each micro-batch runs forward twice
     assert all(layer.firsts == [*of_step, *of_step, None] for layer in layers_of(engine).values() if layer.firsts)
     assert any(layer.firsts for layer in layers_of(engine).values())
 
@@ -222,15 +231,15 @@ def test_weights_are_rounded_in_the_first_micro_batch_of_a_step(alone: Groups, c
 @pytest.mark.usefixtures("install")
 def test_text_is_generated_in_bf16(alone: Groups) -> None:
     """A single token is not a multiple of 16."""
-    engine = Engine(config_of(Precision.fp8_delayed), alone)
-    one = random_batch(rows=1, length=1)
+    engine = Engine(resolve(config_of(Precision.fp8_delayed))[0], alone)
+    token = random_batch(rows=1, length=1)
     with torch.no_grad():
-        engine.stages[0].model(one.tokens_BL, None, one.seq)
+        engine.stages[0].model(token.tokens_BL, None, token.seq)
     assert not any(layer.in_fp8 for layer in layers_of(engine).values())
 
 
 @pytest.mark.usefixtures("install")
-def test_a_region_is_open_for_the_whole_step(alone: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_region_is_open_for_the_whole_step(alone: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
     """Histories therefore advance once, for any number of micro-batches."""
     depths = []
     forward = StandIn.forward
@@ -240,14 +249,14 @@ def test_a_region_is_open_for_the_whole_step(alone: Groups, monkeypatch: pytest.
         return forward(self, x)
 
     monkeypatch.setattr(StandIn, "forward", watched)
-    engine = Engine(config_of(Precision.fp8_delayed), alone)
+    engine = Engine(resolve(config_of(Precision.fp8_delayed))[0], alone)
     engine.forward_backward([random_batch(), random_batch()])
     assert set(depths) == {2}
 
 
 @pytest.mark.usefixtures("install")
 def test_refused_steps_and_evaluations_are_undone(alone: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(config_of(Precision.fp8_delayed), alone)
+    engine = Engine(resolve(config_of(Precision.fp8_delayed))[0], alone)
     kept = [block.data for block in engine.blocks()["fp8"] if block.key.startswith("fp8_history.")]
     engine.forward_backward([random_batch()])
     assert any(history.any() for history in kept)
@@ -263,21 +272,21 @@ def test_refused_steps_and_evaluations_are_undone(alone: Groups, monkeypatch: py
 
 
 @pytest.mark.usefixtures("install")
-def test_statistics_are_in_checkpoints_under_the_emulations_names(alone: Groups) -> None:
+def test_checkpoints_hold_statistics_under_the_names_of_the_emulation(alone: Groups) -> None:
     """Blocks are views, so that loading fills the statistics in place, also before the first step."""
     emulated = config_of(Precision.fp8_delayed)
     emulated.precision.emulate = True
-    engine = Engine(config_of(Precision.fp8_delayed), alone)
-    other = Engine(emulated, alone)
+    engine = Engine(resolve(config_of(Precision.fp8_delayed))[0], alone)
+    other = Engine(resolve(emulated)[0], alone)
     blocks = engine.blocks()["fp8"]
     theirs = other.blocks()["fp8"]
-    assert {(block.key, block.global_shape) for block in blocks} == {(one.key, one.global_shape) for one in theirs}
+    assert {(block.key, block.global_shape) for block in blocks} == {(b.key, b.global_shape) for b in theirs}
     for number, block in enumerate(blocks):
         block.data.fill_(number + 1.0)
     again = engine.blocks()["fp8"]
     assert [block.data.unique().item() for block in again] == [number + 1.0 for number in range(len(blocks))]
     covered = {key: sum(b.data.numel() for b in blocks if b.key == key) for key in {b.key for b in blocks}}
-    assert covered == {one.key: one.data.numel() for one in theirs}
+    assert covered == {block.key: block.data.numel() for block in theirs}
     gate_up = layers_of(engine)["layers.1.mixer.gate_up"].fp8_meta
     gate_up["scaling_fwd"].amax_history[:, 1] = 7.0
     gate_up["scaling_bwd"].amax_history[:, 0] = 9.0
@@ -289,31 +298,37 @@ def test_statistics_are_in_checkpoints_under_the_emulations_names(alone: Groups)
     assert whole[2].tolist() == [9.0] * HISTORY
 
 
-def test_the_reason_why_fp8_cannot_run_is_reported_before_processes_connect(
+def test_unavailable_fp8_is_reported_before_processes_connect(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(Precision.fp8_block)
-    with pytest.raises(ConfigError, match=r"needs transformer_engine and a Hopper or newer GPU \(torch .* no CUDA"):
-        start.check_fp8(RunPlan.of(config))
+    assert "CUDA" in refusal(config)
     install(SimpleNamespace(DelayedScaling=DelayedScaling), autocast=autocast)
-    with pytest.raises(ConfigError, match="has no Float8BlockScaling"):
-        start.check_fp8(RunPlan.of(config))
-    monkeypatch.setattr(transformer_engine, "optional_package", lambda name: Package(name, None, "not installed"))
-    with pytest.raises(ConfigError, match=r"transformer_engine is not installed.*precision.emulate=true"):
-        start.check_fp8(RunPlan.of(config))
+    assert "Float8BlockScaling" in refusal(config)
+    monkeypatch.setattr(transformer_engine, "optional_package", lambda name: Package(name, None, "absent"))
+    assert "absent" in refusal(config)
     config.precision.emulate = True
     start.check_fp8(RunPlan.of(config))
 
 
+def refusal(config: Config) -> str:
+    """Check that FP8 is refused by its key and code, and return the message."""
+    with pytest.raises(ConfigError) as refused:
+        start.check_fp8(RunPlan.of(config))
+    (problem,) = refused.value.problems
+    assert (problem.key, problem.code) == ("precision.name", "unavailable")
+    return problem.message
+
+
 @pytest.mark.parametrize("module", transformer_engine.QUANTIZATION)
-@pytest.mark.parametrize("available", [True, False])
-def test_the_package_is_asked_whether_blocks_can_be_scaled(
-    module: str, available: bool, install: Install, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fault", [None, "needs CUDA 12.9"])
+def test_block_scaling_is_available_where_the_package_says_so(
+    module: str, fault: str | None, install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The package knows its kernels' CUDA version; every version answers in this form, in one of two modules."""
     monkeypatch.setattr(transformer_engine, "fp8_device_fault", lambda: None)
-    answer = (available, "" if available else "needs CUDA 12.9")
+    answer = (fault is None, fault or "")
     manager = SimpleNamespace(is_fp8_block_scaling_available=lambda: answer)
     install(quantization={module: SimpleNamespace(FP8GlobalStateManager=manager)}, autocast=autocast)
-    assert transformer_engine.fp8_fault(Precision.fp8_block) == (None if available else "needs CUDA 12.9")
+    assert transformer_engine.fp8_fault(Precision.fp8_block) == fault
     assert transformer_engine.fp8_fault(Precision.fp8_delayed) is None

@@ -10,7 +10,7 @@ import pytest
 from hybridtron.architecture.attention import AttentionSpec
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.model import ModelConfig
-from hybridtron.architecture.table import architecture, parameter_table
+from hybridtron.architecture.table import architecture
 from hybridtron.config.choices import LrPiece
 from hybridtron.config.load import load
 from hybridtron.config.schema import Config
@@ -94,34 +94,42 @@ def recipe_config(name: str) -> Config:
 
 
 @pytest.mark.parametrize(("recipe", "parameters"), (EXACT | MAMBA2).items())
-def test_published_models_have_exactly_their_parameters(recipe, parameters):
+def test_published_models_have_their_exact_parameters(recipe, parameters):
     model = recipe_config(recipe).model
-    assert count(model, 4096).parameters == parameters
-    assert sum(parameter.size for parameter in parameter_table(model).values()) == parameters
+    assert count(architecture(model), 4096).parameters == parameters
+    assert sum(parameter.size for parameter in architecture(model).table.values()) == parameters
 
 
 @pytest.mark.parametrize(("recipe", "millions"), PRINTED.items())
-def test_ablations_have_the_printed_size(recipe, millions):
-    assert count(recipe_config(f"ablations/{recipe}").model, 4096).parameters == pytest.approx(millions * 1e6, rel=3e-3)
+def test_ablations_have_the_printed_sizes(recipe, millions):
+    assert count(architecture(recipe_config(f"ablations/{recipe}").model), 4096).parameters == pytest.approx(
+        millions * 1e6, rel=3e-3
+    )
 
 
 @pytest.mark.parametrize(("recipe", "channels"), CONVOLVED.items())
-def test_short_convolutions_by_hand(recipe, channels):
+def test_short_convolutions_add_hand_counted_parameters(recipe, channels):
     convolved = EXACT[recipe] + 9 * 4 * sum(channels)
-    assert count(recipe_config(f"ablations/{recipe}_sc").model, 4096).parameters == convolved
+    assert count(architecture(recipe_config(f"ablations/{recipe}_sc").model), 4096).parameters == convolved
     attention = 9 * 4 * 3 * 2304  # as many keys and values as queries
-    assert count(recipe_config(f"ablations/{recipe}_swa_sc").model, 4096).parameters == convolved + attention
+    assert (
+        count(architecture(recipe_config(f"ablations/{recipe}_swa_sc").model), 4096).parameters == convolved + attention
+    )
 
 
 @pytest.mark.parametrize("recipe", EXACT)
-def test_published_steps_have_the_papers_tokens(recipe):
+def test_published_steps_have_the_tokens_of_the_paper(recipe):
     phases = recipe_config(recipe).phases
-    small = phases[0].tokens in ("20B", "100B")
-    assert {(phase.seq_len, phase.global_batch) for phase in phases} == {(4096, 512 if small else 2048)}
-    assert phases[0].lr == (4e-4 if small else 6e-4)
+    rows = 2048
+    lr = 6e-4
+    if phases[0].tokens in ("20B", "100B"):
+        rows = 512
+        lr = 4e-4
+    assert {(phase.seq_len, phase.global_batch) for phase in phases} == {(4096, rows)}
+    assert phases[0].lr == lr
 
 
-def test_the_phases_of_phi_3_have_its_tokens():
+def test_phases_of_samba_3_8b_have_the_tokens_of_phi_3():
     phases = recipe_config("samba_3.8b").phases
     assert [phase.tokens for phase in phases] == ["2.2T", "1T"]  # 3.2T together
     assert phases[1].lr_piece is LrPiece.carry_on
@@ -131,16 +139,19 @@ def test_the_phases_of_phi_3_have_its_tokens():
     ("recipe", "lr"),
     list(zip(MAMBA2, (1e-3, 1e-3, 6e-4, 3e-4, 2.5e-4, 2e-4, 1.6e-4), strict=True)),
 )
-def test_mamba2_steps_are_those_of_table_2(recipe, lr):
+def test_mamba2_steps_equal_those_of_table_2(recipe, lr):
     config = recipe_config(recipe)
     (phase,) = config.phases
     assert (phase.seq_len, phase.lr) == (2048, lr)
     assert phase.lr * config.optim.final_lr == pytest.approx(1e-5, rel=1e-4)
-    assert phase.seq_len * phase.global_batch == (2**19 if recipe != "mamba2_hybrid_2.7b" else 2**20)
+    tokens = 2**19
+    if recipe == "mamba2_hybrid_2.7b":
+        tokens = 2**20
+    assert phase.seq_len * phase.global_batch == tokens
 
 
-def test_attention_stands_where_mamba2attn_has_it():
-    counted = count(recipe_config("mamba2_hybrid_2.7b").model, 2048)
+def test_mamba2_hybrid_has_the_attention_layers_of_mamba2attn():
+    counted = count(architecture(recipe_config("mamba2_hybrid_2.7b").model), 2048)
     kinds = [layer.kind for layer in counted.layers]
     assert [index for index, kind in enumerate(kinds) if kind == "attention"] == [9, 18, 27, 36, 45, 56]
     assert len(kinds) == 64
@@ -152,31 +163,33 @@ def test_attention_stands_where_mamba2attn_has_it():
 
 
 @pytest.mark.parametrize(("recipe", "parameters"), HYBRIDS.items())
-def test_hybrids_by_hand(recipe, parameters):
+def test_delta_rule_hybrids_have_hand_counted_parameters(recipe, parameters):
     model = recipe_config(recipe).model
-    counted = count(model, 4096)
+    counted = count(architecture(model), 4096)
     width = model.width
     heads = model.width // 128
     kinds = [layer.kind for layer in counted.layers]
-    kind = "gated_deltanet" if recipe.startswith("gdn") else "kda"
-    assert kinds == [*[kind, "swiglu"] * 3, "attention", "swiglu"] * (len(kinds) // 8)
-    if kind == "gated_deltanet":
+    if recipe.startswith("gdn"):
+        kind = "gated_deltanet"
+        hidden = width * 11 // 4
         # norm; q and k of 96, v, z and out of 192 channels a head; four taps; a and b; dt_bias and A_log; heads' norm
         delta = width + heads * (768 * width + 4 * 384 + 2 * width + 2) + 192
     else:
+        kind = "kda"
+        hidden = width * 13 // 4
         # norm; q, k, v and out of 128 channels a head; four taps; b; dt_bias and A_log; into 128 for decays and gate,
         # and from there to 128 each a head; the heads' norm
         delta = width + heads * (512 * width + 4 * 384 + width + 129 + 2 * 128**2) + 2 * 128 * width + 128
-    hidden = width * 11 // 4 if kind == "gated_deltanet" else width * 13 // 4
+    assert kinds == [*[kind, "swiglu"] * 3, "attention", "swiglu"] * (len(kinds) // 8)
     attention = width + 4 * width**2
     mlp = width + 3 * width * hidden
     groups = len(kinds) // 8 * (3 * delta + attention + 4 * mlp)
     assert counted.parameters == groups + width + 2 * 32000 * width == parameters
 
 
-def test_full_attention_stands_in_the_papers_blocks():
+def test_ablations_have_full_attention_in_the_blocks_of_the_paper():
     for name, blocks in (("0", [0]), ("5", [5]), ("11", [11]), ("1_5", [1, 5])):
-        layers = count(recipe_config(f"ablations/samba_421m_full_{name}").model, 4096).layers
+        layers = count(architecture(recipe_config(f"ablations/samba_421m_full_{name}").model), 4096).layers
         assert [index // 2 for index, layer in enumerate(layers) if layer.kind == "attention"] == blocks
         assert all("window" not in layer.options for layer in layers)
 
@@ -193,8 +206,8 @@ TINY = ModelConfig(
 )
 
 
-def test_projections_by_hand():
-    mamba, attention, mlp = count(TINY, 7).layers
+def test_flops_of_projections_equal_hand_counts():
+    mamba, attention, mlp = count(architecture(TINY), 7).layers
     # in 8 -> 32, x_proj 16 -> 2 + 3 + 3, dt_proj 2 -> 16, out 16 -> 8
     assert mamba.flops["projections"] == 2 * (8 * 32 + 16 * 8 + 2 * 16 + 16 * 8)
     assert mamba.flops["conv"] == 2 * 4 * 16
@@ -204,9 +217,9 @@ def test_projections_by_hand():
     assert mlp.flops == {"projections": 2 * 3 * 8 * 10}
 
 
-def test_mamba2_flops_by_hand():
+def test_flops_of_mamba2_equal_hand_counts():
     layers = {"M": {"kind": "mamba2", "state": 3, "head_dim": 4, "groups": 2}}
-    (mamba,) = count(dataclasses.replace(TINY, pattern="M", layers=layers), 200).layers
+    (mamba,) = count(architecture(dataclasses.replace(TINY, pattern="M", layers=layers)), 200).layers
     # in 8 -> z 16, x 16, dt 4 heads, B and C 2 groups of 3 each; out 16 -> 8
     assert mamba.flops["projections"] == 2 * (8 * (16 + 16 + 4 + 6 + 6) + 16 * 8)
     assert mamba.flops["conv"] == 2 * 4 * (16 + 12)
@@ -215,10 +228,10 @@ def test_mamba2_flops_by_hand():
 
 
 @pytest.mark.parametrize(("recipe", "parameters"), MAMBA3.items())
-def test_mamba3_beside_windows_by_hand(recipe, parameters):
+def test_mamba3_hybrids_have_hand_counted_parameters(recipe, parameters):
     model = recipe_config(recipe).model
     # 64 channels, of twice the width
-    counted = count(model, 4096)
+    counted = count(architecture(model), 4096)
     width = model.width
     heads = model.width // 32
     kinds = [layer.kind for layer in counted.layers]
@@ -231,10 +244,10 @@ def test_mamba3_beside_windows_by_hand(recipe, parameters):
     assert counted.parameters == len(kinds) // 4 * (mamba + attention + 2 * mlp) + width + 32000 * width == parameters
 
 
-def test_mamba3_flops_by_hand():
+def test_flops_of_mamba3_equal_hand_counts():
     """Count the matrices in a chunk of 128 tokens, for each of 4 heads with 6 states and 4 channels."""
     layers = {"M": {"kind": "mamba3", "state": 6, "head_dim": 4}}
-    (mamba,) = count(dataclasses.replace(TINY, pattern="M", layers=layers), 200).layers
+    (mamba,) = count(architecture(dataclasses.replace(TINY, pattern="M", layers=layers)), 200).layers
     # in 8 -> z 16, x 16, dt 4, A 4, trap 4, B 6, C 6, one angle; out 16 -> 8
     assert mamba.flops["projections"] == 2 * (8 * (16 + 16 + 4 + 4 + 4 + 6 + 6 + 1) + 16 * 8)
     # C B^T and its product with x; B x^T, and C h
@@ -244,10 +257,10 @@ def test_mamba3_flops_by_hand():
     assert mamba.flops["turns"] == 4 * 2 * 6  # a pair of B and one of C
 
 
-def test_gated_deltanet_flops_by_hand():
+def test_flops_of_gated_deltanet_equal_hand_counts():
     """Count the matrices in a chunk of 64 tokens, for each of 4 heads with 3 keys and 2 values."""
     layers = {"M": {"kind": "gated_deltanet", "heads": 4, "key_heads": 2, "expand_k": 0.75, "expand_v": 1.0}}
-    (delta,) = count(dataclasses.replace(TINY, pattern="M", layers=layers), 200).layers
+    (delta,) = count(architecture(dataclasses.replace(TINY, pattern="M", layers=layers)), 200).layers
     # in 8 -> q 6, k 6, v 8, z 8, a 4 and b 4; out 8 -> 8
     assert delta.flops["projections"] == 2 * (8 * (6 + 6 + 8 + 8 + 4 + 4) + 8 * 8)
     assert delta.flops["conv"] == 2 * 4 * (6 + 6 + 8)
@@ -260,8 +273,8 @@ def test_gated_deltanet_flops_by_hand():
     assert delta.flops["gated_deltanet"] * 64 == pytest.approx(4 * 2 * (scores + solved + read + through_state))
 
 
-def test_parameters_of_layers_by_hand():
-    counted = count(TINY, 7)
+def test_parameters_of_layers_equal_hand_counts():
+    counted = count(architecture(TINY), 7)
     mamba, attention, mlp = counted.layers
     assert mamba.parameters == 8 + 8 * 32 + 16 * 4 + 16 + 16 * 8 + 2 * 16 + 16 + 16 * 3 + 16 + 16 * 8
     assert attention.parameters == 8 + 8 * 8 + 2 * 8 * 4 + 8 * 8
@@ -270,7 +283,7 @@ def test_parameters_of_layers_by_hand():
 
 
 @pytest.mark.parametrize(("seq_len", "window"), [(1, None), (7, None), (7, 3), (7, 7), (7, 6), (5, 100), (64, 2)])
-def test_attention_flops_are_those_of_the_visible_pairs(seq_len, window):
+def test_flops_of_attention_count_the_visible_pairs(seq_len, window):
     pairs = sum(
         1
         for query in range(seq_len)
@@ -282,9 +295,9 @@ def test_attention_flops_are_those_of_the_visible_pairs(seq_len, window):
     assert spec.flops(ModelSizes(8, 1), seq_len)["attention"] * seq_len == pytest.approx(2 * 2 * 8 * pairs)
 
 
-def test_totals_are_sums():
-    tied = count(TINY, 7)
-    untied = count(dataclasses.replace(TINY, tie_embeddings=False), 7)
+def test_totals_are_sums_over_layers_and_head():
+    tied = count(architecture(TINY), 7)
+    untied = count(architecture(dataclasses.replace(TINY, tie_embeddings=False)), 7)
     assert tied.head_flops == untied.head_flops == 2 * 8 * 11  # a tied head is a matrix product all the same
     assert untied.parameters - tied.parameters == 8 * 11
     assert tied.forward_flops == pytest.approx(sum(tied.flops_by_part.values()))
@@ -293,10 +306,12 @@ def test_totals_are_sums():
 
 def test_samba_1_3b_trains_at_8_37_gigaflops_per_token():
     """Worked out apart from this code, from the layers' sizes."""
-    assert count(recipe_config("samba_1.3b").model, 4096).flops_per_token == pytest.approx(8.37e9, rel=1e-3)
+    assert count(architecture(recipe_config("samba_1.3b").model), 4096).flops_per_token == pytest.approx(
+        8.37e9, rel=1e-3
+    )
 
 
-def test_logits_are_made_for_some_tokens_at_a_time(monkeypatch):
+def test_logits_are_computed_for_a_bounded_number_of_tokens(monkeypatch):
     assert logits_at_a_time(10**6, 32_000, 2) == 4185  # 239 times, of the 4194 that there is room for
     monkeypatch.setattr(count_file, "LOGITS_BYTES", 4 * 5 * 2)
     assert logits_at_a_time(4, 5, 2) == 4
@@ -307,6 +322,6 @@ def test_logits_are_made_for_some_tokens_at_a_time(monkeypatch):
     assert loss_bytes(10, 3, 5, 4) == 4 * (2 * 5 + 10 * 3 + 5 * 3)
 
 
-def test_stages_come_from_the_bars():
+def test_bars_of_a_pattern_are_stage_boundaries():
     model = load(["recipe=samba_421m", "model.pattern=(M-W-)*3|(M-W-)*3"]).model
     assert architecture(model).stages == (12, 12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,7 +42,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str,
     return seen
 
 
-def test_what_is_carried(
+def test_carried_folder_has_wheels_kernels_model_and_script(
     tmp_path: Path, commands: list[tuple[list[str], dict[str, str]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     extra = tmp_path / "extra"
@@ -54,31 +55,33 @@ def test_what_is_carried(
     }  # fmt: skip
     download = next(command for command, _ in commands if "download" in command)
     assert {"megatron-core==0.16.1", "fla-core==0.6.0", "--no-deps", "3.12"} <= set(download)
-    environment = next(given for command, given in commands if "hybridtron.rehearse.queue_model" in command)
+    environment = next(variables for command, variables in commands if "hybridtron.rehearse.queue_model" in command)
     assert environment["TRITON_STORE_BINARY_ONLY"] == "1"
     assert json.loads((folder / "carried.json").read_text()) == VERSIONS
-    assert "3.00 MiB  of 64" in capsys.readouterr().out.replace("3.01", "3.00")
+    assert re.search(r"3\.0[01] MiB", capsys.readouterr().out)
 
 
-def test_more_than_may_travel_is_said(tmp_path: Path, commands: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_over_the_limit_exits_with_1(
+    tmp_path: Path, commands: object, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert gpu_carry.main([str(tmp_path / "c"), "--python", sys.executable, "--limit-mib", "0.5"]) == 1
-    assert "too large to travel at once" in capsys.readouterr().out
+    assert "exceeds --limit-mib" in capsys.readouterr().out
 
 
-def test_another_triton_than_the_machine_s_is_refused(
+def test_other_version_of_triton_exits_with_2(
     tmp_path: Path, commands: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert gpu_carry.main([str(tmp_path / "c"), "--python", sys.executable, "--triton", "3.7.1"]) == 2
-    assert "triton 3.6.0, not 3.7.1" in capsys.readouterr().out
+    assert "3.6.0" in capsys.readouterr().out
 
 
-def test_a_program_that_fails_ends_with_its_message(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_program_ends_with_its_message(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="1"):
         gpu_carry.run([sys.executable, "-c", "import sys; sys.exit('no such distribution')"])
-    assert "no such distribution" in capsys.readouterr().err
+    assert "distribution" in capsys.readouterr().err
 
 
-def test_the_script_runs_the_queue(tmp_path: Path) -> None:
+def test_script_runs_the_queue(tmp_path: Path) -> None:
     """Call the script with a python3 that prints its arguments."""
     folder = tmp_path / ".carry"
     (folder / "wheels").mkdir(parents=True)
@@ -100,7 +103,7 @@ def test_the_script_runs_the_queue(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_kernels_are_compiled_once(tmp_path: Path) -> None:
+def test_second_process_reads_kernels_from_the_cache(tmp_path: Path) -> None:
     """A second process, like that on the GPU machine, finds every kernel in the cache."""
     pytest.importorskip("triton")
     file = tmp_path / "modelled.json"

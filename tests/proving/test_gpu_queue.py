@@ -14,7 +14,7 @@ from hybridtron.proving.gpu import measure
 from hybridtron.proving.gpu.queue import digest, page, rows
 from hybridtron.proving.gpu.queue.parts import CONV1D, MAMBA_SSM, PARTS, TE, QueuePart
 from hybridtron.proving.gpu.queue.rows import DONE, FAILED, LEFT_OUT, PartAttempt, attempts, read
-from hybridtron.proving.gpu.queue.run import MARGIN_S, QueueRun, launched, state_of, undone
+from hybridtron.proving.gpu.queue.run_parts import MARGIN_S, QueueRun, run_part, state_of, undone
 
 TWO_CALLS_S = 2 * 300
 ABOUT = {"card": "h100", "gpu": "NVIDIA H100", "commit": "1a2b3c4d", "versions": "Python 3.12", "rehearsed": False}
@@ -22,33 +22,33 @@ ABOUT = {"card": "h100", "gpu": "NVIDIA H100", "commit": "1a2b3c4d", "versions":
 
 def attempt(part: QueuePart, state: str = DONE, card: str = "h100", code: str | None = None) -> PartAttempt:
     begin = {**ABOUT, "part": part.name, "is": "begin", "card": card, "digest": code or part.digest, "at": 0.0}
-    return PartAttempt(begin, [], {"state": state, "why": "" if state == DONE else "a reason"})
+    return PartAttempt(begin, [], {"state": state, "why": "a reason" * (state != DONE)})
 
 
-def test_names_differ_and_every_part_is_a_function() -> None:
+def test_parts_have_unique_names_and_functions() -> None:
     assert len({part.name for part in PARTS}) == len(PARTS)
     assert all(callable(part.function()) for part in PARTS)
 
 
-def test_the_machine_comes_first_and_compiled_packages_last() -> None:
+def test_queue_begins_with_the_machine_and_ends_with_compiled_packages() -> None:
     compiled = [bool({MAMBA_SSM, CONV1D, TE} & set(part.needs)) for part in PARTS]
     assert PARTS[0].name == "machine"
     assert compiled == sorted(compiled)
 
 
-def test_what_needs_no_compiled_package_fits_two_calls() -> None:
+def test_parts_without_compiled_packages_fit_two_calls() -> None:
     light = [part for part in PARTS if not {MAMBA_SSM, CONV1D, TE} & set(part.needs)]
     assert sum(part.limit_s + MARGIN_S for part in light) <= TWO_CALLS_S
     assert max(part.limit_s for part in PARTS) + MARGIN_S <= 60 * measure.MINUTES
 
 
-def test_every_part_names_files_that_are_there() -> None:
+def test_files_of_every_part_exist() -> None:
     for part in PARTS:
         for pattern in (part.file, *part.code):
             assert digest.files([pattern]), (part.name, pattern)
 
 
-def test_the_digest_is_of_code_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digest_covers_code_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "ops/norm"
     folder.mkdir(parents=True)
     monkeypatch.setattr(digest, "PACKAGE", tmp_path)
@@ -67,12 +67,12 @@ def test_the_digest_is_of_code_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert of("GRID = 264\n\n\ndef f():\n    return '# no comment'\n") == plain
 
 
-def test_a_recipe_counts_with_those_that_it_builds_on() -> None:
+def test_digest_of_a_recipe_covers_the_recipes_below_it() -> None:
     assert any("pattern" in line for line in digest.recipe_lines("samba_1.7b_padded"))
     assert not any(line.strip().startswith("#") and "package" in line for line in digest.recipe_lines("samba_421m"))
 
 
-def test_a_result_counts_for_its_card_and_its_code() -> None:
+def test_results_count_for_their_card_and_code_alone() -> None:
     part = PARTS[0]
     assert state_of(part, "h100", [attempt(part)]).state == DONE
     assert state_of(part, "h200", [attempt(part)]).state == "undone"
@@ -81,7 +81,7 @@ def test_a_result_counts_for_its_card_and_its_code() -> None:
     assert state_of(part, "h100", [attempt(part), attempt(part, FAILED)]).state == DONE
 
 
-def test_next_come_those_never_tried_then_those_that_failed() -> None:
+def test_untried_parts_come_before_failed_ones() -> None:
     first, second, third, fourth = PARTS[:4]
     known = [attempt(first, FAILED), attempt(second), attempt(third, LEFT_OUT)]
     assert undone(PARTS[:4], "h100", known) == [third, fourth, first]
@@ -115,7 +115,7 @@ def light(number: int) -> list[QueuePart]:
     return [replace(part, needs=(), limit_s=20) for part in PARTS[:number]]
 
 
-def test_a_run_takes_what_fits(tmp_path: Path) -> None:
+def test_run_takes_the_parts_that_fit_its_time(tmp_path: Path) -> None:
     machine = Machine(seconds=20.0)
     parts = light(4)
     parts[2] = replace(parts[2], limit_s=500)
@@ -129,22 +129,22 @@ def test_rows_mark_parts_done_and_failed(tmp_path: Path) -> None:
     ended = machine.run(tmp_path / "run.jsonl", 200.0).take(parts)
     assert list(ended.values()) == [DONE, FAILED, FAILED]
     known = attempts(read(tmp_path))
-    assert [each.state for each in known] == [DONE, FAILED, FAILED]
-    assert all(each.rows[0]["ms"] == 1.0 for each in known)
+    assert [attempt.state for attempt in known] == [DONE, FAILED, FAILED]
+    assert all(attempt.rows[0]["ms"] == 1.0 for attempt in known)
     assert known[1].why.endswith(f"RuntimeError: {parts[1].name}: an illegal memory access")
     assert known[2].why == "took longer than 20 s"
     assert undone(parts, "h100", known) == parts[1:]
 
 
-def test_a_missing_package_is_a_row_and_takes_no_time(tmp_path: Path) -> None:
+def test_part_with_a_missing_package_is_left_out_with_its_reason(tmp_path: Path) -> None:
     machine = Machine()
     part = replace(PARTS[0], needs=("no-such-package",))
     assert machine.run(tmp_path / "run.jsonl", 1.0).take([part]) == {part.name: LEFT_OUT}
-    (found,) = attempts(read(tmp_path))
-    assert (found.state, found.why, machine.commands) == (LEFT_OUT, "needs no-such-package", [])
+    (left_out,) = attempts(read(tmp_path))
+    assert (left_out.state, left_out.why, machine.commands) == (LEFT_OUT, "needs no-such-package", [])
 
 
-def test_a_hanging_part_is_ended_and_what_it_wrote_stays(tmp_path: Path) -> None:
+def test_hanging_part_is_ended_and_its_rows_stay(tmp_path: Path) -> None:
     file = tmp_path / "run.jsonl"
     program = (
         "import sys, time; from pathlib import Path; from hybridtron.proving.gpu.queue.rows import Recorder\n"
@@ -156,13 +156,13 @@ def test_a_hanging_part_is_ended_and_what_it_wrote_stays(tmp_path: Path) -> None
     limit = 1.0
     while not started.exists():  # a busy machine may need longer to import
         limit *= 2
-        assert launched([sys.executable, "-c", program, str(file)], tmp_path / "log", limit) == 124
+        assert run_part([sys.executable, "-c", program, str(file)], tmp_path / "log", limit) == 124
     assert {"part": "hangs", "is": "measured", "case": "one", "ms": 2.0} in read(tmp_path)
 
 
-def test_a_program_that_is_not_there_fails(tmp_path: Path) -> None:
+def test_absent_program_is_a_failed_part(tmp_path: Path) -> None:
     run = replace(
-        Machine().run(tmp_path / "run.jsonl", 100.0), launch=lambda *_: launched(["no-such"], tmp_path / "l", 1)
+        Machine().run(tmp_path / "run.jsonl", 100.0), launch=lambda *_: run_part(["no-such"], tmp_path / "l", 1)
     )
     assert run.take(light(1)) == {PARTS[0].name: FAILED}
 
@@ -171,9 +171,9 @@ def test_rows_are_on_disk_before_the_next_case(tmp_path: Path) -> None:
     record = rows.Recorder(tmp_path / "run.jsonl", "part")
     with record.case("first") as row:
         row["ms"] = 1.0
-    with record.case("second") as row:
-        assert [each["case"] for each in read(tmp_path)] == ["first"]
-        row["ms"] = 2.0
+    with record.case("second") as second_row:
+        assert [row["case"] for row in read(tmp_path)] == ["first"]
+        second_row["ms"] = 2.0
         raise ValueError("no kernel image")
     first, second = read(tmp_path)
     assert (first["is"], second["is"], second["ms"]) == ("measured", FAILED, 2.0)
@@ -181,46 +181,46 @@ def test_rows_are_on_disk_before_the_next_case(tmp_path: Path) -> None:
     assert record.failures == ["second"]
 
 
-def test_a_file_that_is_cut_short_is_read(tmp_path: Path) -> None:
+def test_truncated_file_is_read_as_a_failed_part(tmp_path: Path) -> None:
     first = {**ABOUT, "part": PARTS[0].name, "is": "begin", "digest": PARTS[0].digest, "at": 0.0}
     (tmp_path / "run.jsonl").write_text(json.dumps(first) + '\n{"part": "mach')
-    (found,) = attempts(read(tmp_path))
-    assert (found.state, found.why) == (FAILED, "cut short")
+    (failed,) = attempts(read(tmp_path))
+    assert (failed.state, failed.why) == (FAILED, "interrupted")
 
 
-def test_a_rehearsal_is_no_result(tmp_path: Path) -> None:
+def test_rehearsals_are_no_results(tmp_path: Path) -> None:
     run = Machine().run(tmp_path / "run.jsonl", 100.0)
     run.about = {**ABOUT, "rehearsed": True}
     run.take(light(1))
     assert attempts(read(tmp_path)) == []
 
 
-def test_the_list_says_what_is_done() -> None:
+def test_list_has_the_state_of_every_part() -> None:
     lines = page.listed([attempt(PARTS[0])], "h100")
     assert lines[0].endswith("h100: done (1a2b3c4, 1970-01-01)")
     assert lines[1].endswith("h100: undone")
 
 
-def test_the_page_claims_what_was_measured_alone() -> None:
-    assert page.NOTHING in page.text([attempt(PARTS[0], FAILED)])
+def test_page_shows_measured_parts_alone() -> None:
+    assert page.NOTHING_MEASURED in page.text([attempt(PARTS[0], FAILED)])
     done = attempt(PARTS[0])
     kernels = [{"kernel": "norm.backward", "calls": 2, "ms": 3.0, "model_ms": 1.5}]
     done.rows.append({"part": "machine", "is": "measured", "case": "copy", "tb_s": 2.9876, "by_kernel": kernels})
     text = page.text([done])
-    assert page.NOTHING not in text
+    assert page.NOTHING_MEASURED not in text
     assert "## machine, NVIDIA H100" in text
     assert "| copy | tb_s 2.988 |" in text
     assert "| `norm.backward` | 2 | 3 | 1.5 | 2.00 |" in text
 
 
-def test_the_page_is_of_the_results() -> None:
+def test_page_of_the_stored_results_is_current() -> None:
     folder = measure.results()
     assert folder is not None
     assert (folder.parents[1] / page.NAME).read_text() == page.text(attempts(read(folder))), "measure --page"
 
 
-def test_without_a_gpu_it_says_what_it_would_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_queue_without_a_gpu_lists_its_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert measure.main(["--output", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.startswith("no CUDA device here")
+    assert capsys.readouterr().out.startswith("This machine has no CUDA device")
     assert measure.main(["--list", "--output", str(tmp_path)]) == 0
-    assert "step mamba2_1.3b" in capsys.readouterr().out
+    assert "mamba2_1.3b" in capsys.readouterr().out

@@ -10,13 +10,13 @@ import torch
 from hybridtron.proving.gpu import recipes
 
 
-def test_nothing_waits_for_a_cpu() -> None:
+def test_host_waits_on_a_cpu_are_none() -> None:
     with recipes.host_waits() as waits:
         torch.ones(1).item()
     assert waits == []
 
 
-def test_what_torch_warns_of_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_waits_are_counted_by_warnings_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[str] = []
     monkeypatch.setattr(recipes, "compute_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)

@@ -22,9 +22,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from hybridtron.ops.norm import RMSNormInputs, rms_norm  # noqa: E402
-from hybridtron.rehearse import heard  # noqa: E402
-from hybridtron.rehearse.absent_gpu import COMPOSITE, ValuesOfNobody, fake_tensors  # noqa: E402
+from hybridtron.rehearse import events  # noqa: E402
 from hybridtron.rehearse.census import Census  # noqa: E402
+from hybridtron.rehearse.fake_cuda import COMPOSITE, PlaceholderValues, fake_tensors  # noqa: E402
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Tensor:
@@ -130,16 +130,17 @@ def sent() -> dict[str, Any]:
 def calls() -> list[list[float]]:
     """A sum, a product, and the norm of ten rows by a kernel of ours: launches, bytes, FLOPs, seconds by the model."""
 
-    def made() -> Iterator[tuple[str, Callable[[], object]]]:
-        x, y = tensor(30, 40), tensor(40, 50)
+    def programs() -> Iterator[tuple[str, Callable[[], object]]]:
+        x = tensor(30, 40)
+        y = tensor(40, 50)
         yield "sum", lambda: x + x
         yield "product", lambda: x @ y
         inputs = RMSNormInputs(tensor(10, 6, dtype=torch.bfloat16), tensor(6), 1e-5)
         yield "norm", lambda: rms_norm(inputs)
 
-    found = process.calls(made)
-    assert list(found) == ["sum", "product", "norm"]
-    return [[work.launches, work.bytes, work.flops, work.seconds] for work in found.values()]
+    works = process.calls(programs)
+    assert list(works) == ["sum", "product", "norm"]
+    return [[work.launches, work.bytes, work.flops, work.seconds] for work in works.values()]
 
 
 def taken_apart() -> list[str]:
@@ -160,12 +161,12 @@ def counted(run: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
     census = Census()
     census.part = "passes"
     current[:] = [census]
-    with fake_tensors(), ValuesOfNobody(), census, heard.listening(census):
+    with fake_tensors(), PlaceholderValues(), census, events.listen(census):
         more = run() or {}
     return {
         "operations": [[op.part, op.name, op.bytes, op.flops] for op in census.operations],
         "waits": [wait.kind for wait in census.waits],
-        "most": max(census.memory.course().total, default=0),
+        "most": max(census.memory.timeline().total, default=0),
         "left": census.memory.current,
         **more,
     }
@@ -173,6 +174,7 @@ def counted(run: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     programs = (elementwise, cast_and_pick, product, added_up, gate, asked, drawn, one_number, held, run_again, sent)
-    found = {program.__name__: counted(program) for program in programs}
-    found["calls"] = {"works": calls()}
-    print(json.dumps({**found, "composite": {"listed": sorted(COMPOSITE), "found": taken_apart()}}))
+    results = {program.__name__: counted(program) for program in programs}
+    results["calls"] = {"works": calls()}
+    results["composite"] = {"listed": sorted(COMPOSITE), "taken apart": taken_apart()}
+    print(json.dumps(results))

@@ -1,4 +1,4 @@
-"""Rehearses small recipes in one process, with all packages that have stand-ins installed: JSON of reports.
+"""Rehearses small recipes in one process, with all packages that have stubs installed: JSON of reports.
 
 `python -m tests.rehearse.package_steps`; attention is by the first of its forms, and by version 4.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 
 from hybridtron.config.load import load
+from hybridtron.config.resolve import RunPlan
 from hybridtron.planning.memory import largest_phase
 from hybridtron.planning.rates import GPUS
+from hybridtron.rehearse.package_stubs import STUBS
 from hybridtron.rehearse.rehearsal import RehearsalProcess
-from hybridtron.rehearse.stand_ins import WORKS
 
 OURS = {"attention": "flash-attn", "causal_conv": "triton", "selective_scan": "triton", "ssd_scan": "triton"}
 SAMBA = ("recipe=samba_421m", "precision=fp8_current", "phases.0.micro_batch=2")
@@ -37,12 +38,12 @@ JOBS: dict[str, tuple[list[str], dict[str, str]]] = {
 }
 
 if __name__ == "__main__":
-    process = RehearsalProcess(GPUS["h100"], list(WORKS))
+    process = RehearsalProcess(GPUS["h100"], list(STUBS))
     from hybridtron.ops.dispatch import force
     from hybridtron.rehearse.report import as_json
 
-    found = {}
+    reports = {}
     for name, (settings, forced) in JOBS.items():
         with force(**forced):
-            found[name] = as_json(process.rehearse(largest_phase(load(settings)), 1, 0, compiles=False))
-    print(json.dumps(found))
+            reports[name] = as_json(process.rehearse(largest_phase(RunPlan.of(load(settings))), 1, 0, compiles=False))
+    print(json.dumps(reports))

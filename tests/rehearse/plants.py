@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from hybridtron.architecture.base import MixerSpec
 from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.architecture.swiglu import SwiGLUSpec
 from hybridtron.config.load import load
+from hybridtron.config.resolve import RunPlan
 from hybridtron.planning.memory import largest_phase, plan
 from hybridtron.planning.rates import GPUS
 from hybridtron.rehearse.rehearsal import RehearsalProcess
@@ -75,28 +77,25 @@ PLANTS: dict[str, Callable[[], Any]] = {
 
 
 def rehearsed(settings: list[str], gpus: int) -> dict[str, Any]:
-    return as_json(process.rehearse(largest_phase(load(settings)), gpus, 0, compiles=False))
+    return as_json(process.rehearse(largest_phase(RunPlan.of(load(settings))), gpus, 0, compiles=False))
 
 
 def planned_without(forgotten: type[MixerSpec] | None) -> int:
     """Return planned bytes without one kind of sub-layer's activations."""
-    values = None if forgotten is None else forgotten.activation_values
-    if forgotten is not None:
-        forgotten.activation_values = lambda self, sizes: 0  # type: ignore[method-assign]
-    try:
-        return plan(largest_phase(load(WIDE)), 1).ranks[0].memory.total
-    finally:
+    with ExitStack() as stack:
         if forgotten is not None:
-            forgotten.activation_values = values  # type: ignore[method-assign]
+            stack.enter_context(patch.object(forgotten, "activation_values", lambda self, sizes: 0))
+        return plan(largest_phase(RunPlan.of(load(WIDE))), 1).ranks[0].memory.total
 
 
 if __name__ == "__main__":
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, plant in PLANTS.items():
         with plant():
-            found[name] = budget_of(rehearsed(ALONE, 1))
+            results[name] = budget_of(rehearsed(ALONE, 1))
     not_overlapped = [*TWO, "parallel.overlap_grad_reduce=false", "parallel.overlap_param_gather=false"]
-    found["hidden"], found["not hidden"] = (budget_of(rehearsed(settings, 2)) for settings in (TWO, not_overlapped))
-    found["wide"] = budget_of(rehearsed(WIDE, 1))
-    found["planned"] = [planned_without(forgotten) for forgotten in (None, MambaSpec, SwiGLUSpec)]
-    print(json.dumps(found))
+    results["hidden"] = budget_of(rehearsed(TWO, 2))
+    results["not hidden"] = budget_of(rehearsed(not_overlapped, 2))
+    results["wide"] = budget_of(rehearsed(WIDE, 1))
+    results["planned"] = [planned_without(forgotten) for forgotten in (None, MambaSpec, SwiGLUSpec)]
+    print(json.dumps(results))

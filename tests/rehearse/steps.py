@@ -10,20 +10,22 @@ import sys
 
 from hybridtron.config.check import require
 from hybridtron.config.load import load
-from hybridtron.config.resolve import resolve
+from hybridtron.config.resolve import RunPlan, resolve
 from hybridtron.planning.memory import largest_phase
 from hybridtron.planning.rates import GPUS
 from hybridtron.rehearse.rehearsal import RehearsalProcess
 
 if __name__ == "__main__":
     process = RehearsalProcess(GPUS["h200"])
-    found = []
+    reports = []
     for settings, gpus, rank, *more in json.loads(sys.argv[1]):
         config = load(settings)
-        require(config, gpus)
-        phase = resolve(config)[more[1]] if len(more) > 1 else largest_phase(config)
+        require(RunPlan.of(config), gpus)
+        phase = largest_phase(RunPlan.of(config))
+        if len(more) > 1:
+            phase = resolve(config)[more[1]]
         rehearsed = process.rehearse(phase, gpus, rank, *more[:1])
         from hybridtron.rehearse.report import as_json
 
-        found.append(as_json(rehearsed))
-    print(json.dumps(found))
+        reports.append(as_json(rehearsed))
+    print(json.dumps(reports))

@@ -16,9 +16,10 @@ import pytest
 
 from hybridtron.architecture.table import architecture
 from hybridtron.config.load import load, to_plain
+from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import Config
 from hybridtron.ops.sparse.triton import FP32_SIZE
-from hybridtron.planning.activations import MARGIN
+from hybridtron.planning.activations import MARGIN, MARGIN_FROM
 from hybridtron.planning.fit import fit, settings_of
 from hybridtron.planning.rates import GPUS, HEAD_ROOM
 from studies.papers.__main__ import PAPERS
@@ -42,21 +43,21 @@ def shape(chain: Chain) -> str:
 
 def by_tiles(config: Config) -> bool:
     """Return True if its sparse attention has keys that are too wide for the kernels."""
-    sparse = [one for one in architecture(config.model).specs if getattr(one, "sparse", None) is not None]
-    return config.precision.name == "fp32" and any(vars(one)["state"] > FP32_SIZE for one in sparse)
+    sparse = [spec for spec in architecture(config.model).specs if getattr(spec, "sparse", None) is not None]
+    return config.precision.name == "fp32" and any(vars(spec)["state"] > FP32_SIZE for spec in sparse)
 
 
 @cache
 def chains() -> list[tuple[str, Chain]]:
     """Return one run of each shape among every claim's runs, with the paper's name."""
-    found: dict[str, tuple[str, Chain]] = {}
+    by_shape: dict[str, tuple[str, Chain]] = {}
     for name, paper in PAPERS.items():
         for runs in (runs_of(claim.on_gpu) for claim in paper.claims if claim.on_gpu):
             for run in runs:
                 chain = chain_of(run, runs)
                 if not by_tiles(config_of(chain)):
-                    found.setdefault(shape(chain), (name, chain))
-    return list(found.values())
+                    by_shape.setdefault(shape(chain), (name, chain))
+    return list(by_shape.values())
 
 
 def rehearsed(part: list[tuple[str, Chain]], folder: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -65,7 +66,7 @@ def rehearsed(part: list[tuple[str, Chain]], folder: Path) -> list[tuple[str, di
     for number, (_, chain) in enumerate(part):
         settings = loadable(chain, folder / str(number))
         config = load(settings)
-        cut = settings_of(fit(config, 1, H100.memory)[0], config)
+        cut = settings_of(fit(RunPlan.of(config), 1, H100.memory)[0], config)
         jobs += [([*settings, *cut], 1, 0, False, index) for index in range(len(config.phases))]
     reports = printed_by("steps", json.dumps(jobs), processor_s=1600)
     return [(" ".join(job[0]), report) for job, report in zip(jobs, reports, strict=True)]
@@ -79,7 +80,8 @@ def test_runs_of_claims_fit_one_h100_and_wait_once_a_step(part: int, tmp_path: P
     for what, report in rehearsed(chains()[part::PARTS], tmp_path):
         memory = report["memory"]
         assert memory["peak"] <= (1 + MARGIN) * (1 - HEAD_ROOM) * H100.memory, what
-        assert memory["peak"] <= (1 + MARGIN) * memory["planned"], what
+        if memory["peak"] >= MARGIN_FROM:
+            assert memory["peak"] <= (1 + MARGIN) * memory["planned"], what
         assert (report["per_micro_batch"]["waits"], report["once"]["waits"]) == (0, 1), what
 
 

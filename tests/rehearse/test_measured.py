@@ -15,11 +15,12 @@ pytest.importorskip("triton")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 MEASURED = sorted((ROOT / "benchmarks/cards/measured").glob("*.json"))
 REHEARSE = [sys.executable, "-m", "hybridtron", "rehearse", "--gpu", "h200", "--gpus", "1", "--without-packages"]
-WITHIN = 0.1
+WITHIN = 0.02  # planned memory
+NEAR = (0.9, 1.6)  # modelled speed divided by measured speed: kernels are faster today, and their times lower bounds
 
 
 @pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem)
-def test_with_what_launches_took_besides_the_model_is_near_what_was_measured(path: Path) -> None:
+def test_modelled_steps_are_near_measured_ones(path: Path) -> None:
     card = json.loads(path.read_text())
     settings = card["command"].partition(", with ")[2].split()
     command = [*REHEARSE, "--json", f"recipe={path.stem}", *settings]
@@ -27,6 +28,7 @@ def test_with_what_launches_took_besides_the_model_is_near_what_was_measured(pat
     assert done.returncode == 0, done.stderr[-3000:]
     (report,) = json.loads(done.stdout)
     model = report["model"]
-    assert model["expected_tokens_per_second"] == pytest.approx(card["tokens_per_second"], rel=WITHIN)
-    assert model["tokens_per_second"] > card["tokens_per_second"]  # or nothing is missing in it
-    assert report["memory"]["planned"] == pytest.approx(1e9 * card["peak_gb"], rel=WITHIN / 5)
+    assert NEAR[0] < model["tokens_per_second"] / card["tokens_per_second"] < NEAR[1]
+    assert model["bound"] == "device-bound"
+    assert model["step_device_seconds"] > model["step_host_seconds"] > 0
+    assert report["memory"]["planned"] == pytest.approx(1e9 * card["peak_gb"], rel=WITHIN)

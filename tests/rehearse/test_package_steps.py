@@ -1,4 +1,4 @@
-"""Steps by other packages' kernels, where stand-ins with their signatures count as installed."""
+"""Steps by other packages' kernels, where stubs with their signatures count as installed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hybridtron.planning.rates import GAINS
 from tests.rehearse.programs import PATIENT, printed_by
 
 pytest.importorskip("triton")
-pytestmark = [pytest.mark.slow, PATIENT]
+pytestmark = [pytest.mark.slow, pytest.mark.one_slice, PATIENT]
 Report = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Report]:
+def reports() -> dict[str, Report]:
     return printed_by("package_steps", processor_s=600)
 
 
@@ -24,42 +24,42 @@ def summed(report: Report, value: str, kind: str) -> float:
     return sum(cost[value] for cost in report["per_micro_batch"]["costs"] if cost["kind"] == kind)
 
 
-def test_their_forms_are_chosen(found: dict[str, Report]) -> None:
-    chosen = found["mamba2"]["implementations"]
+def test_forms_of_installed_packages_are_chosen(reports: dict[str, Report]) -> None:
+    chosen = reports["mamba2"]["implementations"]
     wanted = {"attention": "flash-attn-3", "causal_conv": "causal-conv1d", "selective_scan": "mamba-ssm"}
     assert wanted.items() <= chosen.items()
     assert chosen["ssd_scan"] == "mamba-ssm"
     for name in ("laptop", "mamba2"):
-        assert not {"scan", "ssd", "conv"} & {kernel["name"].partition(".")[0] for kernel in found[name]["kernels"]}
-        assert summed(found[name], "bytes", "conv") > 0
+        assert not {"scan", "ssd", "conv"} & {kernel["name"].partition(".")[0] for kernel in reports[name]["kernels"]}
+        assert summed(reports[name], "bytes", "conv") > 0
 
 
-def test_each_version_has_its_rate(found: dict[str, Report]) -> None:
+def test_versions_of_flash_attention_have_their_rates(reports: dict[str, Report]) -> None:
     """Products are equal. Seconds follow the versions' gains where products bind."""
-    third, fourth, isolated = (found[name] for name in ("laptop", "flash 4", "isolated"))
+    third, fourth, isolated = (reports[name] for name in ("laptop", "flash 4", "isolated"))
     assert summed(third, "flops", "attention") == summed(fourth, "flops", "attention") > 0
     assert summed(isolated, "flops", "attention") == summed(fourth, "flops", "attention")
     assert summed(third, "seconds", "attention") <= summed(fourth, "seconds", "attention")
     assert GAINS["flash-3"] > GAINS["flash-4"] > 1
 
 
-def test_torchs_own_full_attention_is_one_kernel_too(found: dict[str, Report]) -> None:
+def test_torch_attention_is_rehearsed_as_one_kernel(reports: dict[str, Report]) -> None:
     """A build without CUDA would make all scores."""
-    flash = found["flash"]
-    torch_report = found["torch's own"]
+    flash = reports["flash"]
+    torch_report = reports["torch's own"]
     for value in ("launches", "bytes", "flops"):
         assert summed(torch_report, value, "attention") == summed(flash, value, "attention") > 0
     assert torch_report["memory"]["peak"] == pytest.approx(flash["memory"]["peak"], rel=0.03)
 
 
-def test_borders_of_documents_come_with_the_batch(found: dict[str, Report]) -> None:
+def test_document_boundaries_of_a_batch_cause_no_waits(reports: dict[str, Report]) -> None:
     """Attention asked the device for them, in every layer of every micro-batch."""
-    assert (found["isolated"]["per_micro_batch"]["waits"], found["isolated"]["once"]["waits"]) == (0, 1)
+    assert (reports["isolated"]["per_micro_batch"]["waits"], reports["isolated"]["once"]["waits"]) == (0, 1)
 
 
-def test_products_in_fp8_are_the_same_products(found: dict[str, Report]) -> None:
-    plain = found["laptop"]
-    eighth = found["fp8"]
+def test_fp8_products_have_equal_flops_and_take_less_time(reports: dict[str, Report]) -> None:
+    plain = reports["laptop"]
+    eighth = reports["fp8"]
     assert summed(eighth, "flops", "products") == summed(plain, "flops", "products")
     assert summed(eighth, "launches", "casts to FP8") > 0
     assert summed(plain, "launches", "casts to FP8") == 0
@@ -67,7 +67,7 @@ def test_products_in_fp8_are_the_same_products(found: dict[str, Report]) -> None
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_what_fp8_keeps_is_planned(found: dict[str, Report], number: int) -> None:
+def test_planned_memory_of_fp8_is_within_its_margin(reports: dict[str, Report], number: int) -> None:
     """FP8 keeps one cast input per product and transposed weights, in place of bf16 inputs."""
-    memory = found[f"planned {number}"]["memory"]
+    memory = reports[f"planned {number}"]["memory"]
     assert memory["planned"] == pytest.approx(memory["peak"], rel=MARGIN)

@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 
 from hybridtron.planning.rates import GPUS, WAIT_S
-from hybridtron.rehearse.live import Change, Course
+from hybridtron.rehearse.memory_timeline import Change, MemoryTimeline
 
 BUILD = ("build", "a.py:1")
 FORWARD = ("passes", "b.py:2")
-COURSE = Course(
+TIMELINE = MemoryTimeline(
     Counter({BUILD: 4 * 10**9}),
     [Change(1, FORWARD, 10**9), Change(1, FORWARD, 2 * 10**9), Change(3, FORWARD, -(10**9)), Change(3, BUILD, 10**8)],
 )
 
 
-def test_what_is_held_is_what_was_born_and_has_not_died() -> None:
-    assert COURSE.total == [5 * 10**9, 7 * 10**9, 6 * 10**9, 61 * 10**8]
-    assert COURSE.at_peak == {BUILD: 4 * 10**9, FORWARD: 3 * 10**9}
-    assert COURSE.of([FORWARD, BUILD])[0] == [10**9, 3 * 10**9, 2 * 10**9, 2 * 10**9]
-    assert COURSE.of([BUILD]) == [[4 * 10**9] * 3 + [41 * 10**8]]
+def test_held_bytes_are_allocations_minus_releases() -> None:
+    assert TIMELINE.total == [5 * 10**9, 7 * 10**9, 6 * 10**9, 61 * 10**8]
+    assert TIMELINE.at_peak == {BUILD: 4 * 10**9, FORWARD: 3 * 10**9}
+    assert TIMELINE.of([FORWARD, BUILD])[0] == [10**9, 3 * 10**9, 2 * 10**9, 2 * 10**9]
+    assert TIMELINE.of([BUILD]) == [[4 * 10**9] * 3 + [41 * 10**8]]
 
 
 @pytest.fixture
@@ -44,13 +44,13 @@ def rehearsed() -> Any:
     micro_batch_time.costs["forward", "products"].add(Work(1, 0, 0, 2.0))
     micro_batch_time.costs["backward", "products"].add(Work(1, 0, 0, 4.0))
     micro_batch_time.costs["backward", "norm"].add(Work(1, 0, 0, 0.01))
-    step = SimpleNamespace(rank=0, many=2, course=COURSE, passes_of_many=passes, update=update)
+    step = SimpleNamespace(rank=0, many=2, timeline=TIMELINE, passes_of_many=passes, update=update)
     phase = SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(name="small")))
     time = StepTime(once, micro_batch_time, 3, 1.0)
     return SimpleNamespace(step=step, time=time, gpu=GPUS["h200"], phase=phase, kernels=[], planned=7e9, world=2)
 
 
-def test_the_bars_are_the_step(rehearsed: Any) -> None:
+def test_bars_add_up_to_the_step(rehearsed: Any) -> None:
     from hybridtron.rehearse.picture import bars_of
 
     bars = bars_of(rehearsed)
@@ -61,11 +61,11 @@ def test_the_bars_are_the_step(rehearsed: Any) -> None:
     assert sum(sum(kinds.values()) for kinds in bars.values()) == pytest.approx(rehearsed.time.seconds)
 
 
-def test_it_is_drawn(rehearsed: Any, tmp_path: Path) -> None:
+def test_picture_marks_peaks_and_allocation_sites(rehearsed: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from hybridtron.rehearse.picture import draw
 
     draw([rehearsed, rehearsed], tmp_path / "step.svg")
     text = (tmp_path / "step.svg").read_text()
     assert text.count("<!-- planned peak -->") == 2
-    assert "<!-- b.py:2 (passes) -->" in text
+    assert "b.py:2" in text

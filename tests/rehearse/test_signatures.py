@@ -1,4 +1,4 @@
-"""Our calls of other packages fit the signatures that were read from their sources, and so do the stand-ins."""
+"""Our calls of other packages fit the signatures that were read from their sources, and so do the stubs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from hybridtron.rehearse import signatures
-from hybridtron.rehearse.stand_ins import WORKS, StandIns, to_be_found
+from hybridtron.rehearse.package_stubs import STUBS, StubFinder, appear_installed
 
 PACKAGE = Path(__file__).parents[2] / "hybridtron"
-KEPT = signatures.kept()
+KEPT = signatures.stored_versions()
 CALLERS = {
     "flash-attn": "ops/attention/flash_attn.py",
     "flash-attn-3": "ops/attention/flash_attn.py",
@@ -41,26 +41,26 @@ def calls(package: str) -> Iterator[tuple[str, int, list[str]]]:
                 name = node.func.attr
                 if name in KEPT[package]["functions"]:
                     # the one starred argument of ours stands for q, k and v
-                    given = sum(3 if isinstance(each, ast.Starred) else 1 for each in node.args)
-                    yield name, given, [str(keyword.arg) for keyword in node.keywords]
+                    starred = sum(isinstance(argument, ast.Starred) for argument in node.args)
+                    yield name, len(node.args) + 2 * starred, [str(keyword.arg) for keyword in node.keywords]
 
 
 @pytest.mark.parametrize("package", CALLERS)
-def test_our_calls_fit(package: str) -> None:
-    found = list(calls(package))
-    assert {name for name, *_ in found} == KEPT[package]["functions"].keys()
-    for name, given, keywords in found:
-        signatures.signature(KEPT[package]["functions"][name]).bind(*range(given), **dict.fromkeys(keywords))
+def test_calls_of_packages_fit_their_signatures(package: str) -> None:
+    our_calls = list(calls(package))
+    assert {name for name, *_ in our_calls} == KEPT[package]["functions"].keys()
+    for name, positional, keywords in our_calls:
+        signatures.signature(KEPT[package]["functions"][name]).bind(*range(positional), **dict.fromkeys(keywords))
 
 
 @pytest.mark.parametrize("name", USED)
-def test_what_transformer_engine_is_given_fits(name: str) -> None:
+def test_calls_of_transformer_engine_fit_its_signatures(name: str) -> None:
     positional, keywords = USED[name]
     signature = signatures.signature(KEPT["transformer-engine"]["functions"][name])
     signature.bind(*range(positional), **dict.fromkeys(keywords))
 
 
-def test_a_call_that_does_not_fit_is_seen() -> None:
+def test_calls_that_do_not_fit_are_noticed() -> None:
     signature = signatures.signature(KEPT["flash-attn-4"]["functions"]["flash_attn_func"])
     with pytest.raises(TypeError, match="dropout_p"):
         signature.bind(1, 2, 3, dropout_p=0.0)
@@ -68,8 +68,8 @@ def test_a_call_that_does_not_fit_is_seen() -> None:
 
 @pytest.fixture
 def modules() -> dict[str, ModuleType]:
-    """Create the modules of all packages that have stand-ins, without importing them."""
-    finder = StandIns(list(WORKS))
+    """Create the modules of all packages that have stubs, without importing them."""
+    finder = StubFinder(list(STUBS))
     modules_by_name = {}
     for name in finder.modules:
         spec = finder.find_spec(name)
@@ -79,18 +79,19 @@ def modules() -> dict[str, ModuleType]:
     return modules_by_name
 
 
-def test_the_stand_ins_have_the_parameters_of_the_packages(modules: dict[str, ModuleType]) -> None:
-    made = 0
-    for package, works in WORKS.items():
+def test_stubs_have_the_parameters_of_the_packages(modules: dict[str, ModuleType]) -> None:
+    compared = 0
+    for package, works in STUBS.items():
         functions = KEPT[package]["functions"]
         for module, names in works.items():
             for name in names.keys() & functions.keys():
                 assert inspect.signature(getattr(modules[module], name)) == signatures.signature(functions[name])
-                made += 1
-    assert made == sum(len(KEPT[package]["functions"]) for package in WORKS)  # others are only called by measurements
+                compared += 1
+    # the functions of other packages are only called by measurements
+    assert compared == sum(len(KEPT[package]["functions"]) for package in STUBS)
 
 
-def test_a_stand_in_refuses_a_call_that_does_not_fit(modules: dict[str, ModuleType]) -> None:
+def test_stubs_refuse_calls_that_do_not_fit(modules: dict[str, ModuleType]) -> None:
     conv = modules["causal_conv1d"].causal_conv1d_fn
     x_BCL = torch.zeros(2, 8, 5)
     weight_CW = torch.zeros(8, 4)
@@ -99,7 +100,7 @@ def test_a_stand_in_refuses_a_call_that_does_not_fit(modules: dict[str, ModuleTy
         conv(x_BCL, weight_CW, activated="silu")
 
 
-def test_shapes_of_what_scans_give(modules: dict[str, ModuleType]) -> None:
+def test_results_of_stubs_have_the_documented_shapes(modules: dict[str, ModuleType]) -> None:
     """Compare shapes with the packages' own descriptions of their results."""
     B = 2
     L = 300
@@ -127,15 +128,15 @@ def test_shapes_of_what_scans_give(modules: dict[str, ModuleType]) -> None:
     assert sums is None
 
 
-def test_they_are_found_only_where_they_are_asked_for() -> None:
+def test_stubs_are_importable_on_request_alone() -> None:
     name = "transformer_engine"
     assert importlib.util.find_spec(name) is None
-    with to_be_found(["transformer-engine"]):
+    with appear_installed(["transformer-engine"]):
         assert importlib.util.find_spec(name) is not None
     assert importlib.util.find_spec(name) is None
 
 
-def test_a_version_that_changed_a_signature_is_shown(tmp_path: Path) -> None:
+def test_changed_signatures_are_listed(tmp_path: Path) -> None:
     file = tmp_path / "causal_conv1d/causal_conv1d_interface.py"
     file.parent.mkdir()
     file.write_text("def causal_conv1d_fn(x, weight, bias=None, *, activation='silu'): ...\n")

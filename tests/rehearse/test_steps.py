@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from hybridtron.config.load import load
+from hybridtron.config.resolve import RunPlan
 from hybridtron.planning.activations import MARGIN
 from hybridtron.planning.count import count
 from hybridtron.planning.memory import RankPlan, largest_phase, plan
 from tests.rehearse.programs import PATIENT, printed_by
 
 pytest.importorskip("triton")
-pytestmark = PATIENT
+pytestmark = [pytest.mark.one_slice, PATIENT]
 RECIPE = "recipe=samba_421m"
 CUT = [RECIPE, "parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2"]
 JOBS = {
@@ -41,8 +42,10 @@ def reports() -> dict[str, Report]:
 
 def planned(job: str) -> RankPlan:
     settings, gpus, rank = JOBS[job]
-    made = plan(largest_phase(load(settings)), gpus)
-    return made.ranks[0 if rank == 0 else -1]
+    ranks = plan(largest_phase(RunPlan.of(load(settings))), gpus).ranks
+    if rank == 0:
+        return ranks[0]
+    return ranks[-1]
 
 
 def summed(report: Report, value: str, kind: str, part: str | None = None) -> float:
@@ -50,7 +53,7 @@ def summed(report: Report, value: str, kind: str, part: str | None = None) -> fl
     return sum(cost[value] for cost in costs if cost["kind"] == kind and part in (None, cost["part"]))
 
 
-def sent(report: Report, *kinds: str, ranks: int, once: bool) -> float:
+def sent(report: Report, kinds: tuple[str, ...], ranks: int, once: bool) -> float:
     """Bytes of calls that happen once a step, or for each micro-batch, in the rehearsed step."""
     return sum(row[6] for row in report["sent"] if row[1] in kinds and row[2] == ranks and is_once(row) == once)
 
@@ -61,8 +64,8 @@ def is_once(row: list[Any]) -> bool:
 
 def assert_flops(report: Report, job: str) -> None:
     """Products three times, and attention's two products twice and a half again in the backward pass."""
-    phase = largest_phase(load(JOBS[job][0]))
-    parts = count(phase.model, phase.settings.seq_len).flops_by_part
+    phase = largest_phase(RunPlan.of(load(JOBS[job][0])))
+    parts = count(phase.arch, phase.settings.seq_len).flops_by_part
     tokens = phase.settings.micro_batch * phase.settings.seq_len
     products = 3 * (parts["projections"] + parts["head"]) * tokens
     attention = parts.get("attention", 0) * tokens
@@ -72,7 +75,7 @@ def assert_flops(report: Report, job: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_small_step_of_mamba2() -> None:
+def test_rehearsed_mamba2_step_has_the_planned_flops_and_memory() -> None:
     report = rehearsed(["mamba2 laptop"])["mamba2 laptop"]
     assert_flops(report, "mamba2 laptop")
     assert report["memory"]["planned"] == planned("mamba2 laptop").memory.total
@@ -80,7 +83,8 @@ def test_a_small_step_of_mamba2() -> None:
     assert report["once"]["waits"] == 1
 
 
-def test_a_small_step() -> None:
+@pytest.mark.slow
+def test_rehearsed_laptop_step_has_the_planned_flops_and_memory() -> None:
     laptop = rehearsed(["laptop"])["laptop"]
     assert_flops(laptop, "laptop")
     chosen = laptop["implementations"]
@@ -92,12 +96,12 @@ def test_a_small_step() -> None:
 
 
 @pytest.mark.slow
-def test_flops_are_those_that_are_counted_on_paper(reports: dict[str, Report]) -> None:
+def test_rehearsed_flops_equal_the_count(reports: dict[str, Report]) -> None:
     assert_flops(reports["alone"], "alone")
 
 
 @pytest.mark.slow
-def test_memory_is_what_is_planned(reports: dict[str, Report]) -> None:
+def test_rehearsed_memory_is_within_the_margin_of_the_plan(reports: dict[str, Report]) -> None:
     """The plan is the rehearsal's own, and within its margin."""
     for job, report in reports.items():
         peak = report["memory"]["peak"]
@@ -107,17 +111,17 @@ def test_memory_is_what_is_planned(reports: dict[str, Report]) -> None:
 
 
 @pytest.mark.slow
-def test_kernels_are_compiled_and_none_spills(reports: dict[str, Report]) -> None:
+def test_compiled_kernels_do_not_spill(reports: dict[str, Report]) -> None:
     for report in (reports["alone"], rehearsed(["mamba2"])["mamba2"]):
         assert [kernel["name"] for kernel in report["kernels"] if kernel["spilled"]] == []
 
 
 @pytest.mark.slow
-def test_the_tensor_ranks_send_what_is_planned(reports: dict[str, Report]) -> None:
+def test_traffic_of_tensor_ranks_equals_the_plan(reports: dict[str, Report]) -> None:
     """Compare four micro-batches; the plan leaves out the loss's scalars and uncut weights."""
     for job in ("first of four, four times", "last of four, four times"):
         report = reports[job]
         rank_plan = planned(job)
         kinds = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
-        per_micro_batch = sent(report, *kinds, ranks=2, once=False) / 4
+        per_micro_batch = sent(report, kinds, ranks=2, once=False) / 4
         assert per_micro_batch * report["micro_batches"] == pytest.approx(rank_plan.traffic.tensor, rel=0.03), job

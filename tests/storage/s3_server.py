@@ -26,7 +26,7 @@ import boto3
 import pytest
 from botocore.config import Config
 
-from hybridtron.storage import attempts
+from hybridtron.storage import retry
 
 FOREVER = 10**9
 
@@ -109,7 +109,7 @@ class OneSession:
 def point_at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let clients in this process and its children use a store, with only short pauses before they retry."""
     monkeypatch.setattr(boto3.session, "Session", OneSession)
-    monkeypatch.setattr(attempts, "PAUSE", 0.05)
+    monkeypatch.setattr(retry, "PAUSE", 0.05)
     for name, value in environment(url).items():
         monkeypatch.setenv(name, value)
 
@@ -147,8 +147,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if fault == "spoil" and body:
             body = bytes([body[0] ^ 1]) + body[1:]
-        part = f".part-{int(query['partNumber'][0]):05}" if "partNumber" in query else ""
-        path = self.store.root / (key + part)
+        if "partNumber" in query:
+            key += f".part-{int(query['partNumber'][0]):05}"
+        path = self.store.root / key
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(body)
         self._reply(b"", hashlib.md5(body).hexdigest())

@@ -13,8 +13,9 @@ from hybridtron.storage.durable import EARLY, writing
 PART = memoryview(bytes(EARLY // 2))
 
 
-def test_the_disk_takes_what_is_written_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flushed, sizes = Event(), list[int]()
+def test_large_writes_are_flushed_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed = Event()
+    sizes = list[int]()
     monkeypatch.setattr(os, "fsync", lambda file: (sizes.append(os.fstat(file).st_size), flushed.set()))
     with writing(tmp_path / "file") as write:
         write(PART)
@@ -26,7 +27,7 @@ def test_the_disk_takes_what_is_written_before_the_end(tmp_path: Path, monkeypat
     assert (tmp_path / "file").read_bytes() == bytes(EARLY) + b"end"
 
 
-def test_an_early_error_of_the_disk_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_an_early_flush_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = Event()
 
     def fsync(_: int) -> None:

@@ -33,7 +33,7 @@ def test_a_quick_study_is_written_and_resumes(tmp_path: Path) -> None:
     assert set(rows) <= set(again)
 
 
-def test_both_are_continued_and_tuned_alike() -> None:
+def test_both_models_are_continued_and_tuned_alike() -> None:
     """Their settings differ in the branch alone; each starts from the best checkpoint of the one before."""
     runs = {run.variant: run for run in part_of(STUDY, Path("runs"), Path("data")).sweep.runs}
     assert list(runs) == VARIANTS
@@ -57,7 +57,7 @@ def test_the_grown_model_starts_with_a_rate_of_zero() -> None:
     assert lengths == list(STUDY.lengths)
 
 
-def test_what_a_missing_run_starts_from_is_trained_again_where_it_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_start_is_trained_again(tmp_path: Path) -> None:
     """Train missing runs again from the newest finished run on, and nothing before that."""
     runs = part_of(STUDY, tmp_path, tmp_path).sweep.runs
     missing = [run for run in runs if run.variant == "hax-needles"]

@@ -8,7 +8,7 @@ import pytest
 
 from hybridtron.config.check import check
 from hybridtron.config.load import load, to_yaml
-from hybridtron.config.resolve import last_step, resolve
+from hybridtron.config.resolve import RunPlan, resolve
 from hybridtron.config.schema import Config
 from hybridtron.sweep.grid import SweepRun, read
 from hybridtron.train.lr import learning_rate
@@ -27,7 +27,7 @@ def configs_of(name: str, folder: Path) -> dict[str, tuple[SweepRun, Config]]:
         imported = ["" if one == "run.weights=imported/mamba-130m" else one for one in run.settings]
         start = [] if run.start is None else [f"run.weights={folder / run.start}@best"]
         config = load([*filter(None, imported), *start])
-        assert check(config) == [], run.name
+        assert check(RunPlan.of(config)) == [], run.name
         (folder / run.name).mkdir()
         (folder / run.name / "config.yaml").write_text(to_yaml(config))
         configs[run.name] = run, config
@@ -39,23 +39,32 @@ def rate_after(config: Config, step: int) -> float:
     return learning_rate(phases, 0, step * phases[0].settings.tokens_per_step)
 
 
+@pytest.mark.slow
 def test_table_5_has_seventeen_models_at_three_rates_from_three_seeds(tmp_path: Path) -> None:
     runs = configs_of("joint_recall", tmp_path)
     assert len({run.variant for run, _ in runs.values()}) == 17
     assert len(runs) == 17 * 3 * 3
     for run, config in runs.values():
-        (options,) = {str(one): one for letter, one in config.model.layers.items() if letter == "S"}.values()
+        options = config.model.layers["S"]
         sparse = options.get("sparse")
         assert config.model.width == (64 if sparse or run.variant == "samba" else 128)
         assert sparse is None or sparse["keys"] == 64
-        assert (last_step(config), config.phases[0].global_batch, config.phases[0].seq_len) == (400_000, 64, 1059)
+        assert (RunPlan.of(config).last_step, config.phases[0].global_batch, config.phases[0].seq_len) == (
+            400_000,
+            64,
+            1059,
+        )
 
 
 def test_figure_5_continues_eight_models_after_200_steps_without_a_rate(tmp_path: Path) -> None:
     runs = configs_of("continual", tmp_path)
     assert tuple(runs) == SIBLINGS
     for _, config in runs.values():
-        assert (last_step(config), config.phases[0].seq_len, config.phases[0].global_batch) == (50_000, 2048, 64)
+        assert (RunPlan.of(config).last_step, config.phases[0].seq_len, config.phases[0].global_batch) == (
+            50_000,
+            2048,
+            64,
+        )
         rates = [rate_after(config, step) for step in (1, 200, 201, 50_000)]
         assert rates == [0, 0, pytest.approx(3e-4, rel=1e-3), pytest.approx(1e-5, rel=1e-4)]
 
@@ -66,10 +75,10 @@ def test_table_1_tunes_the_best_of_each_at_its_own_rate(tmp_path: Path) -> None:
     for name in SIBLINGS:
         (_, before) = runs[name]
         (run, config) = runs[f"{name}-chat"]
-        assert (last_step(before), before.phases[0].seq_len, rate_after(before, 200)) == (10_000, 3072, 0)
+        assert (RunPlan.of(before).last_step, before.phases[0].seq_len, rate_after(before, 200)) == (10_000, 3072, 0)
         assert (run.start, run.best) == (name, True)
         assert config.model == before.model
-        assert last_step(config) == 3000
+        assert RunPlan.of(config).last_step == 3000
         peak = 3e-6 if name in ("D", "LSH", "HAX") else 1e-5
         rates = [rate_after(config, step) for step in (200, 600, 1000, 3000)]
         assert rates == [0, pytest.approx(peak / 2), pytest.approx(peak), pytest.approx(peak)]

@@ -8,6 +8,7 @@ import pytest
 
 from hybridtron.config.check import check
 from hybridtron.config.load import load
+from hybridtron.config.resolve import RunPlan
 from hybridtron.tasks.options import named
 from hybridtron.tasks.recall import row_length
 from studies.joint_recall.order import PAPER, claims, orders, reasons
@@ -47,7 +48,7 @@ def test_a_quick_study_is_written_and_resumes(tmp_path: Path) -> None:
     assert set(rows) <= set(again)
 
 
-def test_there_are_seventeen_models_and_some_that_say_why(tmp_path: Path) -> None:
+def test_variants_are_the_papers_seventeen_models_and_controls(tmp_path: Path) -> None:
     """Models as they are are twice as wide; the paper's others see 16 keys, half of them by each of two rules, with
     queries and keys of their own, which some on Mamba-2 share with the recurrence."""
     runs = rates_part(STUDY, tmp_path, tmp_path).sweep.runs
@@ -58,7 +59,7 @@ def test_there_are_seventeen_models_and_some_that_say_why(tmp_path: Path) -> Non
     assert len(runs) == 25 * 2
     for name, run in variants.items():
         config = load(list(run.settings))
-        assert check(config) == [], name
+        assert check(RunPlan.of(config)) == [], name
         sparse = config.model.layers["M"].get("sparse")
         assert config.model.width == (128 if name in ("mamba", "mamba2") else 64)
         kind = kind_of(name)[1].removesuffix("-shared")
@@ -119,7 +120,7 @@ def test_the_page_says_whether_the_size_keeps_models_apart(full: float, base: fl
     assert wanted[0].endswith(f"| {reached} |")
 
 
-def test_the_papers_order_agrees_with_itself() -> None:
+def test_the_papers_means_confirm_its_order() -> None:
     """And with every pair turned round in nothing."""
     means = {f"{base}+{kind}".strip("+"): value / 100 for base, of in PAPER.items() for kind, value in of.items()}
     assert [row[-1] for row in orders(means)] == ["28 of 28", "28 of 28"]
@@ -131,7 +132,7 @@ def test_the_papers_order_agrees_with_itself() -> None:
     assert {row[-1] for row in claims(turned)} == {"**no**"}
 
 
-def test_the_order_is_of_what_has_been_measured() -> None:
+def test_orders_compare_measured_models_only() -> None:
     means = {"mamba": 0.3, "mamba+KS": 0.5, "mamba+KS-8": 0.9, "mamba+LSH": 0.4}
     assert list(orders(means)) == [("mamba", "KS > alone > LSH", "KS > LSH > alone", "2 of 3")]
     assert list(claims(means)) == [
@@ -140,7 +141,7 @@ def test_the_order_is_of_what_has_been_measured() -> None:
     ]
 
 
-def test_reasons_are_given_where_all_that_shows_them_was_measured() -> None:
+def test_reasons_need_all_their_measurements() -> None:
     means = {"mamba+KS-8": 0.4, "mamba+HAX": 0.45, "mamba+KS": 0.6, "mamba+HAX-32": 0.7, "mamba2+KS": 0.5}
     ((reason, shown),) = reasons(means)
     assert "short of keys" in reason

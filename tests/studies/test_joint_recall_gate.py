@@ -14,6 +14,7 @@ from rich.console import Console
 from hybridtron.cli.sweep import carried, steps_of
 from hybridtron.config.check import check
 from hybridtron.config.load import load
+from hybridtron.config.resolve import RunPlan
 from hybridtron.sweep.carry_out import Folder
 from hybridtron.sweep.grid import Sweep
 from hybridtron.tasks.recall import row_length
@@ -53,7 +54,7 @@ def test_the_gate_trains_two_models_of_one_width_for_2000_steps(tmp_path: Path) 
     configs = {run.variant: load(list(run.settings)) for run in sweep.runs}
     assert set(configs) == {"mamba", "mamba+HAX"}
     for name, config in configs.items():
-        assert check(config) == [], name
+        assert check(RunPlan.of(config)) == [], name
         assert config.model.width == 128
         assert [phase.seq_len - 1 for phase in config.phases] == list(ROWS)
     assert steps_of(sweep, folder) == {run.name: STEPS for run in sweep.runs}

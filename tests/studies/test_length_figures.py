@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hybridtron.config.check import check
 from hybridtron.config.load import load
+from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import Config
 from hybridtron.sweep.grid import read
 
@@ -16,7 +17,7 @@ STEP = 2**19  # tokens
 def configs_of(name: str) -> dict[str, Config]:
     """Every run of a sweep, checked."""
     configs = {run.name: load([*run.settings]) for run in read(FIGURES / f"{name}.yaml").runs}
-    assert [problem for config in configs.values() for problem in check(config)] == []
+    assert [problem for config in configs.values() for problem in check(RunPlan.of(config))] == []
     assert {config.phases[0].seq_len * config.phases[0].global_batch for config in configs.values()} == {STEP}
     return configs
 

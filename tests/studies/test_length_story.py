@@ -43,14 +43,16 @@ def test_a_quick_story_is_written_and_resumes(tmp_path: Path, capsys: pytest.Cap
     assert "model.width=33" in capsys.readouterr().err
 
 
-def test_quick_leaves_the_real_story_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quick_story_needs_separate_folders(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--quick"])
     assert ended.value.code == 2
-    assert "--quick needs --runs and --output" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "--runs" in message
+    assert "--output" in message
 
 
-def test_a_run_of_every_intervention_starts_from_its_seeds_base() -> None:
+def test_interventions_start_from_the_base_of_their_seed() -> None:
     for sizes, runs in ((STORY, (18, 8)), (QUICK, (2, 2))):
         sweeps = [part_of(part, sizes, Path("runs")).sweep for part in ("language", "copying")]
         assert tuple(len(sweep.runs) for sweep in sweeps) == runs
@@ -59,7 +61,7 @@ def test_a_run_of_every_intervention_starts_from_its_seeds_base() -> None:
         assert all("data.path=runs/strings" in run.settings for run in sweeps[1].runs)
 
 
-def test_runs_that_have_not_finished_are_named_and_left_out(tmp_path: Path) -> None:
+def test_unfinished_runs_are_named_and_left_out(tmp_path: Path) -> None:
     plan = {"copying": part_of("copying", STORY, tmp_path)}
     (run,) = (run for run in plan["copying"].sweep.runs if run.name == "passing-seed=2")
     about = {"trained": {**SHAPE, "phases": []}, "found": 1, "minutes": 2, "commit": "c"}
@@ -75,7 +77,7 @@ def test_runs_that_have_not_finished_are_named_and_left_out(tmp_path: Path) -> N
     assert "passing-seed=2" not in note
 
 
-def test_each_row_of_strings_is_a_document_that_learns_its_whole_copies(tmp_path: Path) -> None:
+def test_rows_of_strings_learn_complete_copies(tmp_path: Path) -> None:
     write_copying_data(QUICK, tmp_path)
     folder = TokenFolder.open(tmp_path / "strings")
     rows, masks = (documents_by_streaming(folder, "train", "copying", one) for one in ("tokens", "mask"))
@@ -115,7 +117,7 @@ def test_the_page_says_whether_the_base_fails(growth: float, reached: str, tmp_p
     assert (tmp_path / "length_story.png").stat().st_size > 1000
 
 
-def test_a_curve_has_a_bin_that_ends_at_the_context() -> None:
+def test_curves_have_a_bin_that_ends_at_the_context() -> None:
     for context in (24, 32, 33):
         read = curve(context, 0.5)
         assert read.at(context) == pytest.approx(10)

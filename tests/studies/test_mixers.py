@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridtron.architecture.table import architecture
 from hybridtron.config.load import load
 from hybridtron.planning.count import count
 from hybridtron.proving.measuring import Timing
@@ -44,7 +45,9 @@ def test_every_mixer_has_as_many_parameters(part: str, runs: int, parameters: fl
     assert len(sweep.runs) == runs * len(variants)
     for name, settings in variants.items():
         config = load(list(settings))
-        assert count(config.model, config.phases[0].seq_len).parameters == pytest.approx(parameters, rel=0.02), name
+        assert count(architecture(config.model), config.phases[0].seq_len).parameters == pytest.approx(
+            parameters, rel=0.02
+        ), name
 
 
 def test_both_parts_have_the_same_mixers(tmp_path: Path) -> None:
@@ -55,7 +58,7 @@ def test_both_parts_have_the_same_mixers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("loss", "recalled", "reached"), [(2.2, 0.9, "yes"), (2.5, 0.004, "**no**")])
-def test_the_page_names_what_learns_nothing(loss: float, recalled: float, reached: str, tmp_path: Path) -> None:
+def test_the_page_names_mixers_that_learn_nothing(loss: float, recalled: float, reached: str, tmp_path: Path) -> None:
     curve = Curve.of([loss] * 16 + [2.0] * 48, 16)
     mamba = Found(100, {1: 2.0, 2: 2.0}, {1: curve, 2: curve}, {64: 1.0, 128: 0.5}, Timing((0.5, 0.6)))
     other = Found(101, {1: loss, 2: loss}, {1: curve, 2: curve}, {64: recalled}, Timing((1.0, 1.5, 1.25)))

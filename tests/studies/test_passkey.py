@@ -27,7 +27,7 @@ def test_a_quick_study_is_written_and_resumes(tmp_path: Path) -> None:
     assert [path.stat().st_mtime_ns for path in measured] == times
 
 
-def test_the_two_of_mamba2_differ_in_states_alone() -> None:
+def test_mamba2_variants_differ_only_in_states() -> None:
     part = part_of(STUDY, Path("runs"), Path("data"))
     sweep = part.sweep
     folder = part.folder
@@ -38,7 +38,7 @@ def test_the_two_of_mamba2_differ_in_states_alone() -> None:
     assert folder.path == Path("runs")
 
 
-def test_a_point_of_the_losses_is_a_mean_of_ten_steps() -> None:
+def test_plotted_losses_are_means_of_ten_steps() -> None:
     assert means([{"step": step, "loss": float(step)} for step in range(1, 13)]) == [(10, 5.5), (12, 11.5)]
 
 

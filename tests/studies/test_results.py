@@ -81,7 +81,7 @@ class Study:
 def small_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Study:
     (tmp_path / "program.py").write_text(PROGRAM)
     monkeypatch.setattr(carry_out, "TRAIN", (sys.executable, "-S", str(tmp_path / "program.py")))
-    monkeypatch.setattr(carry_out, "LOOK_S", 0.01)
+    monkeypatch.setattr(carry_out, "POLL_INTERVAL_S", 0.01)
     monkeypatch.setattr(study, "steps_of", lambda sweep, folder: {run.name: 2 for run in sweep.runs})
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     shape = Trained(**SHAPE, phases=[TrainedPhase("only", "1K", 8, 2, 0.1)])
@@ -89,7 +89,7 @@ def small_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Study:
     return Study(tmp_path)
 
 
-def test_a_study_is_carried_on_where_another_machine_left_it(small_study: Study) -> None:
+def test_a_study_continues_on_another_machine(small_study: Study) -> None:
     (small_study.tmp_path / "first").mkdir()
     (small_study.tmp_path / "first/fails").touch()
     assert small_study("first") == 1
@@ -112,23 +112,23 @@ def test_a_study_is_carried_on_where_another_machine_left_it(small_study: Study)
 def test_results_of_other_settings_or_sizes_are_refused(small_study: Study, capsys: pytest.CaptureFixture[str]) -> None:
     assert small_study("first") == 0
     assert small_study("first", rows=4) == 2
-    assert "text-base-seed=1.json has other asked" in capsys.readouterr().err
+    assert "text-base-seed=1.json" in capsys.readouterr().err
     file = small_study.tmp_path / "study.yaml"
     file.write_text(FILE.replace("optim.clip=2.0", "optim.clip=3.0"))
     assert small_study("second") == 2
-    assert "text-longer-seed=1.json has other settings" in capsys.readouterr().err
+    assert "text-longer-seed=1.json" in capsys.readouterr().err
     assert small_study.trained_at("second") == set()
 
 
-def test_measuring_alone_trains_nothing_and_says_what_is_missing(small_study: Study) -> None:
+def test_measuring_trains_nothing_and_names_missing_runs(small_study: Study) -> None:
     assert small_study("first", "--measure") == 2
     assert small_study("first") == 0
     (small_study.kept / "text-longer-seed=2.json").unlink()
     assert small_study("second", "--measure") == 0
     assert small_study.trained_at("second") == set()
-    assert "not finished, and not on this page: longer-seed=2 (text)" in small_study.notes
+    assert any("longer-seed=2 (text)" in note for note in small_study.notes)
 
 
-def test_a_folder_of_data_counts_by_its_name() -> None:
+def test_data_folders_are_compared_by_name() -> None:
     run = SweepRun("a", "", {}, ("phases.0.data.path=/here/64", "data.mixture.a.path=there/128", "optim.clip=1"))
     assert portable(run) == ["phases.0.data.path=64", "data.mixture.a.path=128", "optim.clip=1"]

@@ -6,10 +6,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-from hybridtron.architecture.table import parameter_table
+import pytest
+
+from hybridtron.architecture.table import architecture
 from hybridtron.config.check import check
 from hybridtron.config.load import load
-from hybridtron.config.resolve import last_step
+from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import Config
 from hybridtron.planning.memory import largest_phase, plan
 from hybridtron.sweep.grid import read
@@ -27,9 +29,9 @@ def configs_of(name: str) -> dict[str, Config]:
         imported = f"run.weights=imported/{'llama-7b' if name == 'llama' else 'mamba2attn-2.7b'}"
         assert imported in run.settings
         config = load([one for one in run.settings if one != imported])
-        assert check(config, NODE) == [], run.name
-        phase = largest_phase(config)
-        assert (last_step(config), phase.settings.tokens_per_step) == (1000, STEP)
+        assert check(RunPlan.of(config), NODE) == [], run.name
+        phase = largest_phase(RunPlan.of(config))
+        assert (RunPlan.of(config).last_step, phase.settings.tokens_per_step) == (1000, STEP)
         assert all(0 < rank.memory.total < HELD for rank in plan(phase, NODE).ranks), run.name
         configs[run.name] = config
     return configs
@@ -39,6 +41,7 @@ def layer(config: Config) -> dict[str, Any]:
     return config.model.layers["X"]
 
 
+@pytest.mark.slow
 def test_table_1_has_four_kinds_of_attention_and_the_texts_of_tables_6_and_7() -> None:
     runs = configs_of("attention")
     kinds = {"full": ("attention", None), "SW": ("attention", 4096), "S2": ("span", None), "SE": ("span", None)}
@@ -53,6 +56,7 @@ def test_table_1_has_four_kinds_of_attention_and_the_texts_of_tables_6_and_7() -
     assert shares == {"language": 70, "code": 30}
 
 
+@pytest.mark.slow
 def test_figure_3_varies_what_is_read_of_the_past() -> None:
     assert {layer(config)["memory"] for config in configs_of("retrieval").values()} == {
         "none", "random", "landmark", "span",
@@ -86,7 +90,7 @@ def test_table_4_has_llama_with_interpolated_positions() -> None:
             16384, "lora_plus", 8, 16,
         )  # fmt: skip
         assert layer(config)["rope"] == {"scale": "linear", "factor": 8}  # 16384 / 2048
-        table = parameter_table(config.model)
+        table = architecture(config.model).table
         assert sum(math.prod(weight.shape) for weight in table.values()) == 6_738_415_616  # Llama-1 7B's
     assert layer(runs["SW"])["window"] == layer(runs["S2"])["chunk"] == layer(runs["SE"])["chunk"] == 4096
     assert (layer(runs["SE"])["block"], layer(runs["SE"])["blocks"], layer(runs["S2"])["memory"]) == (32, 8, "shifted")

@@ -11,9 +11,10 @@ from typing import Any, cast
 import pytest
 import torch
 
+from hybridtron.architecture.table import architecture
 from hybridtron.config.check import check
 from hybridtron.config.load import load
-from hybridtron.config.resolve import last_step
+from hybridtron.config.resolve import RunPlan
 from hybridtron.planning.count import count
 from hybridtron.proving.measuring import Timing
 from hybridtron.tasks.tokens import ByteTokens
@@ -46,7 +47,8 @@ def test_a_quick_study_is_written_and_resumes(tmp_path: Path) -> None:
 LONGER = ("SE-long", "full-long")
 
 
-def test_every_variant_differs_from_the_base_s_attention_or_in_its_adapters_alone(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_variants_keep_the_size_and_schedule_of_the_base(tmp_path: Path) -> None:
     """At most a million parameters, two layers of attention, 60 to 100 steps of 16 rows that are 4 times as long."""
     runs = part_of(STUDY, tmp_path, tmp_path).sweep.runs
     by_variant = {run.variant: [one for one in runs if one.variant == run.variant] for run in runs}
@@ -56,21 +58,25 @@ def test_every_variant_differs_from_the_base_s_attention_or_in_its_adapters_alon
     assert all(of[-1].values["run.seed"] == ALONE for of in by_variant.values())
     for name, of in by_variant.items():
         config = load(list(of[0].settings))
-        assert check(config) == [], name
-        assert count(config.model, 512).parameters <= 1_000_000
+        assert check(RunPlan.of(config)) == [], name
+        assert count(architecture(config.model), 512).parameters <= 1_000_000
         assert config.model.layers["X"]["rope"] == {"base": 2500}
         if name == BASE:
             assert [phase.seq_len - 1 for phase in config.phases] == list(ROWS)[:2]
             continue
         (phase,) = config.phases
         assert (phase.seq_len - 1, phase.global_batch) == (512, 16)
-        assert last_step(config) == 300 if name in LONGER else 60 <= last_step(config) <= 100
+        if name in LONGER:
+            assert RunPlan.of(config).last_step == 300
+        else:
+            assert 60 <= RunPlan.of(config).last_step <= 100
         assert phase.adapters is not None
         assert phase.adapters.alpha == 2 * phase.adapters.rank
         assert of[0].start == f"{BASE}-seed={of[0].values['run.seed']}"
 
 
-def test_what_the_variants_are(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_variants_set_attention_and_adapters(tmp_path: Path) -> None:
     runs = {run.variant: load(list(run.settings)) for run in part_of(STUDY, tmp_path, tmp_path).sweep.runs}
     letters = {name: config.model.layers["X"] for name, config in runs.items()}
     adapters = {name: config.phases[-1].adapters for name, config in runs.items()}
@@ -88,13 +94,13 @@ def test_what_the_variants_are(tmp_path: Path) -> None:
         **dict.fromkeys(("SE", "SE-lora", "SE-lora_plus", "SE-lr=1e-3", "SE-lr=4e-3"), (drawn, 4, 4, None)),
         **dict.fromkeys(("rank=4", "rank=16", "rank=64"), (drawn, 4, 4, None)),
     }  # fmt: skip
-    learning = {name: one.preset.value for name, one in adapters.items() if one is not None}
+    learning = {name: adapter.preset.value for name, adapter in adapters.items() if adapter is not None}
     assert {name for name, preset in learning.items() if preset == "lora"} == {"SE-lora", "full-lora"}
     assert {name for name, preset in learning.items() if preset == "lora_plus"} == {"SE-lora_plus", "full-lora_plus"}
     assert set(letters) >= {name for claim in CLAIMS for name in (claim.first, claim.second)}
 
 
-def test_an_answer_is_that_of_a_value_behind_its_key_and_its_distance_that_to_the_pair(
+def test_answers_have_losses_and_distances_to_their_pairs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The loss of a made-up model is the label itself, and labels that are even are right."""
@@ -105,7 +111,7 @@ def test_an_answer_is_that_of_a_value_behind_its_key_and_its_distance_that_to_th
 
     monkeypatch.setattr("hybridtron.evaluate.length.of_labels", made_up)
     config = load(list(part_of(STUDY, Path("runs"), Path("data")).sweep.runs[0].settings))
-    model = SimpleNamespace(config=config, read=None)
+    model = SimpleNamespace(config=config, arch=architecture(config.model), read=None)
     answered = list(answers(cast(Any, model), 256, 20))
     samples = [task().sample(7, index, ByteTokens(), 256) for index in range(20)]
     expected = []
@@ -129,7 +135,7 @@ def read(full: float, trained: float | None = None) -> Readings:
     return readings_of({"full": made_up(full)} | ({} if trained is None else {"trained": made_up(trained)}))
 
 
-def test_what_is_counted_of_answers() -> None:
+def test_recall_and_perplexity_are_counted_by_distance() -> None:
     """2 of 5 bins within the window, all right there, a quarter beyond it; 3000 nats of 5000 answers."""
     asked = read(0.25)[FULL][512]
     assert asked.recall == pytest.approx((2 + 3 * 0.25) / 5)
@@ -151,7 +157,9 @@ def test_what_is_counted_of_answers() -> None:
         ("level", [0.5, 0.6], [0.3, 0.4], False),
     ],
 )
-def test_what_counts_as_agreement(kind: str, first: list[float], second: list[float], agreed: bool) -> None:
+def test_claims_agree_beyond_their_tolerance_in_every_seed(
+    kind: str, first: list[float], second: list[float], agreed: bool
+) -> None:
     """Three of five answers are beyond the window, so that a difference there counts three fifths."""
     models = {
         name: {str(seed): read(value) for seed, value in enumerate(values)}
@@ -163,7 +171,7 @@ def test_what_counts_as_agreement(kind: str, first: list[float], second: list[fl
     assert agrees(claim, by) == agreed
 
 
-def test_a_claim_can_be_of_one_model_read_in_two_ways() -> None:
+def test_a_claim_compares_two_readings_of_one_model() -> None:
     claim = Claim("11", "made up", "SE", "SE", reads=(FULL, TRAINED))
     assert differences({"SE": {"1": read(0.75, 0.25)}}, claim) == pytest.approx([0.3])
     assert score(read(0.75, 0.25), TRAINED) == pytest.approx(0.55)
@@ -175,13 +183,13 @@ def costs() -> dict[int, dict[str, Cost]]:
         8192: {"full": 3.0, "SW": 1.0, "S2": 1.5, "SE": 1.25},
     }
     return {
-        length: {name: Cost(Timing((one, one + 1)), 10.0 * one) for name, one in of.items()}
+        length: {name: Cost(Timing((fastest, fastest + 1)), 10.0 * fastest) for name, fastest in of.items()}
         for length, of in seconds.items()
     }
 
 
 @pytest.mark.parametrize(("window", "reached"), [(0.25, "yes"), (0.9, "**no**")])
-def test_the_page_says_what_agrees(window: float, reached: str) -> None:
+def test_the_page_marks_claims_that_agree(window: float, reached: str) -> None:
     measured: Mapping[str, Mapping[str, Readings]] = {
         BASE: {"1": read(1.0)},
         "full": {"1": read(1.0), "2": read(1.0)},
@@ -200,6 +208,7 @@ def test_the_page_says_what_agrees(window: float, reached: str) -> None:
     assert rows[-1].endswith("| 1 | yes |")
 
 
+@pytest.mark.slow
 def test_steps_of_every_attention_are_timed_at_a_length(tmp_path: Path) -> None:
     runs = {run.variant: run.settings for run in part_of(QUICK, tmp_path, tmp_path).sweep.runs}
     times = step_times({name: runs[name] for name in ("SW", "full")}, [512])

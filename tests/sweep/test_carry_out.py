@@ -22,22 +22,22 @@ from tests.train.conftest import small_run_arguments
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import json, os, pathlib, sys, time
-given = dict(text.split("=", 1) for text in sys.argv[1:])
-run = pathlib.Path(given["run.dir"])
+settings = dict(text.split("=", 1) for text in sys.argv[1:])
+run = pathlib.Path(settings["run.dir"])
 run.mkdir(parents=True, exist_ok=True)
 with (run.parent / "order.txt").open("a") as file:
     file.write(run.name + "\\n")
-seed = int(given["run.seed"])
-if "run.weights" in given:
-    assert (pathlib.Path(given["run.weights"]) / "outcome.json").exists()
-if given.get("optim.clip") == "7" and not (run / "failed").exists():
+seed = int(settings["run.seed"])
+if "run.weights" in settings:
+    assert (pathlib.Path(settings["run.weights"]) / "outcome.json").exists()
+if settings.get("optim.clip") == "7" and not (run / "failed").exists():
     (run / "failed").touch()
     sys.exit("out of luck")
 line = {"step": 20, "loss": 1.0 + seed, "validation": {"1x": 2.0 * seed}}
 (run / "metrics.jsonl").write_text(json.dumps(line) + "\\n")
 (run / "outcome.json").write_text('{"outcome": "finished"}')
 """
-"""What it does first fails where optim.clip is 7."""
+"""A training program; the first try of a run with optim.clip=7 fails."""
 
 FILE = """
 settings: [recipe=laptop]
@@ -52,7 +52,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
     """The command on a file, with the program above for training."""
     (tmp_path / "program.py").write_text(PROGRAM)
     monkeypatch.setattr(carried, "TRAIN", (sys.executable, "-S", str(tmp_path / "program.py")))
-    monkeypatch.setattr(carried, "LOOK_S", 0.01)
+    monkeypatch.setattr(carried, "POLL_INTERVAL_S", 0.01)
     monkeypatch.setattr(command, "steps_of", lambda sweep, folder: {run.name: 20 for run in sweep.runs})
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
@@ -67,7 +67,7 @@ def order(tmp_path: Path) -> list[str]:
     return (tmp_path / "out" / "order.txt").read_text().split()
 
 
-def test_a_table_of_means_over_seeds(sweep: Callable[..., int], tmp_path: Path) -> None:
+def test_table_has_means_over_seeds(sweep: Callable[..., int], tmp_path: Path) -> None:
     assert sweep(FILE) == 0
     table = (tmp_path / "out" / "table.md").read_text().splitlines()
     assert table[2] == "| variant | optim.weight_decay | n | loss | validation/1x |"
@@ -82,7 +82,7 @@ def test_a_table_of_means_over_seeds(sweep: Callable[..., int], tmp_path: Path) 
     assert (tmp_path / "out" / "picture.png").stat().st_size > 5000
 
 
-def test_a_run_waits_for_the_one_that_it_starts_from(sweep: Callable[..., int], tmp_path: Path) -> None:
+def test_run_waits_for_the_run_that_it_starts_from(sweep: Callable[..., int], tmp_path: Path) -> None:
     assert sweep(FILE, "--jobs", "3") == 0  # the program asserts that the other has finished
     started = order(tmp_path)
     assert sorted(started) == sorted(set(started))
@@ -100,7 +100,7 @@ def test_finished_runs_are_kept_when_the_sweep_grows(sweep: Callable[..., int], 
     assert refused.value.code == "changed"
 
 
-def test_a_run_that_fails_is_named_and_tried_again_next_time(
+def test_failed_run_is_reported_and_tried_again(
     sweep: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = FILE.replace("base: []", "base: [optim.clip=7]")
@@ -112,13 +112,15 @@ def test_a_run_that_fails_is_named_and_tried_again_next_time(
     assert sweep(text) == 0
 
 
-def test_a_plan_starts_nothing(sweep: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_option_plan_starts_nothing(
+    sweep: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert sweep(FILE, "--plan") == 0
     assert "base-weight_decay=0.1-seed=0: at step 0 of 20" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
 
 
-def test_a_wrong_setting_is_refused_with_its_run_before_any_starts(tmp_path: Path) -> None:
+def test_wrong_setting_is_refused_with_the_name_of_its_run(tmp_path: Path) -> None:
     (tmp_path / "wrong.yaml").write_text("settings: [recipe=laptop]\ngrid: {optim.clp: [1, 2]}")
     with pytest.raises(Unusable, match="clp=1") as refused:
         command.main([str(tmp_path / "wrong.yaml"), "--output", str(tmp_path / "out")])

@@ -17,7 +17,7 @@ def sweep_of(tmp_path: Path, text: str) -> Sweep:
     return read(path)
 
 
-def test_every_combination_is_a_run(tmp_path: Path) -> None:
+def test_sweep_has_a_run_for_every_combination(tmp_path: Path) -> None:
     sweep = sweep_of(
         tmp_path,
         "settings: [recipe=laptop]\n"
@@ -56,12 +56,12 @@ def test_a_variant_can_start_from_the_best_checkpoint(tmp_path: Path) -> None:
     assert Folder(tmp_path / "out").settings(longer)[0] == f"run.weights={tmp_path / 'out' / 'base'}@best"
 
 
-def test_keys_that_end_alike_keep_their_whole_names(tmp_path: Path) -> None:
+def test_keys_with_equal_endings_keep_their_full_names(tmp_path: Path) -> None:
     sweep = sweep_of(tmp_path, "grid: {phases.0.lr: [1e-3], phases.1.lr: [1e-4]}\n")
     assert sweep.runs[0].name == "phases.0.lr=1e-3-phases.1.lr=1e-4"
 
 
-def test_lists_and_booleans_are_written_as_on_the_command_line(tmp_path: Path) -> None:
+def test_lists_and_booleans_are_written_as_on_a_command_line(tmp_path: Path) -> None:
     sweep = sweep_of(tmp_path, "grid: {optim.betas: [[0.9, 0.95]], parallel.sequence: [true]}\n")
     assert sweep.runs[0].settings == ("optim.betas=[0.9,0.95]", "parallel.sequence=true")
     assert sweep.runs[0].name == "betas=_0.9,0.95_-sequence=true"
@@ -72,15 +72,22 @@ def test_lists_and_booleans_are_written_as_on_the_command_line(tmp_path: Path) -
     [
         ("[1, 2]", "wrong-type"),
         ("sttings: [a=1]", "unknown-name"),
-        ("settings: recipe=laptop", "malformed"),
+        ("settings: recipe=laptop", "wrong-type"),
+        ("settings: [5]", "wrong-type"),
         ("settings: [laptop]", "malformed"),
-        ("settings: [run.dir=x]", "malformed"),
-        ("variants: {b: {from: a}}", "malformed"),
-        ("variants: {a: {form: b}}", "malformed"),
-        ("grid: {run.seed: 3}", "malformed"),
-        ("grid: {run.seed: []}", "malformed"),
-        ("grid: {run.seed: [1, 1]}", "malformed"),
-        ("metrics: loss", "malformed"),
+        ("settings: [run.dir=x]", "misplaced"),
+        ("variants: [a]", "wrong-type"),
+        ("variants: {}", "missing"),
+        ("variants: {a: {from: b}}", "unknown-name"),
+        ("variants: {a: {form: b}}", "unknown-name"),
+        ("grid: [run.seed]", "wrong-type"),
+        ("grid: {1: [1]}", "wrong-type"),
+        ("grid: {run.seed: 3}", "wrong-type"),
+        ("grid: {run.seed: [{a: 1}]}", "wrong-type"),
+        ("grid: {run.seed: []}", "missing"),
+        ("grid: {run.seed: [1, 1]}", "duplicate"),
+        ("metrics: loss", "wrong-type"),
+        ("metrics: []", "missing"),
         ("settings: [a=1", "unreadable"),
         ("variants: {'a b': [], 'a/b': []}", "duplicate"),
     ],
@@ -91,9 +98,10 @@ def test_wrong_sweeps_are_refused(text: str, code: str, tmp_path: Path) -> None:
     assert refused.value.code == code
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(Unusable, match=r"none\.yaml"):
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Unusable, match=r"none\.yaml") as refused:
         read(tmp_path / "none.yaml")
+    assert refused.value.code == "unreadable"
 
 
 MALFORMED = {

@@ -72,7 +72,10 @@ def needle_prompt(entry: dict, context: str) -> Derived:
             wanted,
         )
     asked = drawn["asked"]
-    query = asked[0] if len(asked) == 1 else f"{asked[0]}, {asked[1]}, {asked[2]}, and {asked[3]}"
+    if len(asked) == 1:
+        query = asked[0]
+    else:
+        query = f"{asked[0]}, {asked[1]}, {asked[2]}, and {asked[3]}"
     return (
         (
             f"Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz "
@@ -87,13 +90,13 @@ def needle_prompt(entry: dict, context: str) -> Derived:
 
 def first_sentences(count: int) -> list[str]:
     """Return the sentences with the essay's first `count` words; the essay repeats after its end."""
-    found: list[str] = []
+    sentences: list[str] = []
     while count > 0:
         for sentence in ESSAY:
             words = sentence.split(" ")[:count]
-            found += [" ".join(words)] if words else []
+            sentences += [" ".join(words)] if words else []
             count -= len(words)
-    return found
+    return sentences
 
 
 def needles(entry: dict) -> Derived:
@@ -121,10 +124,9 @@ def variables(drawn: dict) -> Derived:
     (value,) = drawn["values"]
     (places,) = drawn["places"]
     lines = [GRASS] * drawn["lines"]
-    for link in range(len(names) - 1, -1, -1):
-        lines.insert(
-            places[link], f"VAR {names[link]} = VAR {names[link - 1]} " if link else f"VAR {names[0]} = {value}"
-        )
+    for link in range(len(names) - 1, 0, -1):
+        lines.insert(places[link], f"VAR {names[link]} = VAR {names[link - 1]} ")
+    lines.insert(places[0], f"VAR {names[0]} = {value}")
     context = "\n".join(lines)
     return (
         (
@@ -143,7 +145,7 @@ def vt(entry: dict) -> Derived:
     example = entry["drawn"]["example"]
     main = entry["drawn"]["main"]
     assert [len(name) for name in example["names"][0] + main["names"][0]] == [3] * 5 + [5] * 5
-    assert all(10000 <= one["values"][0] <= 99998 for one in (example, main))
+    assert all(10000 <= text["values"][0] <= 99998 for text in (example, main))
     shown, answer, _ = variables(example)
     prompt, wanted, outputs = variables(main)
     return f"{shown}{answer}\n{prompt}", wanted, outputs
@@ -223,7 +225,7 @@ def squad(entry: dict) -> Derived:
     """Sample i asks the i-th question that can be answered; its paragraph is among the documents."""
     articles = json.loads((GOLDEN / "squad.json").read_text())["data"]
     paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
-    asked = [(p["context"], one) for p in paragraphs for one in p["qas"] if not one["is_impossible"]]
+    asked = [(p["context"], qa) for p in paragraphs for qa in p["qas"] if not qa["is_impossible"]]
     gold, question = asked[entry["index"]]
     texts = [paragraphs[number]["context"] for number in entry["drawn"]["documents"]]
     assert gold in texts
@@ -307,7 +309,10 @@ def leaves(block: list) -> list[list[int]]:
     """[[context, [[key, value], ...]], ...] -> [[context, key, value], ...]."""
     rows = []
     for token, inside in block:
-        rows += [[token, inside]] if isinstance(inside, int) else [[token, *row] for row in leaves(inside)]
+        if isinstance(inside, int):
+            rows.append([token, inside])
+        else:
+            rows += [[token, *row] for row in leaves(inside)]
     return rows
 
 
@@ -349,10 +354,12 @@ def derived(task: str, entry: dict) -> dict:
         return entry | dict(zip(("tokens", "mask", "targets"), mqar(entry), strict=True))
     if task in TOKEN_RULES:
         tokens, mask = TOKEN_RULES[task](entry)
-        after = [token if one else -100 for token, one in zip(tokens[1:], mask[1:], strict=True)]
+        after = [token if learned else -100 for token, learned in zip(tokens[1:], mask[1:], strict=True)]
         return entry | {"tokens": tokens, "mask": mask, "targets": [*after, -100]}
-    is_story = task.startswith("babilong_")
-    prompt, answer, outputs = babilong_sample(task, entry) if is_story else RULES[task](entry)
+    if task.startswith("babilong_"):
+        prompt, answer, outputs = babilong_sample(task, entry)
+    else:
+        prompt, answer, outputs = RULES[task](entry)
     mask = [len(prompt.encode()), len(answer.encode())]
     return entry | {"prompt": prompt, "answer": answer, "outputs": outputs, "mask": mask}
 

@@ -113,7 +113,8 @@ class Reader:
             self.last[person] = (True, {fact["one"], fact["other"]})
         elif "got" in fact:
             self.holder[fact["got"]] = person
-            self.trail[fact["got"]] = self.trail.get(fact["got"], []) if person in self.place else []
+            if person not in self.place:
+                self.trail[fact["got"]] = []
         elif "given" in fact:
             self.holder[fact["given"]] = fact["receiver"]
             self.gifts.append((person, fact["given"], fact["receiver"]))
@@ -140,11 +141,17 @@ def babilong(prompt: str) -> str:
         return beside(text, words)
     if "carrying" in words:
         held = [thing for thing, holder in reader.holder.items() if holder == words[-2]]
-        return ["none", "one", "two", "three"][len(held)] if words[0] == "How" else ",".join(held) or "nothing"
+        if words[0] == "How":
+            return ["none", "one", "two", "three"][len(held)]
+        return ",".join(held) or "nothing"
     if words[0] == "Is":
         positive, places = reader.last[words[1]]
         known = words[-1] in places
-        return "no" if known is not positive or not known else "yes" if len(places) == 1 else "maybe"
+        if not (known and positive):
+            return "no"
+        if len(places) == 1:
+            return "yes"
+        return "maybe"
     return gift(reader, question)
 
 

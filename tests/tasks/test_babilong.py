@@ -14,6 +14,7 @@ from hybridtron.tasks.babilong.task import LABELS, Babilong
 from hybridtron.tasks.base import Sample, TaskError
 from hybridtron.tasks.options import named
 from hybridtron.tasks.tokens import ByteTokens
+from tests.refusals import raises_code
 from tests.tasks.rules import GOLDEN
 
 BYTES = ByteTokens()
@@ -39,8 +40,8 @@ def facts_alone(number: int, count: int) -> list[Sample]:
 
 def scores(story: str, question: str, wanted: str, answer: str) -> tuple[float, float, float]:
     sample = Sample("", 0, 0, "", "", (1,), (1,), (wanted,), 20, 0, {"question": question})
-    found = Babilong(f"babilong_{story}", story).score(sample, answer)
-    return found["accuracy"], found["accuracy_reference"], found["contains"]
+    metrics = Babilong(f"babilong_{story}", story).score(sample, answer)
+    return metrics["accuracy"], metrics["accuracy_reference"], metrics["contains"]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,9 @@ def scores(story: str, question: str, wanted: str, answer: str) -> tuple[float, 
         ("qa5", "Who gave the milk to Jeff?", "Fred", "Fred gave Jeff the milk", (1, 1, 1)),
     ],
 )
-def test_metrics(story: str, question: str, wanted: str, answer: str, expected: tuple[float, float, float]) -> None:
+def test_babilong_metrics_equal_those_by_hand(
+    story: str, question: str, wanted: str, answer: str, expected: tuple[float, float, float]
+) -> None:
     assert scores(story, question, wanted, answer) == expected
 
 
@@ -86,7 +89,7 @@ def test_labels_are_near_uniform(number: int) -> None:
     )
 
 
-def test_shares_of_answers_are_those_of_simulations_of_the_rules() -> None:
+def test_answers_have_the_shares_of_simulated_rules() -> None:
     carried = Counter(sample.outputs[0] for sample in facts_alone(7, STORIES))
     for label, share in (("one", 0.53), ("none", 0.38), ("two", 0.08)):
         assert abs(carried[label] / STORIES - share) < 0.1
@@ -94,7 +97,7 @@ def test_shares_of_answers_are_those_of_simulations_of_the_rules() -> None:
     assert all(abs(known[label] / STORIES - 1 / 3) < 0.1 for label in ("yes", "no", "maybe"))
 
 
-def test_stories_are_as_long_as_simulations_of_the_rules() -> None:
+def test_stories_have_the_lengths_of_simulated_rules() -> None:
     """Task 2: median 21, at least 3; task 3: median 32."""
     second, third = ([len(one.meta["facts"]) for one in facts_alone(number, STORIES)] for number in (2, 3))
     assert min(second) >= 3
@@ -110,7 +113,7 @@ def test_questions_of_task_5_have_the_released_shares() -> None:
         assert abs(words[start] / STORIES - share) < 0.1
 
 
-def test_facts_stand_in_order_at_gaps_of_the_text() -> None:
+def test_facts_keep_their_order_in_the_text() -> None:
     for index in range(10):
         sample = named("babilong_qa2").sample(0, index, BYTES, 6000)
         text = sample.prompt.split("<context>\n")[1]
@@ -121,17 +124,17 @@ def test_facts_stand_in_order_at_gaps_of_the_text() -> None:
         assert sample.meta["gaps"] == sorted(sample.meta["gaps"])
 
 
-def test_long_stories_are_drawn_again() -> None:
+def test_stories_that_do_not_fit_are_drawn_again() -> None:
     """A story has at most a fact for 8 tokens; one that doesn't fit is drawn again, until none of 20 fits."""
     task = named("babilong_qa3", ["style=tuned", "essay=none"])
     lengths = [len(task.sample(0, index, PairsOfWords(), 200).meta["facts"]) for index in range(40)]
     assert 20 < max(lengths) <= 25
     assert all(named("babilong_qa3").sample(0, index, BYTES, 2300).length <= 2300 for index in range(20))
-    with pytest.raises(TaskError, match="60"):
+    with raises_code(TaskError, "does-not-fit", "60"):
         task.sample(0, 0, BYTES, 60)
 
 
-def test_the_text_has_no_sentence_with_a_person_at_a_place(tmp_path: Path) -> None:
+def test_filler_has_no_sentence_that_places_a_person(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(
         "On that day Mary wrote a long letter to her aunt at home. Nobody saw that John stood in the garden for hours "
         "and hours. The kitchen had been painted twice in the same year by the same man."
@@ -142,12 +145,11 @@ def test_the_text_has_no_sentence_with_a_person_at_a_place(tmp_path: Path) -> No
     assert "painted" in text
     assert "stood" not in text
     (tmp_path / "a.txt").write_text("Too short.")
-    with pytest.raises(TaskError) as refused:
+    with raises_code(TaskError, "missing"):
         named("babilong_qa1", [f"essay=files:{tmp_path}/"]).sample(0, 0, BYTES, 3000)
-    assert refused.value.code == "missing"
 
 
-def test_styles() -> None:
+def test_styles_choose_between_examples_and_plain_questions() -> None:
     shown = named("babilong_qa2").sample(0, 0, BYTES, 3000)
     assert shown.prompt.startswith(PROMPTS["qa2"].head())
     assert shown.answer.startswith("\nAnswer: The ")
@@ -155,11 +157,10 @@ def test_styles() -> None:
     assert "<example>" not in tuned.prompt
     assert tuned.prompt.endswith("\nAnswer:")
     assert tuned.answer == f" {tuned.outputs[0]}"
-    with pytest.raises(TaskError) as refused:
+    with raises_code(TaskError, "unknown-name"):
         named("babilong_qa2", ["style=zero"]).sample(0, 0, BYTES, 3000)
-    assert refused.value.code == "unknown-name"
 
 
-def test_prompts_are_the_published_ones() -> None:
+def test_prompts_equal_the_published_ones() -> None:
     for story, prompt in PROMPTS.items():
         assert prompt.head() == (GOLDEN / "babilong" / f"{story}.prompt").read_text()

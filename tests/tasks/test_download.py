@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from hybridtron.cli import tasks
 from hybridtron.cli.main import main
+from hybridtron.problems import Code
 from hybridtron.tasks import download as downloads
 from hybridtron.tasks.base import TaskError
 from hybridtron.tasks.download import FOLDER, PUBLISHED
 from hybridtron.tasks.options import named
 from hybridtron.tasks.tokens import ByteTokens
+from tests.refusals import raises_code
 from tests.tasks.rules import GOLDEN
 
 SQUAD = (GOLDEN / "squad.json").read_bytes()
@@ -51,40 +54,45 @@ def publish(monkeypatch: pytest.MonkeyPatch, url: str, digest: str = hashlib.sha
     monkeypatch.setitem(downloads.PUBLISHED, "squad", known)
 
 
-def test_a_task_finds_what_was_fetched(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_a_downloaded_data_set_is_read_by_its_task(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     publish(monkeypatch, server)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(TaskError, match="tasks download squad"):
+    with raises_code(TaskError, "no-file", "tasks download squad"):
         named("qa_1").sample(0, 0, ByteTokens(), 690)
     assert main(["tasks", "download", "squad"]) == 0
     assert capsys.readouterr().out == f"{FOLDER / 'dev-v2.0.json'}\n"
     assert (tmp_path / FOLDER / "dev-v2.0.json").read_bytes() == SQUAD
-    given = named("qa_1", [f"data={GOLDEN / 'squad.json'}"]).sample(0, 0, ByteTokens(), 690)
-    assert named("qa_1").sample(0, 0, ByteTokens(), 690) == given
+    from_option = named("qa_1", [f"data={GOLDEN / 'squad.json'}"]).sample(0, 0, ByteTokens(), 690)
+    assert named("qa_1").sample(0, 0, ByteTokens(), 690) == from_option
     (tmp_path / "served/dev-v2.0.json").unlink()
     assert main(["tasks", "download", "squad"]) == 0  # nothing is asked for again
 
 
 @pytest.mark.parametrize(
-    ("sent", "said"),
-    [(SQUAD[:-1], "SHA-256"), (SQUAD + b" " * 2**22, "SHA-256"), (None, "404")],
+    ("sent", "code", "named"),
+    [(SQUAD[:-1], "changed", "SHA-256"), (SQUAD + b" " * 2**22, "changed", "SHA-256"), (None, "unavailable", "404")],
 )
-def test_other_bytes_are_not_kept(
-    sent: bytes | None, said: str, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+def test_files_with_another_digest_are_not_kept(
+    sent: bytes | None, code: Code, named: str, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(monkeypatch, server)
     served = tmp_path / "served/dev-v2.0.json"
-    served.unlink() if sent is None else served.write_bytes(sent)
-    assert main(["tasks", "download", "squad", "--output", str(tmp_path / "out")]) == 2
-    assert said in capsys.readouterr().err
+    if sent is None:
+        served.unlink()
+    else:
+        served.write_bytes(sent)
+    with raises_code(TaskError, code, named):
+        tasks.download_main(["squad", "--output", str(tmp_path / "out")])
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_no_server_and_another_file_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_unreachable_servers_and_existing_files_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(monkeypatch, "http://127.0.0.1:9")
-    assert main(["tasks", "download", "squad", "--output", str(tmp_path)]) == 2
-    assert "data=FILE" in capsys.readouterr().err
+    with raises_code(TaskError, "unavailable", "data=FILE"):
+        tasks.download_main(["squad", "--output", str(tmp_path)])
     (tmp_path / "dev-v2.0.json").write_text("mine")
-    assert main(["tasks", "download", "squad", "--output", str(tmp_path)]) == 2
-    assert "move it away" in capsys.readouterr().err
+    with raises_code(TaskError, "changed", "dev-v2.0.json"):
+        tasks.download_main(["squad", "--output", str(tmp_path)])
     assert (tmp_path / "dev-v2.0.json").read_text() == "mine"

@@ -15,16 +15,18 @@ from hybridtron.tasks.tokens import ByteTokens
 from tests.train.test_extending import run_code_of
 
 
-def test_a_task(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_task_of_the_docs_is_shown_and_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "A task", ModuleType("A task"))  # dataclasses look for a class's module
     before = dict(hybridtron.tasks.TASKS)
     try:
         run_code_of("A task")
         task = named("next_word", ["letters=xyz"])
         sample = task.sample(0, 0, ByteTokens(), 60)
-        *words, _, given, _ = sample.prompt.split()
-        assert task.score(sample, words[words.index(given) + 1]) == {"exact": 1.0}
-        assert task.score(sample, given) == {"exact": 0.0}
+        *words, _, letter, _ = sample.prompt.split()
+        assert task.score(sample, words[words.index(letter) + 1]) == {"exact": 1.0}
+        assert task.score(sample, letter) == {"exact": 0.0}
         assert main(["tasks", "show", "next_word", "--length", "10"]) == 2
         assert "letters=abcdefgh" in capsys.readouterr().err
         output = tmp_path / "set"

@@ -31,8 +31,8 @@ def test_a_golden_file_follows_the_rules(task: str) -> None:
 @pytest.mark.parametrize("task", [name for name, task in TASKS.items() if task.text])
 def test_text_tasks_give_the_golden_samples(task: str) -> None:
     for entry in rules.read(task):
-        made = named(task, [setting(text) for text in entry["settings"]])
-        sample = made.sample(entry["seed"], entry["index"], ByteTokens(), entry["length"])
+        task_with_options = named(task, [setting(text) for text in entry["settings"]])
+        sample = task_with_options.sample(entry["seed"], entry["index"], ByteTokens(), entry["length"])
         assert (sample.prompt, sample.answer) == (entry["prompt"], entry["answer"])
         assert list(sample.outputs) == entry["outputs"]
         zeros, ones = entry["mask"]

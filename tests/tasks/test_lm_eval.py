@@ -38,7 +38,7 @@ def harness() -> None:
     random.seed(5)
 
 
-def test_variable_tracking() -> None:
+def test_variable_tracking_prompts_equal_lm_eval() -> None:
     from lm_eval.tasks.ruler import vt_utils
 
     for lines in (8, 12):  # from 5 on down it cuts lines
@@ -54,7 +54,7 @@ def test_variable_tracking() -> None:
 
 
 @pytest.mark.parametrize("length", [2000, 8000])
-def test_common_words(length: int) -> None:
+def test_common_word_prompts_equal_lm_eval(length: int) -> None:
     from lm_eval.tasks.ruler import cwe_utils
 
     setting = "small" if length < 4096 else "large"
@@ -72,7 +72,7 @@ def test_common_words(length: int) -> None:
 
 
 @pytest.mark.parametrize("number", [200, 1000])
-def test_frequent_words(number: int) -> None:
+def test_frequent_word_prompts_equal_lm_eval(number: int) -> None:
     from lm_eval.tasks.ruler import fwe_utils
 
     text, answer, used = fwe_utils.generate_input_output(20000, Bytes, num_words=number, vocab_size=81)
@@ -87,7 +87,7 @@ def test_frequent_words(number: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["niah_single_1", "niah_multikey_2", "niah_multikey_3"])
-def test_needles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_needle_prompts_equal_lm_eval(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import nltk
 
     monkeypatch.setattr(nltk.data, "find", lambda *_: "")  # it looks for a model that these tasks don't need

@@ -37,7 +37,7 @@ def continuations() -> list[tuple[str, list[str]]]:
     return texts_and_wanted
 
 
-def test_string_matches(continuations: list[tuple[str, list[str]]]) -> None:
+def test_string_match_equals_lm_eval(continuations: list[tuple[str, list[str]]]) -> None:
     from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all, string_match_part
 
     ours = [metrics.string_match_all(text, wanted) for text, wanted in continuations]
@@ -49,7 +49,7 @@ def test_string_matches(continuations: list[tuple[str, list[str]]]) -> None:
     assert set(ours) == {0.0, 1.0}
 
 
-def test_f1(continuations: list[tuple[str, list[str]]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f1_equals_lm_eval(continuations: list[tuple[str, list[str]]], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, attribute in (("jieba", "cut"), ("fuzzywuzzy", "fuzz"), ("rouge", "Rouge")):  # other metrics use them
         absent = ModuleType(name)
         setattr(absent, attribute, None)
@@ -62,7 +62,7 @@ def test_f1(continuations: list[tuple[str, list[str]]], monkeypatch: pytest.Monk
     assert len(set(ours)) > 5
 
 
-def test_exact_match(continuations: list[tuple[str, list[str]]]) -> None:
+def test_exact_match_equals_lm_eval(continuations: list[tuple[str, list[str]]]) -> None:
     from lm_eval.api.metrics import exact_match_hf_evaluate
 
     pairs = [(text, wanted[0]) for text, wanted in continuations] + [(f" {one}\n", one) for one in WORDS]
@@ -71,14 +71,14 @@ def test_exact_match(continuations: list[tuple[str, list[str]]]) -> None:
         assert metrics.exact_match(text, [wanted]) == theirs
 
 
-def test_babilong_contains(continuations: list[tuple[str, list[str]]]) -> None:
+def test_babilong_contains_equals_lm_eval(continuations: list[tuple[str, list[str]]]) -> None:
     from lm_eval.tasks.babilong.common_utils import process_results
 
     task = named("babilong_qa1")
-    found = []
+    scores = []
     for text, wanted in continuations:
         sample = Sample(task.name, 0, 0, "", "", (), (), (wanted[0],), 0, 0, meta={"question": "Where is Mary?"})
-        found.append(task.score(sample, text)["contains"])
+        scores.append(task.score(sample, text)["contains"])
         (theirs,) = process_results({"target": wanted[0]}, [text]).values()
-        assert found[-1] == theirs
-    assert set(found) == {0.0, 1.0}
+        assert scores[-1] == theirs
+    assert set(scores) == {0.0, 1.0}

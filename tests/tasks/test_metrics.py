@@ -27,12 +27,12 @@ from hybridtron.tasks.metrics import (
         ("", ["x"], 0.0, 0.0),
     ],
 )
-def test_string_matches(answer: str, outputs: list[str], all_of: float, part: float) -> None:
+def test_string_match_counts_wanted_strings(answer: str, outputs: list[str], all_of: float, part: float) -> None:
     assert string_match_all(answer, outputs) == all_of
     assert string_match_part(answer, outputs) == part
 
 
-def test_an_answer_is_cleaned_on_both_sides_of_control_characters() -> None:
+def test_control_characters_around_an_answer_are_removed() -> None:
     assert cleaned(" \x01 a\tb \x02 ") == "a\nb"
 
 
@@ -47,7 +47,7 @@ def test_an_answer_is_cleaned_on_both_sides_of_control_characters() -> None:
         ("bird", ["cat"], 0.0),
     ],
 )
-def test_f1(answer: str, outputs: list[str], expected: float) -> None:
+def test_f1_counts_common_words(answer: str, outputs: list[str], expected: float) -> None:
     assert f1(answer, outputs) == pytest.approx(expected)
 
 
@@ -55,23 +55,23 @@ def test_f1(answer: str, outputs: list[str], expected: float) -> None:
     ("answer", "expected"),
     [(" 12345.", 1.0), ("It is 12345, not 9", 1.0), ("9 12345", 0.0), ("123456", 0.0), ("012345", 1.0), ("none", 0.0)],
 )
-def test_the_first_integer(answer: str, expected: float) -> None:
+def test_the_first_integer_of_an_answer_counts(answer: str, expected: float) -> None:
     assert first_integer(answer, 12345) == expected
 
 
-def test_an_integer_may_have_more_digits_than_python_reads() -> None:
+def test_integers_of_any_length_are_read() -> None:
     assert first_integer("9" * 5000, 12345) == 0
     assert first_integer("0" * 5000 + "12345", 12345) == 1
     assert first_integer("000", 0) == 1
 
 
-def test_exact_match_ignores_space_around() -> None:
+def test_exact_match_ignores_surrounding_space() -> None:
     assert exact_match(" yes\n", ["yes"]) == 1.0
     assert exact_match("Yes", ["yes"]) == 0.0
     assert exact_match("yes.", ["yes"]) == 0.0
 
 
-def test_character_accuracy_is_by_place() -> None:
+def test_character_accuracy_compares_equal_places() -> None:
     assert character_accuracy("abcd", "abcd") == 1.0
     assert character_accuracy("abxd", "abcd") == 0.75
     assert character_accuracy("bcd", "abcd") == 0.0

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from hybridtron.cli import train
+from hybridtron.cli import tasks, train
 from hybridtron.cli.main import main
 from hybridtron.data.folder import TokenFolder
 from hybridtron.data.mds.store import DocumentStore
 from hybridtron.storage.cache import CacheOptions
-from hybridtron.tasks.base import training_seed
+from hybridtron.tasks.base import TaskError, training_seed
 from hybridtron.tasks.options import named
 from hybridtron.tasks.tokens import ByteTokens
+from tests.refusals import raises_code
 
 COMMAND = ["tasks", "prepare", "--training", "40", "--validation", "12", "--seed", "3"]
 
@@ -22,8 +23,8 @@ COMMAND = ["tasks", "prepare", "--training", "40", "--validation", "12", "--seed
 def documents(folder: TokenFolder, split: str, source: str) -> list[tuple[list[int], list[int]]]:
     store = DocumentStore(folder, split, source, CacheOptions(folder.path.parent / "cache"))
     return [
-        (store.read(one, 0, int(length)).tolist(), store.read_mask(one, 0, int(length)).astype(int).tolist())
-        for one, length in enumerate(store.lengths)
+        (store.read(number, 0, int(length)).tolist(), store.read_mask(number, 0, int(length)).astype(int).tolist())
+        for number, length in enumerate(store.lengths)
     ]
 
 
@@ -36,7 +37,7 @@ def documents(folder: TokenFolder, split: str, source: str) -> list[tuple[list[i
         ("joint_recall", 62, ["sizes=3,2-4", "padded=true"]),
     ],
 )
-def test_samples_and_masks_are_the_task_s(task: str, length: int, options: list[str], tmp_path: Path) -> None:
+def test_prepared_samples_and_masks_equal_the_tasks(task: str, length: int, options: list[str], tmp_path: Path) -> None:
     assert main([*COMMAND, task, *options, "--length", str(length), "--output", str(tmp_path / "made")]) == 0
     folder = TokenFolder.open(tmp_path / "made")
     named_task = named(task, options)
@@ -49,30 +50,28 @@ def test_samples_and_masks_are_the_task_s(task: str, length: int, options: list[
         assert folder.manifest.splits[split][f"{task}-{length}"].learned == sum(sum(one.mask) for one in samples)
 
 
-def test_few_strings_are_shared_out_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_held_out_strings_are_not_trained_on(tmp_path: Path) -> None:
     """There are 26 strings with one letter: 12 are held out, and the other 14 can be learned."""
     command = [*COMMAND, "copying", "--length", "5", "--output", str(tmp_path / "made")]
-    assert main(command) == 2
-    assert "distinct samples" in capsys.readouterr().err
+    with raises_code(TaskError, "does-not-fit", "14 distinct samples"):
+        tasks.prepare_main(command[2:])
     command[command.index("40")] = "14"
     assert main(command) == 0
     folder = TokenFolder.open(tmp_path / "made")
     held, learned = (
-        {tuple(one) for one, _ in documents(folder, split, "copying-5")} for split in ("validation", "train")
+        {tuple(tokens) for tokens, _ in documents(folder, split, "copying-5")} for split in ("validation", "train")
     )
     assert (len(held), len(learned), held & learned) == (12, 14, set())
 
 
 @pytest.mark.parametrize(("task", "wanted"), [("mqar", "follows=true"), ("vt", "data prepare --learn completion")])
-def test_tasks_without_next_token_targets_are_not_prepared(
-    task: str, wanted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*COMMAND, task, "--length", "2000", "--output", str(tmp_path / "made")]) == 2
-    assert wanted in capsys.readouterr().err
+def test_tasks_without_next_token_targets_are_not_prepared(task: str, wanted: str, tmp_path: Path) -> None:
+    with raises_code(TaskError, "unsupported", wanted):
+        tasks.prepare_main([*COMMAND[2:], task, "--length", "2000", "--output", str(tmp_path / "made")])
     assert not any(tmp_path.iterdir())
 
 
-def test_a_recipe_trains_on_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_trains_on_a_prepared_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main([*COMMAND, "copying", "shortest=2", "longest=9", "--length", "23", "--output", str(tmp_path / "made")])
         == 0

@@ -12,6 +12,7 @@ import pytest
 
 from hybridtron.data.prepare.embedded import train_tokenizer
 from hybridtron.data.prepare.writer import write_folder
+from hybridtron.problems import Code
 from hybridtron.tasks import GROUPS, RULER_SE_GROUPS, TASKS
 from hybridtron.tasks.base import TaskError
 from hybridtron.tasks.fitted import fitted
@@ -19,14 +20,15 @@ from hybridtron.tasks.haystack import essay, split_sentences
 from hybridtron.tasks.options import all_named, members, named, options_of
 from hybridtron.tasks.ruler.niah import DEPTHS
 from hybridtron.tasks.tokens import ByteTokens
-from hybridtron.tasks.words import LONGEST, SHORTEST, lists, sentences, single_words
+from hybridtron.tasks.words import MAX_WORDS, MIN_WORDS, lists, sentences, single_words
+from tests.refusals import raises_code
 from tests.tasks.rules import GOLDEN
 
 BYTES = ByteTokens()
 LINE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
 
-def test_the_groups_are_those_of_the_papers() -> None:
+def test_task_groups_equal_those_of_the_papers() -> None:
     assert [len(GROUPS[name]) for name in ("ruler", "ruler_se", "ruler_hax")] == [13, 11, 12]
     assert set(GROUPS["ruler_hax"]) - set(GROUPS["ruler_se"]) == {"qa_1"}
     assert [len(names) for names in RULER_SE_GROUPS.values()] == [3, 3, 2, 1, 2]
@@ -34,7 +36,7 @@ def test_the_groups_are_those_of_the_papers() -> None:
     assert members(["ruler_se", "vt", "passkey"]) == [*GROUPS["ruler_se"], "passkey"]
 
 
-def test_options_of_a_group_are_those_of_the_tasks_that_have_them() -> None:
+def test_options_of_a_group_reach_the_tasks_that_have_them() -> None:
     tasks = {task.name: options_of(task) for task in all_named(["ruler_se"], ["essay=files:x", "faithful=true"])}
     assert tuple(tasks) == GROUPS["ruler_se"]
     assert all(options["faithful"] is True for options in tasks.values())
@@ -42,17 +44,16 @@ def test_options_of_a_group_are_those_of_the_tasks_that_have_them() -> None:
         name for name in tasks if name.startswith("niah")
     }
     for names, option in ((["ruler_se"], "esay=x"), (["rule"], "essay=x")):
-        with pytest.raises(TaskError) as refused:
+        with raises_code(TaskError, "unknown-name"):
             all_named(names, ["faithful=true", option])
-        assert refused.value.code == "unknown-name"
 
 
-def test_the_word_lists_are_those_of_the_rules() -> None:
+def test_word_lists_have_the_sizes_of_the_rules() -> None:
     assert len(lists()["noun"]) * len(lists()["adjective"]) == 6_171_620
     assert len(single_words()) == 8166
 
 
-def test_values_are_drawn_as_the_rules_say() -> None:
+def test_needle_values_follow_the_rules() -> None:
     for index in range(20):
         for name in ("niah_single_1", "niah_single_3"):
             ((key, value),) = named(name).sample(0, index, BYTES, 1000).meta["hidden"]
@@ -73,9 +74,8 @@ def test_depths_are_40_of_100_percent() -> None:
 def test_an_essay_has_places_for_40_needles(options: list[str]) -> None:
     """An essay holds 40 needles; 41 are refused with its options and the remedy. 41 lines of noise hold 41."""
     base = ["keys=uuids", "num_keys=1", "num_queries=1", "num_values=1"]
-    with pytest.raises(TaskError) as refused:
+    with raises_code(TaskError, "does-not-fit"):
         named("niah_multivalue", [*base, *options]).sample(0, 0, BYTES, 30000)
-    assert refused.value.code == "does-not-fit"
     wider = named("niah_multivalue", [*base, *options, "haystack=noise"]).sample(0, 0, BYTES, 30000)
     assert len(wider.meta["hidden"]) in (41, 44)
     most = named("niah_multivalue", [*base, "num_values=40"]).sample(0, 0, BYTES, 30000)
@@ -112,12 +112,12 @@ def test_faithful_shuffles_put_the_answer_at_the_same_places(name: str) -> None:
         return [place for place, word in enumerate(words) if word == text.outputs[0]]
 
     same = [places("true", index)[:3] for index in range(3)]
-    own = [places("false", index)[:3] for index in range(3)]
+    unfaithful = [places("false", index)[:3] for index in range(3)]
     assert same[0] == same[1] == same[2]
-    assert own[0] != own[1] != own[2]
+    assert unfaithful[0] != unfaithful[1] != unfaithful[2]
 
 
-def test_faithful_steps() -> None:
+def test_faithful_samples_grow_in_the_steps_of_the_rules() -> None:
     """500 words of essay, 25 lines (5 below a length of 4096), 10 words; one step more does not fit."""
     for name, length, step in (
         ("niah_single_2", 9000, 500),
@@ -137,7 +137,7 @@ def test_faithful_steps() -> None:
     ("number", "counts"),
     [(200, [121, 30, 13, 7, 4, 3]), (1000, [607, 151, 67, 37, 24, 16]), (4000, [2431, 607, 270, 151, 97, 67])],
 )
-def test_frequencies_of_coded_words(number: int, counts: list[int]) -> None:
+def test_coded_words_have_the_published_frequencies(number: int, counts: list[int]) -> None:
     """The check values of the rules."""
     text = TASKS["fwe"].text_of(TASKS["fwe"].random(0, 0), number, 0, 4096)  # type: ignore[attr-defined]
     assert text.meta["counts"][:6] == counts
@@ -146,17 +146,16 @@ def test_frequencies_of_coded_words(number: int, counts: list[int]) -> None:
 def test_common_words_take_the_setting_that_fits() -> None:
     assert named("cwe").sample(0, 0, BYTES, 4096).meta["setting"] == "small"
     assert named("cwe").sample(0, 0, BYTES, 9000).meta["setting"] == "large"
-    with pytest.raises(TaskError) as refused:
+    with raises_code(TaskError, "does-not-fit"):
         named("cwe", ["faithful=true"]).sample(0, 0, BYTES, 4096)
-    assert refused.value.code == "does-not-fit"
 
 
-def test_common_words_of_a_file(tmp_path: Path) -> None:
+def test_common_words_are_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "words"
     file.write_text("\n".join(f"word{number}x" for number in range(100)))
     sample = named("cwe", [f"words={file}"]).sample(0, 0, BYTES, 2400)
     assert all(output.startswith("word") for output in sample.outputs)
-    with pytest.raises(TaskError, match="100"):
+    with raises_code(TaskError, "does-not-fit", "100"):
         named("cwe", [f"words={file}", "setting=small"]).sample(0, 0, BYTES, 20000)
 
 
@@ -171,7 +170,9 @@ def test_essays_start_again_where_the_corpus_ends() -> None:
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
-def test_essays_of_held_out_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None) -> None:
+def test_essays_are_made_of_held_out_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None
+) -> None:
     """Use held-out documents with at least 20 words, and no training documents."""
     monkeypatch.chdir(tmp_path)  # where unpacked shards are cached
     tokenizer = train_tokenizer(["The sea is wide. A ship is small."] * 9, 300)
@@ -195,11 +196,11 @@ def test_sentences_end_before_a_capital_or_a_digit() -> None:
     ]
 
 
-def test_synthetic_sentences_can_t_be_taken_for_needles() -> None:
-    made = sentences()
+def test_synthetic_sentences_never_resemble_needles() -> None:
+    synthetic = sentences()
     for _ in range(2000):
-        sentence = next(made)
-        assert SHORTEST <= len(sentence.split()) <= LONGEST
+        sentence = next(synthetic)
+        assert MIN_WORDS <= len(sentence.split()) <= MAX_WORDS
         assert sentence[0].isupper()
         assert sentence.endswith(".")
         assert not re.search(r"\d|magic", sentence)
@@ -224,34 +225,33 @@ def test_synthetic_sentences_can_t_be_taken_for_needles() -> None:
         ("passkey", ["trim=middle"], "unknown-name"),
     ],
 )
-def test_a_missing_corpus_or_a_wrong_option_is_refused(name: str, options: list[str], code: str) -> None:
-    with pytest.raises(TaskError) as refused:
+def test_missing_corpora_and_wrong_options_are_refused(name: str, options: list[str], code: Code) -> None:
+    with raises_code(TaskError, code):
         named(name, options).sample(0, 0, BYTES, 4000)
-    assert refused.value.code == code
 
 
-def test_data_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_data_sets_of_another_kind_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"data": [{"paragraphs": [{"text": "no context"}]}]}))
     (tmp_path / "b.json").write_text("[")
     for file in ("a.json", "b.json"):
-        with pytest.raises(TaskError, match=file):
+        with raises_code(TaskError, "unreadable", file):
             named("qa_1", [f"data={tmp_path / file}"]).sample(0, 0, BYTES, 4000)
 
 
-def test_a_question_beyond_the_last_is_refused() -> None:
-    with pytest.raises(TaskError, match="4"):
+def test_questions_and_lengths_beyond_the_data_are_refused() -> None:
+    with raises_code(TaskError, "out-of-range", "question 4"):
         named("qa_1", [f"data={GOLDEN / 'squad.json'}"]).sample(0, 4, BYTES, 850)
-    with pytest.raises(TaskError, match="7"):
+    with raises_code(TaskError, "does-not-fit", "8500", "7"):
         named("qa_1", [f"data={GOLDEN / 'squad.json'}"]).sample(0, 0, BYTES, 8500)
 
 
-def test_without_the_word_lists_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_word_list_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     lists.cache_clear()
     monkeypatch.setitem(sys.modules, "wonderwords", None)
     try:
-        with pytest.raises(TaskError, match=r"hybridtron\[tasks\]"):
+        with raises_code(TaskError, "not-installed", "hybridtron[tasks]"):
             named("niah_single_1").sample(9, 9, BYTES, 1000)
         for name in ("passkey", "niah_multikey_3", "vt", "fwe", "copying", "qa_synth_2"):
             assert named(name).sample(9, 9, BYTES, 2000).tokens

@@ -55,19 +55,19 @@ def test_an_empty_answer_scores_0(name: str) -> None:
 def test_the_answer_to_another_sample_scores_chance(name: str) -> None:
     """The score is within four deviations of a binomial."""
     task = task_of(name)
-    made = samples(name, LENGTHS.get(name, COMMON_LENGTHS)[0], GUESSES)
-    guesses = [other.answer for other in (*made[1:], made[0])]
+    drawn = samples(name, LENGTHS.get(name, COMMON_LENGTHS)[0], GUESSES)
+    guesses = [other.answer for other in (*drawn[1:], drawn[0])]
     if isinstance(task, Babilong):
-        guesses = Random(2).choices(LABELS[task.story], k=len(made))
-        made = [sample for sample in made if "," not in sample.outputs[0]]  # two objects are two labels
-    scores = [next(iter(task.score(sample, guess).values())) for sample, guess in zip(made, guesses, strict=False)]
+        guesses = Random(2).choices(LABELS[task.story], k=len(drawn))
+        drawn = [sample for sample in drawn if "," not in sample.outputs[0]]  # two objects are two labels
+    scores = [next(iter(task.score(sample, guess).values())) for sample, guess in zip(drawn, guesses, strict=False)]
     chance = task.chance()
     deviation = math.sqrt(chance * (1 - chance) / len(scores))
     assert abs(sum(scores) / len(scores) - chance) <= 4 * deviation + 0.5 / len(scores)
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_sample_depends_on_seed_index_and_length_alone(name: str) -> None:
+def test_samples_depend_only_on_seed_index_and_length(name: str) -> None:
     task = task_of(name)
     length = LENGTHS.get(name, COMMON_LENGTHS)[0]
     first = task.sample(1, 2, BYTES, length)

@@ -8,10 +8,12 @@ from random import Random
 
 import pytest
 
+from hybridtron.problems import Code
 from hybridtron.tasks import TASKS
 from hybridtron.tasks.base import IGNORED, Sample, TaskError, TokenTask
 from hybridtron.tasks.options import named
 from hybridtron.tasks.tokens import ByteTokens
+from tests.refusals import raises_code
 
 BYTES = ByteTokens()
 
@@ -59,7 +61,7 @@ READERS: dict[str, tuple[Callable[[Sequence[int]], int], list[str], int, range]]
 }
 
 
-def test_fewer_symbols_of_joint_recall() -> None:
+def test_joint_recall_draws_the_first_symbols_only() -> None:
     """Keys, contexts and values are the first 4 of their 16, and all of them are drawn."""
     task = named("joint_recall", ["symbols=4", "sizes=2-4,2-4"])
     rows = [task.sample(0, index, BYTES, 80).tokens for index in range(50)]
@@ -89,7 +91,7 @@ def test_a_reader_predicts_every_target(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_nothing_scores_0_and_a_guess_scores_chance(name: str) -> None:
+def test_empty_answers_score_0_and_guesses_score_chance(name: str) -> None:
     task, samples = made(name, 200)
     random = Random(1)
     right = 0.0
@@ -105,7 +107,7 @@ def test_nothing_scores_0_and_a_guess_scores_chance(name: str) -> None:
     assert abs(right - asked * task.chance()) < 4 * deviation + 0.5
 
 
-def test_one_wrong_letter_of_four() -> None:
+def test_a_wrong_letter_of_four_scores_three_quarters() -> None:
     sample = named("copying").sample(0, 0, BYTES, 11)
     targets = [target if target != IGNORED else 0 for target in sample.targets()]
     targets[5] = (targets[5] + 1) % 26  # $ a b c d | a ...: the first letter of the copy is predicted at place 5
@@ -113,7 +115,7 @@ def test_one_wrong_letter_of_four() -> None:
     assert TASKS["copying"].score(sample, sample.outputs[0][:3]) == {"accuracy": 0.75, "exact": 0.0}
 
 
-def test_the_length_of_joint_recall_is_the_paper_s() -> None:
+def test_joint_recall_has_the_length_of_the_paper() -> None:
     """2 n_c (2 n_k + 1) + 2, 1058 for 16 by 16."""
     for contexts, keys in ((16, 16), (5, 9), (1, 1)):
         sample = named("joint_recall", [f"sizes={contexts},{keys}"]).sample(0, 0, BYTES, 1058)
@@ -135,7 +137,7 @@ def test_padding_fills_a_row_and_changes_nothing_else() -> None:
         assert (padded.answer, padded.generate, padded.length) == (plain.answer, plain.generate, plain.length)
 
 
-def test_short_gaps_of_mqar_are_likely() -> None:
+def test_mqar_prefers_short_gaps() -> None:
     """With one pair, slot i of n is chosen with i^-0.99 / sum of all: the first of 31 with 0.2451."""
     task = named("mqar", ["pairs=1"])
     count = 1500
@@ -144,7 +146,7 @@ def test_short_gaps_of_mqar_are_likely() -> None:
     assert abs(first / count - expected) < 4 * math.sqrt(expected * (1 - expected) / count)
 
 
-def test_noise_of_mqar_is_of_ids_of_its_own() -> None:
+def test_mqar_noise_has_separate_ids() -> None:
     """Pairs and slots hold no noise, the rest nothing else, and rows may be longer than the vocabulary."""
     task = named("mqar", ["vocabulary=16", "noise=3", "follows=true"])
     seen = set[int]()
@@ -190,10 +192,9 @@ def test_copies_are_packed_to_the_length() -> None:
         ("joint_recall", ["symbols=8", "sizes=5-9,5"], 2000, "out-of-range"),
     ],
 )
-def test_impossible_samples_are_refused(name: str, options: list[str], length: int, code: str) -> None:
-    with pytest.raises(TaskError) as refused:
+def test_impossible_samples_are_refused(name: str, options: list[str], length: int, code: Code) -> None:
+    with raises_code(TaskError, code):
         named(name, options).sample(0, 0, BYTES, length)
-    assert refused.value.code == code
 
 
 @pytest.mark.parametrize("power", ["1e-6", "32"])
@@ -204,7 +205,7 @@ def test_extreme_powers_prefer_opposite_ends(power: str) -> None:
     assert (middle < 2**15) == (power == "1e-6")
 
 
-def test_a_value_that_follows_its_key_is_the_next_token() -> None:
+def test_mqar_values_that_follow_their_keys_are_next_tokens() -> None:
     """Pairs and places are equal: a key's target is unchanged, and it comes right after the key."""
     apart, follows = (named("mqar", [f"follows={one}"]).sample(5, 2, BYTES, 64) for one in ("false", "true"))
     assert (follows.labels, follows.targets()) == (None, apart.targets())

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from hybridtron.tasks.base import TRAINING_SEEDS, TaskError, training_seed
 from hybridtron.tasks.options import named
 from hybridtron.tasks.tokens import ByteTokens
 from hybridtron.tasks.write import WrittenSet, write
+from tests.refusals import raises_code
 
 
 def written(folder: Path, names: list[str], length: int, evaluation: int, training: int, *options: str) -> list[dict]:
@@ -39,7 +38,7 @@ def test_tasks_on_token_ids_are_written_as_ids(tmp_path: Path) -> None:
     assert "mask" not in asked
 
 
-def test_no_sample_is_in_two_places(tmp_path: Path) -> None:
+def test_training_and_evaluation_share_no_sample(tmp_path: Path) -> None:
     """Keys of one digit at 2 depths: 18 samples, of which 15 are asked for."""
     rows = written(tmp_path / "set", ["passkey"], 300, 5, 10, "digits=1", "depth_steps=2")
     assert len({row["prompt"] + row["completion"] for row in rows}) == len(rows) == 15
@@ -47,17 +46,16 @@ def test_no_sample_is_in_two_places(tmp_path: Path) -> None:
 
 
 def test_too_few_distinct_samples_are_an_error_and_leave_nothing(tmp_path: Path) -> None:
-    with pytest.raises(TaskError) as refused:
+    with raises_code(TaskError, "does-not-fit"):
         written(tmp_path / "set", ["passkey"], 300, 30, 0, "digits=1", "depth_steps=2")
-    assert refused.value.code == "does-not-fit"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_seeds_of_training_are_no_seeds_of_evaluation() -> None:
+def test_training_seeds_are_no_evaluation_seeds() -> None:
     assert training_seed(0) == TRAINING_SEEDS
-    with pytest.raises(TaskError, match=str(TRAINING_SEEDS)):
+    with raises_code(TaskError, "out-of-range", TRAINING_SEEDS):
         training_seed(TRAINING_SEEDS)
     task = named("passkey")
     assert task.sample(training_seed(0), 0, ByteTokens(), 300) != task.sample(0, 0, ByteTokens(), 300)
-    with pytest.raises(TaskError, match="-1"):
+    with raises_code(TaskError, "out-of-range", "seed=-1"):
         task.sample(-1, 0, ByteTokens(), 300)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from hybridtron.cli import train
 from hybridtron.data.prepare.writer import write_folder
+from hybridtron.problems import ConfigError, Problem
+from tests.settings import Setting, flat
 
 VOCAB = 32
 
@@ -43,10 +45,31 @@ def small_run_arguments(data: Path, run: Path) -> list[str]:
 
 
 Train = Callable[..., int]
+Refused = Callable[..., dict[str, Problem]]
 
 
 @pytest.fixture
 def train_small(counting_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Train:
-    """Runs train.py's main on the small model in tmp_path/run, with further arguments."""
+    """Runs train.py's main on the small model in tmp_path/run, with further settings."""
     fixed = small_run_arguments(counting_folder, tmp_path / "run")
-    return lambda *arguments: train.main([*fixed, *arguments])
+    return lambda *settings: train.main([*fixed, *flat(settings)])
+
+
+@pytest.fixture
+def refused(train_small: Train, monkeypatch: pytest.MonkeyPatch) -> Refused:
+    """Runs train.py's main like `train_small`; it must refuse the settings. Returns the problems by key."""
+    errors: list[ConfigError] = []
+    create = ConfigError.__init__
+
+    def record(error: ConfigError, problems: Sequence[Problem]) -> None:
+        create(error, problems)
+        errors.append(error)
+
+    monkeypatch.setattr(ConfigError, "__init__", record)
+
+    def refuse(*settings: Setting) -> dict[str, Problem]:
+        errors.clear()
+        assert train_small(*settings) == 2
+        return {problem.key: problem for problem in errors[-1].problems}
+
+    return refuse

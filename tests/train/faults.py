@@ -133,13 +133,12 @@ def spoiled(value: float, calls: Collection[int]) -> Iterator[None]:
     def loss_of(
         x_LBD: Tensor, model: LanguageModel, batch: Batch, chunks: int, z_loss: float, tensor: TensorGroup
     ) -> Any:
-        arguments = x_LBD, model, batch, chunks, z_loss, tensor
         seen.extend([1] * torch.is_grad_enabled())
         if not torch.is_grad_enabled() or len(seen) not in calls:
-            return original(*arguments)
+            return original(x_LBD, model, batch, chunks, z_loss, tensor)
         token = int(batch.mask_BL.T.flatten().nonzero()[0])  # one that counts
         with patch.object(chunked, "softmax_sums", partial(_off, chunked.softmax_sums, value, token)):
-            return original(*arguments)
+            return original(x_LBD, model, batch, chunks, z_loss, tensor)
 
     schedule._loss_of = loss_of
     try:

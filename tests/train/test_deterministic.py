@@ -36,6 +36,7 @@ def test_two_runs_give_the_same_bits(train_small: Train, tmp_path: Path) -> None
     assert stored(runs[0]) == stored(runs[1])
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("layout", ["parallel.tensor=2", pytest.param("parallel.pipeline=2", marks=pytest.mark.slow)])
 def test_two_runs_on_two_ranks_give_the_same_bits(layout: str, counting_folder: Path, tmp_path: Path) -> None:
@@ -48,7 +49,7 @@ def test_two_runs_on_two_ranks_give_the_same_bits(layout: str, counting_folder: 
     assert stored(runs[0]) == stored(runs[1])
 
 
-def test_settings_are_put_back_and_the_user_s_own_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_settings_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in determinism.FIXED_ORDER:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_ALGO", "Tree")

@@ -10,7 +10,7 @@ import pytest
 from hybridtron.config import lr_shapes
 from hybridtron.config.check import check
 from hybridtron.config.load import load
-from hybridtron.config.resolve import resolve
+from hybridtron.config.resolve import RunPlan, resolve
 from hybridtron.config.units import parse_tokens
 from hybridtron.train import sinks
 from hybridtron.train.lr import learning_rate
@@ -26,19 +26,19 @@ def run_code_of(section: str) -> None:
     exec(compile(block, f"{PAGE}: {section}", "exec"), {"__name__": section})
 
 
-def test_a_shape_of_the_learning_rate() -> None:
+def test_the_schedule_of_the_docs_trains() -> None:
     before = dict(lr_shapes.SHAPES)
     wanted = ["optim.schedule=square_root", "optim.decay=50%", "optim.warmup=0", "optim.final_lr=0", "phases.0.lr=1"]
-    assert [problem.key for problem in check(load(wanted))] == ["optim.schedule"]
+    assert [problem.key for problem in check(RunPlan.of(load(wanted)))] == ["optim.schedule"]
     try:
         run_code_of("A learning-rate shape")
         config = load(wanted)
-        assert check(config) == []
+        assert check(RunPlan.of(config)) == []
         phases = resolve(config)
         whole = parse_tokens(phases[0].settings.tokens)
         rates = [learning_rate(phases, 0, round(share * whole)) for share in (0.25, 0.5, 0.625, 1.0)]
         assert rates == pytest.approx([1.0, 1.0, 0.5, 0.0], abs=1e-2)
-        assert [problem.key for problem in check(load([*wanted, "optim.decay=101%"]))] == [
+        assert [problem.key for problem in check(RunPlan.of(load([*wanted, "optim.decay=101%"])))] == [
             "optim.warmup"
         ]  # decay with it
     finally:
@@ -46,7 +46,9 @@ def test_a_shape_of_the_learning_rate() -> None:
         lr_shapes.SHAPES.update(before)
 
 
-def test_a_sink_sees_resume_and_rollback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train_small: Train) -> None:
+def test_the_sink_of_the_docs_sees_resume_and_rollback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train_small: Train
+) -> None:
     monkeypatch.setattr(sinks, "SINKS", dict(sinks.SINKS))
     run_code_of("A metrics sink")
     metrics = reported(tmp_path, 1, 2, 3, 4)

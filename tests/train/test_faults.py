@@ -27,19 +27,20 @@ def clean(counting_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "at", "rank", "said"),
     [
         ("raise", "step", 1, "RuntimeError: out of luck"),
         ("kill", "step", 1, "rank 1 is gone"),
-        pytest.param("raise", "loader", 1, "RuntimeError: out of luck", marks=pytest.mark.slow),
-        pytest.param("stop", "step", 1, "rank 1 is stopped", marks=pytest.mark.slow),
-        pytest.param("sleep", "step", 1, "step 8 did not end within 20 s", marks=pytest.mark.slow),
-        pytest.param("sleep", "loader", 1, "did not end within 20 s", marks=pytest.mark.slow),
-        pytest.param("lock", "step", 0, "waiting for other ranks", marks=pytest.mark.slow),
+        ("raise", "loader", 1, "RuntimeError: out of luck"),
+        ("stop", "step", 1, "rank 1 is stopped"),
+        ("sleep", "step", 1, "step 8 did not end within 20 s"),
+        ("sleep", "loader", 1, "did not end within 20 s"),
+        ("lock", "step", 0, "waiting for other ranks"),
     ],
 )
-def test_a_rank_in_trouble_ends_the_run_and_a_restart_completes_it(
+def test_a_failing_rank_ends_the_run_and_a_restart_completes_it(
     fault: str, at: str, rank: int, said: str, counting_folder: Path, tmp_path: Path, clean: Path
 ) -> None:
     run = tmp_path / "run"

@@ -20,6 +20,7 @@ from torch.optim.adamw import adamw
 from tests.train.conftest import Train
 from tests.train.faults import spoiled, trained
 
+SHARED = ("optim.warmup=0%", "run.eval_every=100", "run.eval_lengths=[1]")
 SIZES = "seq_len: 16, global_batch: 4, micro_batch: 2, lr: 1e-2"
 OTHER_USE = "layers: {W: {window: 4}}"  # which takes another engine
 TWO_PHASES = f"phases=[{{name: a, tokens: 256, {SIZES}}},{{name: b, tokens: 256, {SIZES}, {OTHER_USE}}}]"
@@ -69,28 +70,29 @@ class FusedAdam(torch.optim.Optimizer):
             )
 
 
-def resumed(train: Train, *arguments: str) -> None:
-    assert train(*arguments, "run.max_steps=5") == 0
-    assert train(*arguments, "run.max_steps=8") == 0
+def resumed(train: Train, settings: list[str]) -> None:
+    assert train(settings, "run.max_steps=5") == 0
+    assert train(settings, "run.max_steps=8") == 0
 
 
-def rolled_back(train: Train, *arguments: str) -> None:
+def rolled_back(train: Train, settings: list[str]) -> None:
     with spoiled(math.nan, (14, 16)):  # a micro-batch of step 7, and one of step 8
-        assert train(*arguments, "run.max_steps=8", "optim.skips=2") == 0
+        assert train(settings, "run.max_steps=8", "optim.skips=2") == 0
 
 
-def in_two_phases(train: Train, *arguments: str) -> None:
-    assert train(*arguments, TWO_PHASES) == 0
+def in_two_phases(train: Train, settings: list[str]) -> None:
+    assert train(settings, TWO_PHASES) == 0
 
 
-@pytest.mark.parametrize("scenario", [resumed, rolled_back, in_two_phases])
-def test_its_runs_are_those_of_torchs_adamw(
-    scenario: Callable[..., None], train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "scenario", [rolled_back, *(pytest.param(s, marks=pytest.mark.slow) for s in (resumed, in_two_phases))]
+)
+def test_fused_adam_runs_equal_those_of_torch(
+    scenario: Callable[[Train, list[str]], None], train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared = "optim.warmup=0%", "run.eval_every=100", "run.eval_lengths=[1]"
-    scenario(train_small, f"run.dir={tmp_path / 'torch'}", *shared)
+    scenario(train_small, [*SHARED, f"run.dir={tmp_path / 'torch'}"])
     for module in (megatron, distrib_optimizer):
         monkeypatch.setattr(module, "Adam", FusedAdam)
     monkeypatch.setattr(megatron, "USING_PYTORCH_OPTIMIZER", False)
-    scenario(train_small, f"run.dir={tmp_path / 'fused'}", *shared)
+    scenario(train_small, [*SHARED, f"run.dir={tmp_path / 'fused'}"])
     assert trained(tmp_path / "fused") == trained(tmp_path / "torch")

@@ -15,7 +15,7 @@ from tests.train.conftest import Train
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_learns_real_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_laptop_recipe_learns_real_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main([f"run.dir={tmp_path / 'run'}", f"data.path={tmp_path / 'data'}"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     uniform = math.log(2048)
@@ -36,7 +36,7 @@ SIBLINGS = ("gla", "retnet", "gdn", "kda", "mamba3", "rwkv6")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", SIBLINGS)
-def test_its_siblings_learn(kind: str, tmp_path: Path) -> None:
+def test_recipes_beside_laptop_learn(kind: str, tmp_path: Path) -> None:
     """Half of the recipe's tokens suffice to learn word order: word frequencies alone give a loss of 6.3."""
     settings = ["phases.0.tokens=400K", "run.sample_tokens=0", "run.eval_every=1000000", f"run.dir={tmp_path / 'run'}"]
     assert train.main([f"recipe={kind}_laptop", f"data.path={tmp_path / 'data'}", *settings]) == 0

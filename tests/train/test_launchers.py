@@ -72,7 +72,7 @@ def descendants(process: int) -> list[int]:
         ([], signal.SIGKILL, "its launcher is gone"),
     ],
 )
-def test_a_signal_to_torchrun_alone(
+def test_a_signal_to_torchrun_preempts_the_run(
     options: list[str], number: signal.Signals, reason: str, counting_folder: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -109,20 +109,25 @@ def test_a_killed_torchrun_can_be_started_again_at_once(steps: int, counting_fol
     assert outcome_of(run)["outcome"] == "finished"
     assert [line["step"] for line in trained(run)] == list(range(1, 21))
     until = time.monotonic() + 60  # those that have made a step may take half a minute to save
-    while any(Path(f"/proc/{one}").exists() for one in orphans):
+    while any(Path(f"/proc/{orphan}").exists() for orphan in orphans):
         assert time.monotonic() < until
         time.sleep(0.1)
 
 
-def test_of_two_starts_at_a_time_one_is_refused(counting_folder: Path, tmp_path: Path) -> None:
+def test_the_second_of_two_starts_is_refused(counting_folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = [sys.executable, "train.py", *small_run_arguments(counting_folder, run), LONG]
-    with started(command) as one, started(command) as other:
+    with started(command) as first, started(command) as second:
         until = time.monotonic() + 200
-        while (one.poll(), other.poll()) == (None, None):
+        while (first.poll(), second.poll()) == (None, None):
             assert time.monotonic() < until
             time.sleep(0.1)
-        refused, holder = (one, other) if one.poll() is not None else (other, one)
+        if first.poll() is not None:
+            refused = first
+            holder = second
+        else:
+            refused = second
+            holder = first
         assert refused.returncode == 2
         assert refused.stderr is not None
         assert f"process {holder.pid} " in refused.stderr.read()
@@ -133,7 +138,7 @@ def test_of_two_starts_at_a_time_one_is_refused(counting_folder: Path, tmp_path:
 
 
 @pytest.mark.parametrize(("ending", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -signal.SIGKILL)])
-def test_the_loader_s_workers_hear_no_signals_and_end_with_their_process(
+def test_loader_workers_ignore_signals_and_end_with_their_process(
     ending: signal.Signals, code: int, counting_folder: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -158,7 +163,7 @@ def test_the_loader_s_workers_hear_no_signals_and_end_with_their_process(
     ("number", "reason"),
     [(signal.SIGKILL, "exited unexpectedly"), (signal.SIGSTOP, "did not end within 40 s")],
 )
-def test_a_loader_s_worker_that_dies_or_stops_fails_the_run(
+def test_a_dead_or_stopped_loader_worker_fails_the_run(
     number: signal.Signals, reason: str, counting_folder: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"

@@ -43,13 +43,15 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(run: Path) -> str:
+    """Return the message of the problem with the folder, whose lock can't be taken."""
     with pytest.raises(ConfigError) as error, RunLock(run):
         pass
-    assert [problem.key for problem in error.value.problems] == ["run.dir"]
-    return str(error.value)
+    (problem,) = error.value.problems
+    assert problem.key == "run.dir"
+    return problem.message
 
 
-def test_a_folder_has_one_holder_who_leaves_nothing(tmp_path: Path) -> None:
+def test_a_lock_has_one_holder_and_leaves_nothing(tmp_path: Path) -> None:
     run = tmp_path / "deep" / "run"
     with RunLock(run) as held:
         assert held.own in refused(run)
@@ -61,7 +63,7 @@ def test_a_folder_has_one_holder_who_leaves_nothing(tmp_path: Path) -> None:
     assert list(run.iterdir()) == []
 
 
-def test_a_start_waits_for_the_end_of_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_waits_until_the_lock_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "PATIENCE_S", 60.0)
     first = RunLock(tmp_path).__enter__()
     second = RunLock(tmp_path, given_up=lambda: bool(first.__exit__()))
@@ -75,7 +77,7 @@ def test_a_signal_ends_the_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         pass
 
 
-def test_a_killed_process_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_process_releases_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
@@ -88,7 +90,7 @@ def test_a_killed_process_holds_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("no_locks")
-def test_a_heartbeat_takes_the_place_of_a_lock(
+def test_a_heartbeat_replaces_missing_file_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(lock, "BEAT_S", 0.01)
@@ -111,7 +113,7 @@ def left_behind(run: Path, host: str) -> None:
 
 
 @pytest.mark.parametrize("jump", [-(10**6), 10**6])
-def test_a_holder_on_another_machine_is_gone_when_its_heartbeat_stops(
+def test_a_remote_lock_without_heartbeat_is_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: int
 ) -> None:
     """Whatever the clock of either machine says; the lock alone is not enough, as some systems keep it to a machine."""
@@ -120,15 +122,13 @@ def test_a_holder_on_another_machine_is_gone_when_its_heartbeat_stops(
     os.utime(tmp_path / lock.FILE, (now, now))
     assert "elsewhere" in refused(tmp_path)
     monkeypatch.setattr(lock, "STALE_S", 0.3)
-    monkeypatch.setattr(lock, "LOOK_S", 0.05)
+    monkeypatch.setattr(lock, "POLL_INTERVAL_S", 0.05)
     monkeypatch.setattr(lock, "PATIENCE_S", 60.0)
     with RunLock(tmp_path) as held:
         assert lock._holder_at(held.path) == held.own
 
 
-def test_a_holder_on_another_machine_whose_heart_beats_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_remote_lock_with_heartbeat_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left_behind(tmp_path, "elsewhere")
     looks: list[int] = []
 
@@ -138,14 +138,14 @@ def test_a_holder_on_another_machine_whose_heart_beats_is_left_alone(
         return len(looks) > 20
 
     monkeypatch.setattr(lock, "STALE_S", 0.2)
-    monkeypatch.setattr(lock, "LOOK_S", 0.05)
+    monkeypatch.setattr(lock, "POLL_INTERVAL_S", 0.05)
     monkeypatch.setattr(lock, "PATIENCE_S", 3600.0)
     with pytest.raises(ConfigError), RunLock(tmp_path, given_up=beat):
         pass
     assert len(looks) > 20
 
 
-def test_a_process_whose_folder_was_taken_over_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_ends_after_a_takeover_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
     monkeypatch.setattr(lock, "BEAT_S", 0.01)
     with RunLock(tmp_path) as held:
@@ -164,7 +164,7 @@ def test_a_process_whose_folder_was_taken_over_ends(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     "place", ["file", "file/below", "dangling", "dangling/below", "x" * 300, "/proc/x", "/dev/null", "a\0b"]
 )
-def test_a_folder_that_can_not_be_used_is_refused(place: str, tmp_path: Path) -> None:
+def test_unusable_folders_are_refused(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "else")
     before = sorted(tmp_path.iterdir())
@@ -174,9 +174,7 @@ def test_a_folder_that_can_not_be_used_is_refused(place: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("call", ["mkdir", "open", "pwrite"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT])
-def test_so_is_one_that_can_not_be_written(
-    call: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_folders_are_refused(call: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError(code, os.strerror(code))
 

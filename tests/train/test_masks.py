@@ -63,8 +63,9 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
     return [{key: line.get(key) for key in kept} for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_the_loss_counts_what_the_assistant_says(chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_counts_tokens_of_the_assistant(chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = torch.tensor([WORDS.index(word) for word in (*ASSISTANT, EOS)])
     counts: list[int] = []
     original = Engine.forward_backward

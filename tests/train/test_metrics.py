@@ -17,14 +17,13 @@ from rich.console import Console
 
 from hybridtron.config.load import load
 from hybridtron.device import Package
-from hybridtron.train import console as reporting
 from hybridtron.train import sinks
-from hybridtron.train.console import ConsoleSink
+from hybridtron.train import sinks as reporting
 from hybridtron.train.logs import RunLog
 from hybridtron.train.metrics import Decision, StepMetrics
 from hybridtron.train.outcome import Progress
 from hybridtron.train.report import announce_end
-from hybridtron.train.sinks import MetricsWriter, SinkStart
+from hybridtron.train.sinks import ConsoleSink, MetricsWriter, SinkStart
 
 STEP = StepMetrics(
     step=10, phase="a", tokens=640, loss=2.5, grad_norm=1.0, lr=1e-3, step_time=0.5, data_wait=0.01,
@@ -74,8 +73,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
 def with_package(monkeypatch: pytest.MonkeyPatch, wanted: str, module: object) -> None:
     """Make only this package appear installed."""
-    there, absent = Package(wanted, module, "stand-in"), Package("", None, "absent")
-    monkeypatch.setattr(sinks, "optional_package", lambda name: there if wanted in name else absent)
+    installed = Package(wanted, module, "stand-in")
+    absent = Package("", None, "absent")
+    monkeypatch.setattr(sinks, "optional_package", lambda name: installed if wanted in name else absent)
 
 
 def reported(folder: Path, *steps: int, resumed: int = 0, overrides: tuple[str, ...] = ()) -> MetricsWriter:
@@ -121,7 +121,7 @@ def test_tensorboard_gets_every_number(events: Events, tmp_path: Path) -> None:
     assert not {"mfu", "phase", "time"} & set(numbers)
 
 
-def test_tensorboard_drops_the_steps_that_are_taken_again(events: Events, tmp_path: Path) -> None:
+def test_tensorboard_drops_repeated_steps(events: Events, tmp_path: Path) -> None:
     metrics = reported(tmp_path, 1, 2, 3, 4)
     metrics.on_decision(rolled_back(2))
     metrics.write(replace(STEP, step=3))
@@ -143,7 +143,7 @@ def test_wandb_resumes_the_same_run_with_its_configuration(runs: Runs, tmp_path:
     assert (first["project"], first["name"], first["resume"]) == ("project", "mine", "allow")
     assert first["config"]["optim"]["clip"] == 0.5
     assert json.dumps(first["config"])
-    assert [one["step"] for one in runs.logged] == [1, 2, 2, 3]
+    assert [metrics["step"] for metrics in runs.logged] == [1, 2, 2, 3]
     assert ("*", "step") in runs.axes
     other = tmp_path / "other"
     other.mkdir()
@@ -151,7 +151,7 @@ def test_wandb_resumes_the_same_run_with_its_configuration(runs: Runs, tmp_path:
     assert runs.started[2]["id"] != first["id"]
 
 
-def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminals_show_a_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = text_io.StringIO()
     monkeypatch.setattr(reporting, "Console", lambda: Console(file=screen, force_terminal=True, width=160))
     report = ConsoleSink(log_every=10, first_step=0, last_step=20)
@@ -161,7 +161,7 @@ def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1x 2.7500" in screen.getvalue()
 
 
-def test_elsewhere_there_is_a_plain_line_now_and_then(
+def test_output_without_a_terminal_is_a_line_per_interval(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("time.monotonic", lambda: 0.0)
@@ -175,7 +175,7 @@ def test_elsewhere_there_is_a_plain_line_now_and_then(
     assert line.endswith("1:40:00 left")  # six steps took 12 s, and 3000 are left
 
 
-def test_a_kill_while_the_file_is_cut_back_leaves_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_while_truncating_metrics_leaves_them_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = "".join(f'{{"step": {step}}}\n' for step in range(1, 9))
     (tmp_path / "metrics.jsonl").write_text(before)
 
@@ -189,7 +189,7 @@ def test_a_kill_while_the_file_is_cut_back_leaves_it_whole(tmp_path: Path, monke
     assert (tmp_path / "metrics.jsonl").read_text() == before
 
 
-def test_the_end_names_duration_checkpoint_and_what_can_be_done_next(
+def test_the_final_message_names_duration_checkpoint_and_commands(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("time.monotonic", lambda: 3723.0)

@@ -42,11 +42,12 @@ def train(run_dir: Path, processes: int, url: str, *settings: str) -> str:
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.timeout(1500)
-def test_four_processes_then_two(tmp_path: Path) -> None:
+def test_a_mixture_from_s3_resumes_on_fewer_processes(tmp_path: Path) -> None:
     tokenizer = '{"counting": 1}'
     for name, seed in (("up", 0), ("down", 1)):
         documents = counting_documents(300, seed)
-        documents = documents if name == "up" else [document[::-1].copy() for document in documents]
+        if name == "down":
+            documents = [document[::-1].copy() for document in documents]
         splits = {"train": {"text": documents[:280]}, "validation": {"text": documents[280:]}}
         write_folder(tmp_path / "store" / name, splits, tokenizer, VOCAB, VOCAB - 1, {}, shard_size=2000)
     with serve(tmp_path / "store") as store:

@@ -57,8 +57,10 @@ def runs_of(seat: Seat, places: list[dict[str, str]], data: Path, folder: Path, 
 
 def tensors(run: Path) -> dict[tuple[str, str], Tensor]:
     """Everything in every checkpoint of a run."""
-    opened = [Checkpoint.open(folder) for folder in all_of(run)]
-    return {(one.folder.name, key): one.whole(key) for one in opened for key in one.shapes}
+    checkpoints = [Checkpoint.open(folder) for folder in all_of(run)]
+    return {
+        (checkpoint.folder.name, key): checkpoint.whole(key) for checkpoint in checkpoints for key in checkpoint.shapes
+    }
 
 
 def numbers(run: Path) -> list[dict[str, Any]]:
@@ -66,14 +68,15 @@ def numbers(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_overlap_changes_no_bit_of_what_a_run_leaves(layout: str, counting_folder: Path, tmp_path: Path) -> None:
+def test_overlap_changes_no_bit_of_checkpoints_and_exports(layout: str, counting_folder: Path, tmp_path: Path) -> None:
     world_size, settings = LAYOUTS[layout]
     plain = tmp_path / "plain"
     overlapped = tmp_path / "overlapped"
     for folder, overlap in ((plain, IN_TURN), (overlapped, ())):
-        given = counting_folder, folder, (*settings, *overlap)
-        stores = [Rendezvous() for _ in range(3)]
-        run_distributed(runs_of, world_size, [one.variables for one in stores], *given, timeout_s=500)
+        rendezvous = [Rendezvous() for _ in range(3)]  # their stores must live as long as the runs
+        places = [store.variables for store in rendezvous]
+        all_settings = (*settings, *overlap)
+        run_distributed(runs_of, world_size, places, counting_folder, folder, all_settings, timeout_s=500)
     for name, checkpoints in (("whole", 3), ("resumed", 1), ("post_trained", 2)):
         ours = tensors(overlapped / name)
         theirs = tensors(plain / name)

@@ -37,6 +37,7 @@ def outcome(run: Path) -> dict:
     return json.loads((run / "outcome.json").read_text())
 
 
+@pytest.mark.slow
 def test_training_continues_after_an_export_that_fails(
     train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,7 +58,7 @@ def test_training_continues_after_an_export_that_fails(
     assert attempts == [1, 2, 2, 2]
 
 
-def test_an_export_that_succeeds_at_the_second_try_is_no_failure(
+def test_exports_that_succeed_at_the_second_try_are_no_failures(
     train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempts = exporting(monkeypatch, MemoryError(), None)
@@ -69,7 +70,8 @@ def test_an_export_that_succeeds_at_the_second_try_is_no_failure(
 def test_each_export_has_the_whole_time_limit(train_small: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """The watchdog gets a beat before each export, also where several follow one another."""
     events: list[str] = []
-    beat, two = Watchdog.beat, PHASES.replace("lr: 1e-3}]", "lr: 1e-3, export: custom}]")
+    beat = Watchdog.beat
+    two_exports = PHASES.replace("lr: 1e-3}]", "lr: 1e-3, export: custom}]")
 
     def noted(watchdog: Watchdog, doing: str, at_least_s: float = 0.0) -> None:
         events.append(doing)
@@ -81,13 +83,13 @@ def test_each_export_has_the_whole_time_limit(train_small: Train, monkeypatch: p
 
     monkeypatch.setattr(Watchdog, "beat", noted)
     monkeypatch.setattr(phase_exports, "export_phase", export)
-    assert train_small(two) == 1
+    assert train_small(two_exports) == 1
     exports = [number for number, event in enumerate(events) if event.startswith("export ")]
     assert [events[number] for number in exports] == ["export a", "export a", "export b"]
     assert [events[number - 1] for number in exports] == [f"the work after phase {name}" for name in "aab"]
 
 
-def test_one_that_was_killed_waits_until_all_is_trained(
+def test_killed_exports_are_retried_after_training(
     train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempts = exporting(monkeypatch, None)

@@ -50,8 +50,9 @@ def whole(counting_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", [(7, 8, 12), pytest.param((2, 4, 5, 8, 9, 11, 12), marks=pytest.mark.slow)])
-def test_a_run_stopped_in_any_phase_or_between_two_ends_as_one_that_was_not(
+def test_runs_interrupted_in_any_phase_end_like_uninterrupted_ones(
     train_small: Train, tmp_path: Path, whole: Path, stops: tuple[int, ...]
 ) -> None:
     run = tmp_path / "run"
@@ -64,7 +65,7 @@ def test_a_run_stopped_in_any_phase_or_between_two_ends_as_one_that_was_not(
     assert [key for key in kept if not torch.equal(kept[key], expected[key])] == []
 
 
-def test_each_phase_does_what_it_says(whole: Path) -> None:
+def test_phases_apply_their_settings(whole: Path) -> None:
     lines = metrics_of(whole)
     assert [line["phase"] for line in lines] == ["grow"] * 4 + ["narrow"] * 4 + ["mixers"] * 4
     assert [line["tokens"] for line in lines] == [32, 64, *range(128, 705, 64)]
@@ -81,9 +82,8 @@ def test_each_phase_does_what_it_says(whole: Path) -> None:
     assert {key for key in at[12] if key.startswith("exp_avg.")} == {f"exp_avg.{key}" for key in learning}
 
 
-def test_where_the_newest_checkpoint_is_broken_the_phase_before_is_resumed(
-    train_small: Train, tmp_path: Path, whole: Path
-) -> None:
+@pytest.mark.slow
+def test_broken_checkpoints_fall_back_to_the_phase_before(train_small: Train, tmp_path: Path, whole: Path) -> None:
     assert train_small(CHAIN, "run.max_steps=9", "checkpoint.every=1", "checkpoint.keep=1") == 0
     for damaged in all_of(tmp_path / "run")[1:]:  # the border of step 8 and the one of step 9
         path = next(damaged.glob("model-*"))
@@ -92,21 +92,23 @@ def test_where_the_newest_checkpoint_is_broken_the_phase_before_is_resumed(
     assert losses(tmp_path / "run") == losses(whole)
 
 
-def test_weights_of_another_run_and_an_export_at_the_end(train_small: Train, tmp_path: Path, whole: Path) -> None:
-    own = f"{{name: own, tokens: 64, {SIZES}, lr: 1e-3}}"
-    other = f"{{name: other, tokens: 64, {SIZES}, lr: 1e-30, init_from: {whole}, export: custom}}"
-    assert train_small(f"phases=[{own},{other}]") == 0
+def test_a_phase_starts_from_another_run_and_exports_at_its_end(
+    train_small: Train, tmp_path: Path, whole: Path
+) -> None:
+    trained_here = f"{{name: own, tokens: 64, {SIZES}, lr: 1e-3}}"
+    from_weights = f"{{name: other, tokens: 64, {SIZES}, lr: 1e-30, init_from: {whole}, export: custom}}"
+    assert train_small(f"phases=[{trained_here},{from_weights}]") == 0
     run = tmp_path / "run"
     ours = tensors(run, 2)
     theirs = tensors(whole, 12)
     assert all(torch.allclose(ours[key], theirs[key], atol=1e-20) for key in ours if key.startswith("layers."))
     assert (run / "export" / "other" / "modeling_hybridtron.py").exists()
     shutil.rmtree(run / "export")
-    assert train_small(f"phases=[{own},{other}]") == 0  # nothing to train, but the export is not there
+    assert train_small(f"phases=[{trained_here},{from_weights}]") == 0  # nothing to train, but the export is not there
     assert (run / "export" / "other" / "config.json").exists()
 
 
-def test_what_can_only_fail_later_is_reported_before_the_start(
+def test_problems_of_later_phases_are_reported_before_the_start(
     train_small: Train, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     first = f"{{name: a, tokens: 256, {SIZES}, lr: 1e-3}}"
@@ -127,7 +129,7 @@ def test_what_can_only_fail_later_is_reported_before_the_start(
         assert words in output, words
 
 
-def test_the_plan_says_what_each_phase_does(
+def test_the_plan_prints_the_changes_of_each_phase(
     train_small: Train, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert train_small(CHAIN, "run.plan=true", "cluster=h100", "parallel.tensor=2", "parallel.pipeline=2") == 0

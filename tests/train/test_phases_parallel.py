@@ -28,7 +28,7 @@ def serial(counting_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> l
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pp2", "tp2-sp", "dp2"])
-def test_the_phases_of_a_layout_are_those_of_one_process(
+def test_phases_on_a_layout_equal_those_of_one_process(
     layout: str, serial: list[float], counting_folder: Path, tmp_path: Path
 ) -> None:
     arguments = [*small_run_arguments(counting_folder, tmp_path / "run"), CHAIN]
@@ -39,7 +39,7 @@ def test_the_phases_of_a_layout_are_those_of_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [("pp2", "serial"), ("serial", "tp2-pp2"), ("dp2", "tp2")])
-def test_a_phase_that_trains_a_part_continues_on_another_layout(
+def test_partially_trained_phases_continue_on_another_layout(
     first: str, then: str, serial: list[float], counting_folder: Path, tmp_path: Path
 ) -> None:
     arguments = [*small_run_arguments(counting_folder, tmp_path / "run"), CHAIN]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hybridtron.architecture.table import architecture
 from hybridtron.ops.registry import OPS
 from hybridtron.train.report import ops_of
 from tests.conftest import small_config
@@ -13,13 +14,13 @@ NORMS = {"rms_norm", "add_rms_norm"}
 
 
 @pytest.mark.parametrize(
-    ("pattern", "own"),
+    ("pattern", "expected"),
     [
         ("M-", {"causal_conv", "selective_scan", "swiglu"}),
         ("W-", {"attention", "apply_rope", "causal_conv", "swiglu"}),  # its short convolution, where one is asked for
         ("S", {"causal_conv", "ssd_scan", "gated_norm", "gated_squares", "gated_scale"}),
     ],
 )
-def test_a_model_gets_its_own_ops_reported(pattern: str, own: set[str]) -> None:
-    assert ops_of(small_config(pattern)) == LOSS | NORMS | own
-    assert all(len(OPS[name].choice("cpu")[1]) < 44 for name in own)  # beside name and form on 80 columns
+def test_the_report_lists_ops_of_the_model(pattern: str, expected: set[str]) -> None:
+    assert ops_of(architecture(small_config(pattern))) == LOSS | NORMS | expected
+    assert all(len(OPS[name].choice("cpu")[1]) < 44 for name in expected)  # beside name and form on 80 columns

@@ -15,12 +15,13 @@ from tests.train.conftest import Train
 SPARSE = "model.layers.M={kind: mamba, state: 4, sparse: {keys: 4, hashes: 3}}"
 
 
-def test_a_run_on_lanes_resumes_with_the_keys_that_it_had_kept(train_small: Train, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_resumed_lanes_keep_their_sparse_keys(train_small: Train, tmp_path: Path) -> None:
     losses = {}
     for run, stops in (("through", [4]), ("again", [2, 4])):
         for stop in stops:
             arguments = [SPARSE, "phases.0.states.mode=tbtt", "data.order=lanes", f"run.dir={tmp_path / run}"]
-            assert train_small(*arguments, f"run.max_steps={stop}") == 0
+            assert train_small(arguments, f"run.max_steps={stop}") == 0
         lines = (tmp_path / run / "metrics.jsonl").read_text().splitlines()
         losses[run] = [json.loads(line).get("loss") for line in lines]
     assert losses["through"] == losses["again"]
@@ -37,12 +38,13 @@ def test_the_ranking_loss_is_reported_beside_the_loss(
     assert f"loss {lines[1]['loss']:.4f}  ranking {lines[1]['auxiliary']['ranking']:.4f}  lr" in capsys.readouterr().out
 
 
-def test_chunks_that_run_again_in_the_backward_pass_report_it_once(train_small: Train, tmp_path: Path) -> None:
-    found = []
+@pytest.mark.slow
+def test_recomputed_chunks_report_the_ranking_loss_once(train_small: Train, tmp_path: Path) -> None:
+    ranking_losses = []
     for recompute in ("none", "layer"):
         through = ["phases.0.states.mode=tbtt", "data.order=lanes", "phases.0.states.chunks=2"]
         again = ["phases.0.states.through_time=true", f"parallel.recompute={recompute}", "run.max_steps=1"]
-        assert train_small(SPARSE, *through, *again, f"run.dir={tmp_path / recompute}") == 0
-        found.append(json.loads((tmp_path / recompute / "metrics.jsonl").read_text())["auxiliary"]["ranking"])
-    assert found[0] == pytest.approx(found[1], rel=1e-6)
-    assert found[0] == pytest.approx(2 * 0.1 * math.log(2), rel=0.05)
+        assert train_small(SPARSE, through, again, f"run.dir={tmp_path / recompute}") == 0
+        ranking_losses.append(json.loads((tmp_path / recompute / "metrics.jsonl").read_text())["auxiliary"]["ranking"])
+    assert ranking_losses[0] == pytest.approx(ranking_losses[1], rel=1e-6)
+    assert ranking_losses[0] == pytest.approx(2 * 0.1 * math.log(2), rel=0.05)

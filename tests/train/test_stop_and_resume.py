@@ -102,18 +102,23 @@ def arguments_of(data: Path, folder: Path, mode: str) -> list[str]:
 
 
 def cases(pairs: list[tuple[str, str]], fast: set[tuple[str, str, str]]) -> list[Any]:
-    return [
-        pytest.param(*pair, mode, marks=[] if (*pair, mode) in fast else pytest.mark.slow, id="-".join((*pair, mode)))
-        for number, pair in enumerate(pairs)
-        for mode in (list(MODES) if pair[0] == pair[1] else [list(MODES)[number % len(MODES)]])
-    ]
+    """Return every mode for a pair of equal layouts, and one mode for any other pair."""
+    modes = list(MODES)
+    parameters = []
+    for number, (first, second) in enumerate(pairs):
+        for mode in modes if first == second else [modes[number % len(modes)]]:
+            case = (first, second, mode)
+            marks = [] if case in fast else [pytest.mark.slow]
+            parameters.append(pytest.param(first, second, mode, marks=marks, id="-".join(case)))
+    return parameters
 
 
 SAME = [(layout, layout) for layout in ("serial", "tp2", "pp2", "dp2", "tp2-pp2")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "_", "mode"), cases(SAME, {("serial", "serial", "tbtt")}))
-def test_on_the_same_layout_nothing_shows(
+def test_resume_on_the_same_layout_is_bit_identical(
     layout: str, _: str, mode: str, clean: Clean, counting_folder: Path, tmp_path: Path
 ) -> None:
     """Weights, optimizer, carried states, random states, losses and data, at the end, after a stop in between."""
@@ -149,7 +154,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("before", "after", "mode"), cases(PAIRS, set()))
-def test_on_another_layout_it_continues_alike(
+def test_resume_on_another_layout_has_close_losses(
     before: str, after: str, mode: str, clean: Clean, counting_folder: Path, tmp_path: Path
 ) -> None:
     """The order of the data exactly, and the losses of the 20 steps that follow."""

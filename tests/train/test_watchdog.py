@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from hybridtron.problems import ConfigError, Problem
-from hybridtron.train import failures, watchdog
-from hybridtron.train.failures import FailedElsewhere, Failures, process_fault
-from hybridtron.train.run_folder import Preempted, unfinished
+from hybridtron.train import outcome, watchdog
+from hybridtron.train.outcome import FailedElsewhere, Failures, Preempted, process_fault, record_unfinished
 from hybridtron.train.watchdog import Watchdog
+from tests.refusals import raises_code
 from tests.train.faults import ending_of, outcome_of
 
 HERE = socket.gethostname()
@@ -48,9 +48,9 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
-    monkeypatch.setattr(watchdog, "time", found)
-    return found
+    stand_in = Clock()
+    monkeypatch.setattr(watchdog, "time", stand_in)
+    return stand_in
 
 
 def test_progress_keeps_the_watchdog_quiet(tmp_path: Path, clock: Clock) -> None:
@@ -85,9 +85,9 @@ def test_a_hanging_process_is_dumped_recorded_and_ended(
         clock.now += 2.0
         assert watched._ended.wait(120)
     assert ended == [1]
-    found = outcome_of(tmp_path)
-    assert (found["outcome"], found["rank"]) == ("failed", 3)
-    assert "the first step did not end within 900 s (run.timeout)" in found["reason"]
+    outcome = outcome_of(tmp_path)
+    assert (outcome["outcome"], outcome["rank"]) == ("failed", 3)
+    assert "the first step did not end within 900 s (run.timeout)" in outcome["reason"]
     stacks = (tmp_path / "logs" / "stacks-3.txt").read_text()
     assert "test_a_hanging_process" in stacks
     assert "the first step did not end" in stacks
@@ -95,12 +95,12 @@ def test_a_hanging_process_is_dumped_recorded_and_ended(
 
 def connected(run: Path, rank: int) -> Failures:
     """Return one of four connected ranks."""
-    found = Failures(run, rank)
-    found.places = [(f"machine {other}", 1) for other in range(4)]
-    return found
+    failures = Failures(run, rank)
+    failures.processes = [(f"machine {other}", 1) for other in range(4)]
+    return failures
 
 
-def test_before_the_ranks_are_connected_the_record_of_an_earlier_start_is_replaced(tmp_path: Path) -> None:
+def test_a_new_start_replaces_an_earlier_record(tmp_path: Path) -> None:
     connected(tmp_path, 0).record("finished")
     assert Failures(tmp_path, 0).report("no other rank came", waiting=False) == (0, "no other rank came")
     assert outcome_of(tmp_path)["outcome"] == "failed"
@@ -118,32 +118,33 @@ def test_progress_before_a_hang_is_recorded_as_json(tmp_path: Path, monkeypatch:
             (tmp_path / f"checkpoints/step-{step:08}" / name).touch()
     monkeypatch.setattr(time, "time", lambda: 0.0)
     assert failures.record("finished")
-    found = outcome_of(tmp_path)
+    outcome = outcome_of(tmp_path)
     assert "NaN" not in (tmp_path / "outcome.json").read_text()
-    assert 0 <= found.pop("seconds") < 3600
-    assert datetime.fromisoformat(found.pop("ended")).tzinfo is not None
-    assert found == {
+    assert 0 <= outcome.pop("seconds") < 3600
+    assert datetime.fromisoformat(outcome.pop("ended")).tzinfo is not None
+    assert outcome == {
         "outcome": "finished", "step": 5, "loss": None, "validation": {"1x": 2.5, "2x": None},
         "checkpoint": str(tmp_path / "checkpoints/step-00000020"),
     }  # fmt: skip
 
 
-def test_a_watchdog_misses_no_file_that_is_gone(tmp_path: Path) -> None:
+def test_a_watchdog_ends_without_its_file(tmp_path: Path) -> None:
     with Watchdog(Failures(tmp_path, 0), 60.0) as watched:
         watched.path.unlink()
+    assert not watched.path.exists()
 
 
-def test_the_first_word_stands(tmp_path: Path) -> None:
+def test_the_first_recorded_failure_is_kept(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     assert connected(tmp_path, 2).record("failed", "a bad disk", 2)
     assert not connected(tmp_path, 0).record("finished")
     elsewhere = connected(tmp_path, 0).record_error(RuntimeError("connection closed by peer"))
     assert isinstance(elsewhere, FailedElsewhere)
-    assert str(elsewhere) == "rank 0 ends, as rank 2 failed first: a bad disk"
+    assert str(elsewhere) == "rank 0 ends because rank 2 failed first: a bad disk"
     assert "connection closed by peer" in (tmp_path / "logs" / "error-0.txt").read_text()
 
 
-def test_a_neighbour_that_is_stopped_or_gone_is_named(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+def test_stopped_and_killed_ranks_are_named(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     assert process_fault(sleeper.pid) is None
     sleeper.send_signal(signal.SIGSTOP)
     until = time.monotonic() + 120
@@ -154,32 +155,32 @@ def test_a_neighbour_that_is_stopped_or_gone_is_named(tmp_path: Path, sleeper: s
     sleeper.wait()
     assert "is gone" in str(process_fault(sleeper.pid))
     informed = Failures(tmp_path, 0)
-    informed.places = [(HERE, os.getpid()), ("another", sleeper.pid), (HERE, sleeper.pid)]
+    informed.processes = [(HERE, os.getpid()), ("another", sleeper.pid), (HERE, sleeper.pid)]
     rank, reason = informed.report("RuntimeError: connection closed by peer", waiting=True)
     assert rank == outcome_of(tmp_path)["rank"] == 2
-    assert reason.startswith("rank 2 is gone: it was killed or crashed; rank 0 noticed by RuntimeError")
+    assert reason.startswith("rank 2 is gone: it was killed or crashed; rank 0 observed: RuntimeError")
 
 
-def test_who_waited_lets_others_speak_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "GRACE_S", 120.0)
+def test_waiting_ranks_let_others_report_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outcome, "GRACE_S", 120.0)
     informed = Failures(tmp_path, 0)
     other = Failures(tmp_path, 1)
-    for one in (informed, other):
-        one.places = [(HERE, os.getpid())] * 2
+    for process_failures in (informed, other):
+        process_failures.processes = [(HERE, os.getpid())] * 2
     threading.Timer(0.2, other.report, ("a bad disk", False)).start()
     assert informed.report("connection closed by peer", waiting=True) == (1, "a bad disk")
 
 
-def test_the_outcome_of_each_end(tmp_path: Path) -> None:
+def test_outcomes_are_recorded_by_their_exceptions(tmp_path: Path) -> None:
     for rank, name in ((0, "a"), (1, "b")):
         (tmp_path / name).mkdir()
         failures = connected(tmp_path / name, rank)
         failures.progress.step = 7
-        with pytest.raises(Preempted, match="preempted at step 7"), unfinished(failures):
+        with pytest.raises(Preempted), record_unfinished(failures):
             raise Preempted(7, "SIGTERM")
     assert ending_of(tmp_path / "a") == {"outcome": "preempted", "step": 7, "reason": "SIGTERM"}
     assert not (tmp_path / "b" / "outcome.json").exists()
     for rank in (1, 0):
-        with pytest.raises(ConfigError, match="is wrong"), unfinished(connected(tmp_path / "b", rank)):
+        with raises_code(ConfigError, "out-of-range"), record_unfinished(connected(tmp_path / "b", rank)):
             raise ConfigError([Problem("seq_len", "out-of-range", "is wrong")])
     assert outcome_of(tmp_path / "b")["rank"] == 1

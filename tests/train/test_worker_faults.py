@@ -38,7 +38,7 @@ def clean(counting_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
         ("sleep", 0, "waiting for a worker process of the loader"),
     ],
 )
-def test_a_worker_in_trouble_ends_the_run_and_a_restart_completes_it(
+def test_a_failing_worker_ends_the_run_and_a_restart_completes_it(
     fault: str, workers: int, said: str, counting_folder: Path, tmp_path: Path, clean: Path
 ) -> None:
     run = tmp_path / "run"

@@ -1,4 +1,7 @@
-"""Rules for `phases.N.export`, checked before training so that its export cannot fail for a known reason."""
+"""Rules for `phases.N.export`, checked before training, so that exports do not fail after training.
+
+A phase with `export` is exported at its end to RUN/export/NAME, in Hugging Face's format. NAME is the phase's name.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hybridtron.config.exportable import RECORD, CannotExport, export_class, transformers_fault
+from hybridtron.config.export_class import RECORD, CannotExport, export_class, transformers_fault
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.schema import Config
 from hybridtron.problems import Problem
@@ -17,9 +20,9 @@ _NAME = re.compile(r"\w[\w.-]*")
 
 
 def export_problems(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
-    """Check that each exported phase has a class for its model and a valid folder name.
+    """List problems with exported phases: an invalid folder name, no class for the model, or transformers is missing.
 
-    Also check that transformers is installed, which proves the export.
+    transformers is needed, because each export is checked by loading it.
     """
     if any(phase.settings.export is not None for phase in phases):
         fault = transformers_fault()
@@ -31,22 +34,24 @@ def export_problems(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
         if export is None:
             continue
         if not _NAME.fullmatch(name):
-            rule = "its export is a folder of this name: use letters, digits, dots, - and _, and no dot in front"
-            yield Problem(phase.own_key("name"), "malformed", f"is {name!r}, and {rule}")
+            rule = (
+                "which names the folder of the export: use letters, digits, dots, - and _, and no dot at the beginning"
+            )
+            yield Problem(phase.own_key("name"), "malformed", f"is {name!r}, {rule}")
         if fault is not None:
             yield Problem(phase.own_key("export"), "not-installed", f"is {export}, but {fault}")
-        if phase.arch is None:
+        if phase.parsed is None:
             continue
         try:
-            export_class(phase.model, export)
+            export_class(phase.parsed, export)
         except CannotExport as error:
             yield Problem(phase.own_key("export"), "unsupported", f"is {export}, but {error}")
 
 
 def export_folder_problems(config: Config, phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
-    """Check that an existing export folder is this run's export at the phase's last step.
+    """List problems with existing export folders, which must be this run's exports of the phases' last steps.
 
-    Call it only if the phases have no other problem, since it needs the step at which each phase ends.
+    The phases must have no other problems, since this function computes the phases' last steps.
     """
     run_dir = Path(config.run.dir)
     if config.run.resume == "never":
@@ -61,24 +66,27 @@ def export_folder_problems(config: Config, phases: Sequence[ResolvedPhase]) -> I
         yield Problem(
             phase.own_key("export"),
             "exists",
-            f"goes to {output} at step {step}, but what is there was not made by this run at that step: "
-            "move it away, or give the phase another name",
+            f"writes {output} at step {step}, but this folder exists and is not this run's export of that step: "
+            "move the folder, or give the phase another name",
         )
 
 
 def exported_step(folder: Path) -> int | None:
-    """Return the checkpoint step that a folder was exported from; None if the folder does not say."""
+    """Return the step of the checkpoint from which a folder was exported; None if the folder has no record of it."""
     with suppress(OSError, ValueError, AttributeError):
         return json.loads((folder / RECORD).read_text(encoding="utf-8")).get("step")
     return None
 
 
 def newest_step(run_dir: Path) -> int:
-    """Return the newest sealed checkpoint's step; 0 without one."""
+    """Return the step of the newest sealed checkpoint; 0 if there is none."""
     return max(sealed_checkpoints(run_dir), default=0)
 
 
 def sealed_checkpoints(run_dir: Path) -> dict[int, Path]:
-    """Return the run's sealed checkpoint folders by step. Their content is not verified here."""
+    """Return the run's sealed checkpoint folders, by step.
+
+    A checkpoint is sealed if it was written completely, so that its folder has a manifest. Its content is not verified.
+    """
     folders = [path.parent for path in run_dir.glob("checkpoints/step-*/manifest.json")]
     return {int(path.name[5:]): path for path in folders if path.name[5:].isdigit()}

@@ -1,7 +1,9 @@
-"""Rules for a layout: the model, the batch and the processes must divide evenly as `parallel` says.
+"""Rules for the parallel layout: ranks must be able to divide the model, the rows and the batch evenly.
 
-Tensor-parallel ranks must get equal shares of every layer. Every pipeline stage must get a sub-layer. Every
-data-parallel rank must get equally many micro-batches, and a number that the pipeline's schedule can run.
+- tensor parallelism: ranks get equal shards of every layer
+- pipeline parallelism: every stage gets at least one sub-layer
+- context parallelism: ranks get equal numbers of tokens from every row
+- data parallelism: ranks get equal numbers of micro-batches; with virtual stages, a multiple of the pipeline's size
 """
 
 from __future__ import annotations
@@ -10,28 +12,30 @@ import importlib.util
 import math
 from collections.abc import Iterator
 
-from hybridtron.architecture.model import ModelConfig
-from hybridtron.architecture.table import Architecture, architecture
+from hybridtron.architecture.table import Architecture
 from hybridtron.config.choices import FP8_MULTIPLES, Recompute
-from hybridtron.config.layout import multiples_near, stage_problems, world_problems
+from hybridtron.config.pipeline_layout import multiples_near, stage_problems, world_problems
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.problems import Problem, choice
 
-MAX_TENSOR = 64  # the largest size that a message proposes
+MAX_TENSOR = 64  # largest tensor-parallel size that a message suggests
 
 
 def parallel_problems(phase: ResolvedPhase, world_size: int | None) -> Iterator[Problem]:
-    """List everything that prevents a phase from running in its layout on N processes (None: the fewest)."""
+    """List all reasons why a phase can't run in its parallel layout on `world_size` processes.
+
+    If `world_size` is None, the fewest processes that the layout needs are assumed.
+    """
     parallel = phase.config.parallel
     if min(parallel.tensor, parallel.pipeline, parallel.virtual_pipeline, parallel.context) < 1:
-        return  # reported by their limits
+        return  # the limits of these keys report this
     yield from _overlap(parallel)
     if parallel.gradient_accumulation_fusion and phase.config.run.compile:
         yield Problem(
             "parallel.gradient_accumulation_fusion",
             "unsupported",
-            "is true, which run.compile can't trace: set one to false",
+            "is true, but torch.compile can't trace it: set it or run.compile to false",
         )
     yield from _offload(phase)
     yield from _transformer_engine(parallel)
@@ -47,61 +51,63 @@ def parallel_problems(phase: ResolvedPhase, world_size: int | None) -> Iterator[
 
 
 def _overlap(parallel: ParallelConfig) -> Iterator[Problem]:
-    """Check the settings that gathering weights during the forward pass needs.
+    """Report `overlap_param_gather` without the settings that it needs.
 
-    Weights are gathered only where the distributed optimizer shards them, and the gradients must be reduced in time.
+    Only the distributed optimizer shards weights, which are then gathered. Megatron gathers weights during the forward
+    pass only if it reduces gradients during the backward pass.
     """
     possible = parallel.distributed_optimizer and parallel.overlap_grad_reduce is not False
     if parallel.overlap_param_gather and not possible:
         needed = "parallel.distributed_optimizer=true and parallel.overlap_grad_reduce=true"
         yield Problem(
-            "parallel.overlap_param_gather", "needs-other-key", f"is true, which needs {needed}: set both, or use false"
+            "parallel.overlap_param_gather",
+            "needs-other-key",
+            f"is true, but needs {needed}: set both keys, or use false",
         )
 
 
 def _offload(phase: ResolvedPhase) -> Iterator[Problem]:
-    """Check the settings that offloading needs.
+    """Report `offload` together with settings that do not support it.
 
-    Offloading moves tensors that autograd saves, by hooks that torch.compile cannot trace. With recomputation there are
-    no such tensors.
+    Offloading moves the tensors that autograd saves for the backward pass to the host, by hooks on saved tensors.
+    torch.compile can't trace these hooks. With recomputation, autograd saves no such tensors.
     """
     parallel = phase.config.parallel
-    others = {
+    is_violated = {
         "parallel.recompute=none": parallel.recompute is not Recompute.none,
         "parallel.transformer_engine=false": parallel.transformer_engine,
         "run.compile=false": phase.config.run.compile,
         "precision.emulate=true": phase.precision.name in FP8_MULTIPLES and not phase.precision.emulate,
     }
-    if parallel.offload and (needed := [setting for setting, is_against in others.items() if is_against]):
+    if parallel.offload and (needed := [setting for setting, violated in is_violated.items() if violated]):
         yield Problem(
             "parallel.offload",
             "needs-other-key",
-            f"is {parallel.offload}, which needs {' and '.join(needed)}: or use 0",
+            f"is {parallel.offload}, but needs {' and '.join(needed)}: set these, or use 0",
         )
 
 
 def _transformer_engine(parallel: ParallelConfig) -> Iterator[Problem]:
-    """Check that Transformer Engine is installed if its layers are requested."""
+    """Report `transformer_engine` if Transformer Engine is not installed."""
     if parallel.transformer_engine and importlib.util.find_spec("transformer_engine") is None:
-        cure = "pip install transformer-engine[pytorch], or use false for megatron-core's layers"
+        cure = "run pip install transformer-engine[pytorch], or use false for megatron-core's layers"
         yield Problem(
             "parallel.transformer_engine", "not-installed", f"is true, but transformer_engine is not installed: {cure}"
         )
 
 
 def _tensor(phase: ResolvedPhase) -> Iterator[Problem]:
-    """Check that tensor-parallel ranks can divide every layer and the vocabulary evenly.
+    """Report layers and vocabularies that tensor-parallel ranks can't divide evenly.
 
-    With sequence parallelism they must also divide the tokens of a row evenly.
+    With sequence parallelism, also report rows whose tokens the ranks can't divide evenly.
     """
-    model = phase.model
     parallel = phase.config.parallel
     seq_len = phase.settings.seq_len
     tensor = parallel.tensor
-    if tensor == 1 or phase.arch is None:
+    if tensor == 1 or phase.parsed is None:
         return
-    if reasons := uncuttable(model, tensor):
-        fitting = [size for size in range(1, MAX_TENSOR + 1) if not uncuttable(model, size)]
+    if reasons := uncuttable(phase.parsed, tensor):
+        fitting = [size for size in range(1, MAX_TENSOR + 1) if not uncuttable(phase.parsed, size)]
         yield Problem(
             "parallel.tensor", "not-divisible", f"is {tensor}, but {'; '.join(reasons)}: use {choice(fitting)}"
         )
@@ -109,18 +115,18 @@ def _tensor(phase: ResolvedPhase) -> Iterator[Problem]:
         yield Problem(
             phase.own_key("seq_len"),
             "not-divisible",
-            f"is {seq_len}, which parallel.sequence can't share over parallel.tensor={tensor} ranks: "
+            f"is {seq_len}, which with parallel.sequence must be divisible by parallel.tensor={tensor}: "
             f"use {choice(multiples_near(tensor, seq_len))}",
         )
 
 
 def _context(phase: ResolvedPhase) -> Iterator[Problem]:
-    """Check that every layer supports context parallelism and the ranks divide each row evenly."""
+    """Report layers and settings without support for context parallelism, and rows that can't be divided evenly."""
     context = phase.config.parallel.context
     length = phase.settings.seq_len
-    if context == 1 or phase.arch is None:
+    if context == 1 or phase.parsed is None:
         return
-    yield from unshareable(phase.arch, context)
+    yield from unshareable(phase.parsed, context)
     if phase.config.parallel.sequence:
         tensor = phase.config.parallel.tensor
     else:
@@ -129,53 +135,54 @@ def _context(phase: ResolvedPhase) -> Iterator[Problem]:
         yield Problem(
             phase.own_key("seq_len"),
             "not-divisible",
-            f"is {length}, which parallel.context={context} can't share out: "
+            f"is {length}, which must be divisible by {context * tensor}, since parallel.context={context}: "
             f"use {choice(multiples_near(context * tensor, length))}",
         )
     if phase.config.run.compile:
         yield Problem(
             "parallel.context",
             "unsupported",
-            f"is {context}, which run.compile can't trace: use 1, or run.compile=false",
+            f"is {context}, but torch.compile can't trace it: use 1, or run.compile=false",
         )
     if phase.chunks_together > 1:
         yield Problem(
             "parallel.context",
             "unsupported",
-            f"is {context}, but {phase.own_key('states')} runs {phase.chunks_together} chunks of a row in one pass: "
-            "use 1, or rows as long as those chunks together",
+            f"is {context}, but {phase.own_key('states')} reads {phase.chunks_together} chunks in one forward pass: "
+            "use 1, or a single chunk with a larger seq_len",
         )
     kinds = phase.carried_kinds
-    sizes = phase.arch.sizes
-    for letter, spec in phase.arch.by_letter.items():
+    sizes = phase.parsed.sizes
+    for letter, spec in phase.parsed.by_letter.items():
         grown = [n for n, part in spec.state_parts(sizes).items() if part.kind in kinds and None in part.shape]
         if grown:
-            what = f"takes the {grown[0]} of model.layers.{letter}, which grow with every row: use parallel.context=1"
+            what = (
+                f"includes the {grown[0]} of model.layers.{letter}, which grow with every row: use parallel.context=1"
+            )
             yield Problem("states.carry", "unsupported", what)
 
 
 def unshareable(arch: Architecture, context: int) -> Iterator[Problem]:
-    """Report layers of the pattern that do not support context parallelism."""
-    if context > 1 and (whole := [letter for letter, spec in arch.by_letter.items() if not spec.shares_rows]):
-        letters = ", ".join(f"model.layers.{letter}" for letter in whole)
+    """Report sub-layers that do not support context parallelism."""
+    if context > 1 and (unable := [letter for letter, spec in arch.by_letter.items() if not spec.shares_rows]):
+        letters = ", ".join(f"model.layers.{letter}" for letter in unable)
         yield Problem(
-            "parallel.context", "unsupported", f"is {context}, but {letters} can't share a row out over ranks: use 1"
+            "parallel.context", "unsupported", f"is {context}, but {letters} can't divide a row among ranks: use 1"
         )
 
 
-def uncuttable(model: ModelConfig, tensor: int) -> list[str]:
-    """List the reasons why the model cannot be sharded over N tensor-parallel ranks, one clause each.
+def uncuttable(arch: Architecture, tensor: int) -> list[str]:
+    """List the reasons why the model cannot be sharded over `tensor` tensor-parallel ranks, as clauses for a message.
 
-    Letters that the pattern does not use don't count.
+    Entries in `model.layers` that the pattern does not use are ignored.
     """
-    arch = architecture(model)
     reasons = [
         f"model.layers.{letter}.{problem.key} {problem.message}"
         for letter, spec in arch.by_letter.items()
         for problem in spec.layout_problems(arch.sizes, tensor)
     ]
-    if model.vocab_size % tensor:
-        reasons.append(f"model.vocab_size is {model.vocab_size}, which {tensor} ranks can't share evenly")
+    if arch.model.vocab_size % tensor:
+        reasons.append(f"model.vocab_size is {arch.model.vocab_size}, which {tensor} ranks can't divide evenly")
     return reasons
 
 
@@ -185,18 +192,18 @@ def _pipeline(phase: ResolvedPhase) -> Iterator[Problem]:
         yield Problem(
             "parallel.virtual_pipeline",
             "needs-other-key",
-            f"is {parallel.virtual_pipeline}, but one pipeline rank has nothing to interleave: "
+            f"is {parallel.virtual_pipeline}, but with parallel.pipeline=1 there are no stages to interleave: "
             "use 1, or parallel.pipeline of at least 2",
         )
-    elif phase.arch is not None and parallel.virtual_pipeline > 1 and phase.arch.carries_embedding:
-        why = "but a rank would hold what places of a letter share in each of its virtual stages: use 1"
+    elif phase.parsed is not None and parallel.virtual_pipeline > 1 and phase.parsed.carries_embedding:
+        why = "but virtual stages of one rank can't share the weights of shared layers: use 1"
         yield Problem("parallel.virtual_pipeline", "unsupported", f"is {parallel.virtual_pipeline}, {why}")
-    elif phase.arch is not None:
-        yield from stage_problems(phase.model, parallel)
+    elif phase.parsed is not None:
+        yield from stage_problems(phase.parsed, parallel)
 
 
 def _batches(phase: ResolvedPhase, data_ranks: int) -> Iterator[Problem]:
-    """Check that every step's rows divide evenly, also while the batch grows."""
+    """Report batch sizes, including those in a ramp, that can't be divided evenly among ranks and micro-batches."""
     sizes = {"global_batch": phase.settings.global_batch}
     if (ramp := phase.settings.ramp) is not None:
         sizes |= {"ramp.start": ramp.start, "ramp.step": ramp.step}
@@ -205,23 +212,25 @@ def _batches(phase: ResolvedPhase, data_ranks: int) -> Iterator[Problem]:
 
 
 def _shared_out(key: str, rows: int, phase: ResolvedPhase, data_ranks: int) -> Iterator[Problem]:
-    """Check that every data-parallel rank gets equally many micro-batches.
+    """Report `rows`, the value under `key`, if data-parallel ranks would get unequal numbers of micro-batches.
 
-    With virtual stages, their number must be a multiple of the pipeline's size.
+    With virtual stages, a rank's micro-batch count must be a multiple of the pipeline's size.
     """
     parallel = phase.config.parallel
     micro = phase.settings.micro_batch
-    chunks = phase.states.chunks  # consecutive chunks of a lane count as rows of the batch
+    chunks = (
+        phase.states.chunks
+    )  # with tbtt, a step reads this number of chunks from each lane; each chunk counts as a row
     if min(rows, micro, chunks) < 1 or rows % (micro * chunks):
-        return  # reported by the phase's own rules
+        return  # `phase_problems` reports this
     shared = micro * data_ranks * chunks
     if rows % shared:
         fitting = choice(multiples_near(shared, rows))
         yield Problem(
             key,
             "not-divisible",
-            f"is {rows}, must share out to {data_ranks} data-parallel ranks in micro batches of "
-            f"{micro}: use {fitting}, or another micro_batch",
+            f"is {rows}, which {data_ranks} data-parallel ranks can't divide into micro-batches of {micro} rows: "
+            f"use {fitting}, or another micro_batch",
         )
         return
     together = micro * data_ranks * phase.chunks_together  # rows of one micro-batch on all data-parallel ranks
@@ -230,7 +239,7 @@ def _shared_out(key: str, rows: int, phase: ResolvedPhase, data_ranks: int) -> I
         yield Problem(
             key,
             "not-divisible",
-            f"is {rows}, which makes {count} micro batches a data-parallel rank; virtual stages of "
-            f"parallel.pipeline={parallel.pipeline} need a multiple of {parallel.pipeline}: "
+            f"is {rows}, which gives {count} micro-batches for each data-parallel rank, but with virtual stages the "
+            f"number must be a multiple of parallel.pipeline={parallel.pipeline}: "
             f"use {fitting}, or another micro_batch",
         )

@@ -1,15 +1,13 @@
-"""Rules for `phases`: each one's data and learning rate, and the changes allowed from one to the next."""
+"""Rules for `phases`: each phase's batch, data and learning rate, and the allowed changes between phases."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from hybridtron.architecture.model import ModelConfig
-from hybridtron.architecture.table import parameter_table
+from hybridtron.architecture.table import Architecture
 from hybridtron.config.choices import LrPiece, Moments, Order, StateMode
 from hybridtron.config.lr_shapes import SHAPES
 from hybridtron.config.resolve import ResolvedPhase
@@ -21,11 +19,9 @@ from hybridtron.problems import Problem, choice, did_you_mean
 
 
 def phase_problems(config: Config, phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
-    """List all problems of the phases and their order."""
+    """List all problems with the phases."""
     if not phases:
-        yield Problem(
-            "phases", "missing", "is empty: a run needs at least one phase with tokens, seq_len, global_batch and lr"
-        )
+        yield Problem("phases", "missing", "is empty: add at least one phase with tokens, seq_len, global_batch and lr")
     first_named: dict[str, int] = {}
     for index, phase in enumerate(config.phases):
         where = f"phases.{index}"
@@ -39,66 +35,77 @@ def phase_problems(config: Config, phases: Sequence[ResolvedPhase]) -> Iterator[
         earlier = first_named.setdefault(phase.name, index)
         if earlier != index:
             yield Problem(
-                f"{where}.name", "duplicate", f"is {phase.name!r}, as is that of phases.{earlier}: give it another"
+                f"{where}.name",
+                "duplicate",
+                f"is {phase.name!r}, which is the name of phases.{earlier}: use another name",
             )
     yield from _durations(phases)
 
 
 def _sizes(where: str, phase: PhaseConfig) -> Iterator[Problem]:
     if min(phase.seq_len, phase.global_batch, phase.micro_batch) < 1:
-        return  # reported by their limits
+        return  # the limits of these keys report this
     if phase.global_batch % phase.micro_batch:
         fitting = divisors_near(phase.global_batch, phase.micro_batch)
-        rule = f"must divide global_batch={phase.global_batch}: {choice(fitting)}"
+        rule = f"must divide global_batch={phase.global_batch}: use {choice(fitting)}"
         yield Problem(f"{where}.micro_batch", "not-divisible", f"is {phase.micro_batch}, {rule}")
-    with suppress(ValueError):  # reported by its limit
+    with suppress(ValueError):  # the limit of `tokens` reports this
         if 0 < parse_tokens(phase.tokens) < phase.tokens_per_step:
             step = f"one step of seq_len={phase.seq_len} x global_batch={phase.global_batch}"
             cure = f"use at least {phase.tokens_per_step}"
-            yield Problem(f"{where}.tokens", "does-not-fit", f"is {phase.tokens}, less than {step}: {cure}")
+            yield Problem(
+                f"{where}.tokens", "does-not-fit", f"is {phase.tokens}, less than the tokens of {step}: {cure}"
+            )
 
 
 def _rate(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
-    """Check that each part of the learning-rate schedule has the numbers it needs and no others."""
+    """Report missing and unused learning rates in a phase. `lr_piece` determines the rates that it needs."""
     piece = phase.lr_piece
     before = f"phases.{index - 1}"
     if piece is not LrPiece.rewarm and index == 0:
-        yield Problem(f"{where}.lr_piece", "conflict", f"is {piece}, but there is no phase before: use rewarm")
+        yield Problem(
+            f"{where}.lr_piece", "conflict", f"is {piece}, but the first phase has no previous phase: use rewarm"
+        )
         return
     if piece is LrPiece.rewarm and phase.lr is None:
-        yield Problem(f"{where}.lr", "missing", "must be set: the peak of the learning rate, such as 4e-4")
+        yield Problem(f"{where}.lr", "missing", "must be set to the peak learning rate, such as 4e-4")
     if piece is not LrPiece.rewarm and phase.lr is not None:
-        cure = f"leave lr out, as it continues from {before}, or use lr_piece=rewarm"
-        yield Problem(f"{where}.lr", "conflict", f"is {phase.lr}, but lr_piece={piece} has no peak of its own: {cure}")
+        cure = f"leave lr out, so that the rate continues from {before}, or use lr_piece=rewarm"
+        yield Problem(f"{where}.lr", "conflict", f"is {phase.lr}, but lr_piece={piece} has no peak rate: {cure}")
     if (piece is LrPiece.decay) != (phase.lr_to is not None):
         if phase.lr_to is None:
             yield Problem(
-                f"{where}.lr_to", "missing", "must be set for lr_piece=decay: the rate at the phase's end, such as 1e-5"
+                f"{where}.lr_to",
+                "missing",
+                "must be set for lr_piece=decay, to the rate at the phase's end, such as 1e-5",
             )
         else:
             yield Problem(
-                f"{where}.lr_to", "no-effect", f"is {phase.lr_to}, which belongs to lr_piece=decay, not {piece}"
+                f"{where}.lr_to",
+                "no-effect",
+                f"is {phase.lr_to}, which has no effect with lr_piece={piece}: leave lr_to out, or use lr_piece=decay",
             )
     if piece is LrPiece.carry_on:
         for name in ("schedule", "hold", "warmup", "decay", "final_lr"):
             if getattr(phase.optim, name) is not None:
-                why = f"but lr_piece=carry_on follows the course of {before}"
+                why = f"but lr_piece=carry_on continues the schedule of {before}"
                 yield Problem(
-                    f"{where}.optim.{name}", "no-effect", f"is {getattr(phase.optim, name)}, {why}: leave it out"
+                    f"{where}.optim.{name}", "no-effect", f"is {getattr(phase.optim, name)}, {why}: leave {name} out"
                 )
 
 
 def _ramp(where: str, resolved: ResolvedPhase) -> Iterator[Problem]:
-    """Check that the batch grows in equal steps to its full size, and only while no lanes are carried.
+    """Report a ramp that does not reach `global_batch` in equal increments, or does not fit micro-batches or the phase.
 
-    A lane that joined later would have no state to continue from.
+    A ramp also needs states.mode=zero and data.order=windows. In other modes, rows continue the state or the document
+    of the previous row in their lane, and new lanes of a growing batch have no previous row.
     """
     phase = resolved.settings
     ramp = resolved.settings.ramp
     if ramp is None or min(ramp.start, ramp.step) < 1:
         return
     if ramp.start >= phase.global_batch or (phase.global_batch - ramp.start) % ramp.step:
-        needed = f"must reach global_batch={phase.global_batch} from {ramp.start} in whole steps"
+        needed = f"must divide global_batch - ramp.start = {phase.global_batch} - {ramp.start}"
         fitting = divisors_near(max(phase.global_batch - ramp.start, 1), ramp.step)
         if ramp.start < phase.global_batch and fitting:
             cure = f"use step={choice(fitting)}"
@@ -112,104 +119,110 @@ def _ramp(where: str, resolved: ResolvedPhase) -> Iterator[Problem]:
                 "not-divisible",
                 f"is {size}, must be a multiple of micro_batch={phase.micro_batch}",
             )
-    with suppress(ValueError):  # reported by their limits
+    with suppress(ValueError):  # the limits of these keys report this
         if parse_tokens(ramp.tokens) >= parse_tokens(phase.tokens):
             yield Problem(
                 f"{where}.ramp.tokens",
                 "out-of-range",
-                f"is {ramp.tokens}, must be less than the phase's {phase.tokens}",
+                f"is {ramp.tokens}, must be less than the phase's tokens={phase.tokens}",
             )
     if resolved.states.mode is not StateMode.zero or resolved.order is not Order.windows:
-        cure = "leave it out, or use states.mode=zero and data.order=windows"
+        cure = "leave ramp out, or use states.mode=zero and data.order=windows"
         yield Problem(
-            f"{where}.ramp", "conflict", f"is set, but a batch can grow only where no lane is carried on: {cure}"
+            f"{where}.ramp", "conflict", f"is set, but a batch can't grow if rows continue previous rows: {cure}"
         )
 
 
 def _start(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
-    """Check that the phase's initial weights exist."""
+    """Report `init_from` or `moments` if they are invalid for the phase."""
     if index == 0 and phase.init_from is not None:
-        yield Problem(f"{where}.init_from", "misplaced", "is the first phase's: name those weights as run.weights")
+        yield Problem(f"{where}.init_from", "misplaced", "has no effect in the first phase: set run.weights instead")
     elif phase.init_from is not None and not is_folder(folder_of(phase.init_from)):
         cure = "name a run's folder or one of its checkpoints"
         yield Problem(
             f"{where}.init_from", "no-file", f"is {shortened(phase.init_from)!r}, which is not a folder: {cure}"
         )
     if phase.moments is Moments.reset and index == 0:
-        yield Problem(f"{where}.moments", "no-effect", "is reset, but the first phase has none yet: leave it out")
+        yield Problem(
+            f"{where}.moments", "no-effect", "is reset, but the first phase has no moments to reset: leave moments out"
+        )
 
 
 def _layers(where: str, config: Config, phase: ResolvedPhase) -> Iterator[Problem]:
-    """Check that a phase keeps the names and shapes of all weights.
+    """Report changes of `layers` that would add, remove or reshape weights, and unknown letters.
 
-    A phase may use the previous phase's weights in another way, but it cannot add, remove or reshape any.
+    A phase may change options such as windows, which change only how weights are used.
     """
     unknown = [letter for letter in phase.settings.layers if letter not in config.model.layers]
     for letter in unknown:
         known = list(config.model.layers)
-        message = f"changes a letter that model.layers does not define{did_you_mean(letter, known)}"
-        yield Problem(f"{where}.layers.{letter}", "unknown-name", f"{message}; it has {', '.join(known)}")
-    if unknown or phase.before is None or phase.before.arch is None or phase.arch is None:
+        message = f"changes {letter}, which is not in model.layers{did_you_mean(letter, known)}"
+        yield Problem(f"{where}.layers.{letter}", "unknown-name", f"{message}; model.layers has {', '.join(known)}")
+    if unknown or phase.before is None or phase.before.parsed is None or phase.parsed is None:
         return
-    before = _weights(phase.before.model)
-    after = _weights(phase.model)
-    if changed := [name for name in {**before, **after} if before.get(name) != after.get(name)]:
-        cure = "a phase may change windows, RoPE bases and what else leaves the weights as they are"
+    old = _weights(phase.before.parsed)
+    new = _weights(phase.parsed)
+    if changed := [name for name in {**old, **new} if old.get(name) != new.get(name)]:
+        cure = "change only options that keep all weights, such as windows and RoPE bases"
         yield Problem(
             f"{where}.layers", "changed", f"changes the weight {changed[0]} of phases.{phase.before.index}: {cure}"
         )
 
 
 def _path(phase: ResolvedPhase) -> Iterator[Problem]:
-    """Report a phase's folder that is not read, since every source of its mixture has a folder of its own."""
+    """Report a phase's `data.path` if it is not read, because every source in the mixture has its own path."""
     path = phase.settings.data.path
     mixture = phase.data.mixture
     if path is None or not mixture or any(entry.path is None for entry in mixture.values()):
         return
     others = ", ".join(f"{name} of {entry.path}" for name, entry in mixture.items())
     whose = "phase's" if phase.settings.data.mixture else "run's"
-    cure = "to read that folder alone write mixture: null beside it, to read it too make it a source of the mixture"
+    cure = "to read only this folder, also set mixture: null; to add it, make it a source of the mixture"
     key = phase.own_key("data.path")
     yield Problem(
         key, "no-effect", f"is {shortened(path)!r}, which the {whose} mixture does not read ({others}): {cure}"
     )
 
 
-def _weights(model: ModelConfig) -> dict[str, tuple[object, object]]:
-    """Return shape and parts of every weight by name, without adapters, which may come and go."""
-    table = parameter_table(replace(model, adapters=None))
-    return {name: (weight.shape, weight.parts) for name, weight in table.items()}
+def _weights(arch: Architecture) -> dict[str, tuple[object, object]]:
+    """Return name -> (shape, parts) for every weight except adapters, which phases may add and remove."""
+    return {name: (weight.shape, weight.parts) for name, weight in arch.base_table.items()}
 
 
 def _trained(where: str, phase: ResolvedPhase) -> Iterator[Problem]:
-    """Check that every pattern in `train` matches at least one weight."""
+    """Report patterns in `train` that match no weight, and an empty `train`."""
     if (patterns := phase.settings.train) is None:
         return
     if not patterns:
         yield Problem(
-            f"{where}.train", "missing", "is empty: name weights such as layers.*.mixer.*, or leave it out for all"
+            f"{where}.train",
+            "missing",
+            "is empty: name weights such as layers.*.mixer.*, or leave train out to train all weights",
         )
-    if phase.arch is None:
+    if phase.parsed is None:
         return
-    names = list(parameter_table(phase.model))
+    names = list(phase.parsed.table)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            cure = f"{did_you_mean(pattern, names)}; weights are called {names[0]}, {names[1]} and so on"
+            cure = f"{did_you_mean(pattern, names)}; names of weights are {names[0]}, {names[1]} and so on"
             yield Problem(f"{where}.train", "unknown-name", f"has {pattern!r}, which matches no weight{cure}")
 
 
 def _durations(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
-    """Check that hold, warm-up and decay fit into each learning-rate schedule."""
+    """Report hold, warm-up and decay lengths that do not fit into a learning-rate schedule.
+
+    Also report shapes without a decay in phases with lr_piece=decay.
+    """
     for phase in phases:
         optim = phase.optim
         shape = SHAPES.get(phase.optim.schedule)
         if shape is None:
-            continue  # reported by the rules of `optim`
+            continue  # the limit of optim.schedule reports this
         if phase.settings.lr_piece is LrPiece.decay and not shape.falls:
             fitting = ", ".join(name for name, candidate in SHAPES.items() if candidate.falls)
             key = phase.key("optim.schedule")
             yield Problem(
-                key, "conflict", f"is {optim.schedule}, which lr_piece=decay can't follow to lr_to: use {fitting}"
+                key, "conflict", f"is {optim.schedule}, which never reaches the lr_to of lr_piece=decay: use {fitting}"
             )
         if phase.settings.lr_piece is not LrPiece.rewarm:
             continue
@@ -218,7 +231,7 @@ def _durations(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
             whole = _tokens_of_course(phases[phase.index :])
             needed = sum(parse_share(text, whole) for text in lengths.values())
         except ValueError:
-            continue  # reported by their limits
+            continue  # the limits of these keys report this
         if needed > whole:
             others = [phase.key(f"optim.{name}") for name in ("hold", "decay") if lengths.get(name, "0") != "0"]
             if others:
@@ -228,15 +241,16 @@ def _durations(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
             yield Problem(
                 phase.key("optim.warmup"),
                 "does-not-fit",
-                f"takes {readable(needed)} tokens{both}, more than phases.{phase.index} has: "
+                f"takes {readable(needed)} tokens{both}, more than the schedule of phases.{phase.index} has: "
                 f"use at most {readable(whole)}, or a share such as 1%",
             )
 
 
 def _tokens_of_course(phases: Sequence[ResolvedPhase]) -> int:
-    """Return the length in tokens for the learning-rate schedule that starts with the first of these phases.
+    """Return the token count in the learning-rate schedule that starts with the first of these phases.
 
-    The phases after it count while they have lr_piece=carry_on. Raises ValueError if a length cannot be parsed.
+    The schedule covers the first phase and the following phases with lr_piece=carry_on, up to the first other phase.
+    Raises ValueError if a number of tokens can't be parsed.
     """
     leader, *others = (phase.settings for phase in phases)
     followers = itertools.takewhile(lambda settings: settings.lr_piece is LrPiece.carry_on, others)

@@ -1,8 +1,9 @@
-"""Rules for `precision`: FP8 must be available, and every FP8 product needs sides that FP8 can use.
+"""Rules for `precision`: FP8 must be available, and FP8 matmuls need suitable dimensions.
 
-An FP8 product is computed in tiles. The rows and columns of each weight, as one rank holds it, must be multiples of
-`FP8_MULTIPLES`, and so must the tokens in one forward pass. A fused projection counts as one matrix. Only torch knows
-if the device can multiply in FP8: a run asks `parallel/transformer_engine.py` before processes connect.
+All dimensions of the matrices in FP8 matmuls must be multiples of the number in `FP8_MULTIPLES`: the rows and columns
+of each weight's shard on a rank, and the token count in a forward pass. A projection that fuses several weights is one
+matrix. The rules here do not import torch, so they can't check if the device supports FP8. When a run starts,
+`parallel/transformer_engine.py` checks the device.
 """
 
 from __future__ import annotations
@@ -11,23 +12,26 @@ import dataclasses
 import importlib.util
 import sys
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 from hybridtron.architecture.base import MixerSpec, ModelSizes
 from hybridtron.architecture.table import Architecture
 from hybridtron.config.choices import FP8_MULTIPLES, KeptFormat
-from hybridtron.config.layout import fp8_layers, multiples_near
+from hybridtron.config.pipeline_layout import fp8_layers, multiples_near
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.schema import Config, PrecisionConfig
+from hybridtron.optimizers import OPTIMIZERS
+from hybridtron.optimizers.base import UpdateRule
 from hybridtron.problems import Problem, choice
 
-EMULATION = "set precision.emulate=true to try its numerics here"
-BF16_DECAY = 0.98  # the largest decay rate of moments in bf16, see engine/update_rules.py
-_REACH = 1024  # how far from an option's value a fitting one is searched
+EMULATION = "set precision.emulate=true to emulate FP8 rounding on this machine"
+BF16_DECAY = 0.98  # largest beta of moments in bf16, see engine/update_rules.py
+_REACH = 1024  # largest difference from an option's value at which `_fitting` searches
 
 
 def precision_problems(phase: ResolvedPhase) -> Iterator[Problem]:
-    """List everything that prevents a phase from running in its precision."""
+    """List all reasons why a phase can't run in its precision."""
     config = phase.config
     precision = phase.precision
     yield from _moments(config)
@@ -41,81 +45,88 @@ def precision_problems(phase: ResolvedPhase) -> Iterator[Problem]:
             "run.compile", "unsupported", f"is true, but precision.name={precision.name} can't be compiled: use false"
         )
     yield from _tokens(phase)
-    if phase.arch is not None and config.parallel.tensor >= 1:
-        yield from _layers(config, phase.arch)
-        yield from _sides(config, phase.arch)
+    if phase.parsed is not None and config.parallel.tensor >= 1:
+        yield from _layers(config, phase.parsed)
+        yield from _sides(config, phase.parsed)
 
 
 def precision_warnings(precision: PrecisionConfig) -> Iterator[str]:
-    """List precision settings that have no effect, a sentence each."""
+    """Yield a sentence for each precision setting that has no effect."""
     defaults = PrecisionConfig()
     for name in ("cache_weights", "emulate", "bf16_first", "bf16_last"):
         if precision.name not in FP8_MULTIPLES and (value := getattr(precision, name)) != getattr(defaults, name):
-            yield f"precision.{name}={str(value).lower()} has no effect: it belongs to the precisions with fp8"
+            yield f"precision.{name}={str(value).lower()} has no effect without an fp8 precision"
     if precision.name == "fp32" and precision.gradients != defaults.gradients:
         yield f"precision.gradients={precision.gradients} has no effect: gradients of fp32 weights are fp32"
     if precision.name != "fp8_delayed" and precision.history != defaults.history:
-        yield f"precision.history={precision.history} has no effect: it belongs to precision.name=fp8_delayed"
+        yield f"precision.history={precision.history} has no effect without precision.name=fp8_delayed"
 
 
 def needs(precision: PrecisionConfig, what: str) -> Problem:
-    """Return the problem to report when FP8 lacks something, such as a package or a GPU."""
+    """Return the problem for an FP8 precision without its requirements. `what` names the missing package or GPU."""
     return Problem(
         "precision.name", "unavailable", f"is {precision.name}, which needs {what}; {EMULATION}, or use bf16"
     )
 
 
 def _moments(config: Config) -> Iterator[Problem]:
-    """Check that bf16 moments have a decay rate small enough for bf16's rounding.
-
-    With a larger rate, a step's change would be rounded away.
-    """
-    largest = max(config.optim.betas, default=0.0)
-    if config.precision.moments == KeptFormat.bf16 and largest > BF16_DECAY:
-        cure = f"use optim.betas of at most {BF16_DECAY}, or fp32"
-        yield Problem(
-            "precision.moments",
-            "conflict",
-            f"is bf16, which rounds away what a decay rate of {largest} changes: {cure}",
-        )
+    """Report bf16 moments with a decay so close to 1 that bf16 would round away a step's change."""
+    if config.precision.moments != KeptFormat.bf16:
+        return
+    for key in OPTIMIZERS.get(config.optim.name, UpdateRule).decays:
+        value = attrgetter(key)(config.optim)
+        if isinstance(value, list):
+            decay = max(value, default=0.0)
+        else:
+            decay = value
+        if decay > BF16_DECAY:
+            cure = f"use optim.{key} of at most {BF16_DECAY}, or moments in fp32"
+            yield Problem(
+                "precision.moments",
+                "conflict",
+                f"is bf16, but with {decay} in optim.{key} the changes of a step would be rounded away: {cure}",
+            )
 
 
 def _layers(config: Config, arch: Architecture) -> Iterator[Problem]:
-    """Check that at least one sub-layer multiplies in FP8."""
+    """Report an FP8 precision if no sub-layer would use FP8."""
     precision = config.precision
     count = len(arch.specs)
-    if not fp8_layers(config):
+    if not fp8_layers(arch, precision):
         exceptions = f"precision.bf16_first={precision.bf16_first} and bf16_last={precision.bf16_last}"
-        cure = f"use less than {count} together, or precision=bf16"
+        cure = f"use a sum of less than {count}, or precision=bf16"
         yield Problem(
             "precision.name",
             "no-effect",
-            f"is {precision.name}, but {exceptions} leave none of {count} layers to it: {cure}",
+            f"is {precision.name}, but with {exceptions} none of {count} layers uses FP8: {cure}",
         )
 
 
 def _tokens(phase: ResolvedPhase) -> Iterator[Problem]:
-    """Check that FP8 can use each forward pass's number of tokens, also at other evaluation lengths."""
+    """Report row lengths at which the token count in a forward pass does not suit FP8.
+
+    Evaluation at `run.eval_lengths` is included. It reads fewer rows at larger lengths.
+    """
     name = phase.precision.name
     multiple = FP8_MULTIPLES[phase.precision.name]
     settings = phase.settings
     if min(settings.seq_len, settings.micro_batch) < 1:
-        return  # reported by the phase's own rules
+        return  # the limits of these keys report this
     for times in (1, *(times for times in phase.config.run.eval_lengths if times > 0)):
         rows = max(1, settings.micro_batch // times)
         if (tokens := rows * settings.seq_len * times) % multiple:
             at = f" at {times} times the length" if times > 1 else ""
             fitting = choice(multiples_near(multiple, settings.seq_len))
             message = (
-                f"is {settings.seq_len}, which makes {tokens} tokens of {rows} rows{at}; {name} needs "
-                f"multiples of {multiple}: use {fitting}"
+                f"is {settings.seq_len}, which gives {tokens} tokens in {rows} rows{at}, but {name} needs "
+                f"a multiple of {multiple}: use {fitting}"
             )
             yield Problem(phase.own_key("seq_len"), "not-divisible", message)
             return
 
 
 def _sides(config: Config, arch: Architecture) -> Iterator[Problem]:
-    """Check that FP8 can use each rank's shard of every FP8 weight."""
+    """Report weights whose shard on a rank has unsuitable dimensions for FP8."""
     name = config.precision.name
     multiple = FP8_MULTIPLES[config.precision.name]
     width = config.model.width
@@ -126,7 +137,7 @@ def _sides(config: Config, arch: Architecture) -> Iterator[Problem]:
             "model.width", "not-divisible", f"is {width}, but {name} needs a multiple of {multiple}: use {fitting}"
         )
         return
-    letters = {arch.letters[index] for index in fp8_layers(config)}
+    letters = {arch.letters[index] for index in fp8_layers(arch, config.precision)}
     for letter, spec in arch.by_letter.items():
         if letter not in letters or any(spec.layout_problems(arch.sizes, tensor)):
             continue
@@ -135,9 +146,12 @@ def _sides(config: Config, arch: Architecture) -> Iterator[Problem]:
 
 
 def _unfit(where: str, spec: MixerSpec, sizes: ModelSizes, config: Config, weight: str) -> Problem:
-    """Report a weight with a side that FP8 cannot use.
+    """Return the problem for a weight with dimensions that do not suit FP8.
 
-    The message offers values for the option that sets this side, if there is one.
+    where: the sub-layer's dotted key, such as `model.layers.W`
+    weight: the weight's name and dimensions, for the message
+
+    If a sub-layer option sets the dimension, the message suggests values for this option.
     """
     name = config.precision.name
     multiple = FP8_MULTIPLES[config.precision.name]
@@ -148,18 +162,21 @@ def _unfit(where: str, spec: MixerSpec, sizes: ModelSizes, config: Config, weigh
     else:
         ranks = ""
     if spec.width_option is None:
-        return Problem(where, "not-divisible", f"makes {weight}{ranks}; {needed}: use precision=bf16")
+        return Problem(where, "not-divisible", f"has the weight {weight}{ranks}, but {needed}: use precision=bf16")
     fitting = _fitting(spec, spec.width_option, sizes, tensor, multiple)
     cure = choice(fitting) if fitting else "precision=bf16"
-    message = f"is {getattr(spec, spec.width_option)}, which makes {weight}{ranks}; {needed}: use {cure}"
+    message = f"is {getattr(spec, spec.width_option)}, which gives the weight {weight}{ranks}, but {needed}: use {cure}"
     return Problem(f"{where}.{spec.width_option}", "not-divisible", message)
 
 
 def misfit(spec: MixerSpec, sizes: ModelSizes, tensor: int, multiple: int) -> str | None:
-    """Return the first weight of a mixer that FP8 cannot use on `tensor` ranks, as `name rows x columns`; else None."""
+    """Return the first weight in a sub-layer whose dimensions do not suit FP8, as `name rows x columns`, or None.
+
+    The dimensions are those of the shard on one of `tensor` tensor-parallel ranks.
+    """
     for name, parameter in spec.parameters(sizes).items():
         if parameter.fp8:
-            shape = parameter.share_shape({"tensor": tensor})
+            shape = parameter.shard_shape({"tensor": tensor})
         else:
             shape = ()
         if any(side % multiple for side in shape):
@@ -168,7 +185,7 @@ def misfit(spec: MixerSpec, sizes: ModelSizes, tensor: int, multiple: int) -> st
 
 
 def _fitting(spec: MixerSpec, option: str, sizes: ModelSizes, tensor: int, multiple: int) -> list[int]:
-    """Return the nearest values below and above an option's own that FP8 can use, if any."""
+    """Return the nearest smaller and larger values of an option that suit FP8, if there are such values."""
 
     def fits(value: int) -> bool:
         options: dict[str, Any] = {option: value}

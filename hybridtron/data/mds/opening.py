@@ -1,4 +1,7 @@
-"""Opening prepared folders by path or URL. Opening a URL brings every file but the shards into the cache, verified."""
+"""Opens folders of prepared tokens by path or URL.
+
+From a URL, all files except shards are downloaded into the cache, and their digests are verified.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from typing import TypeVar
 
 from hybridtron.data.folder import FolderError, TokenFolder
 from hybridtron.data.manifest import USUAL, DataManifest
-from hybridtron.storage.attempts import Damaged, StorageError
 from hybridtron.storage.cache import CacheEntry, CacheOptions
 from hybridtron.storage.digest import digest_of
-from hybridtron.storage.fetch import Wanted, fetched
+from hybridtron.storage.fetch import Wanted, fetch_file
 from hybridtron.storage.remote import is_url, remote_of
+from hybridtron.storage.retry import Damaged, StorageError
 
 Opened = TypeVar("Opened")
 
@@ -30,7 +33,7 @@ def open_folder(path: str, cache: CacheOptions) -> TokenFolder:
 
 
 def check_limit(folder: TokenFolder, cache: CacheOptions) -> None:
-    """Raise FolderError if the cache is limited so tightly that shards would be evicted before they are read."""
+    """Raise FolderError if data.cache_limit is so small that shards would be evicted before they are read."""
     manifest = folder.manifest
     if cache.limit is None or (folder.remote is None and manifest.compression is None):
         return
@@ -38,14 +41,18 @@ def check_limit(folder: TokenFolder, cache: CacheOptions) -> None:
     if cache.limit < 4 * largest:
         raise FolderError(
             folder.name,
-            f"has shards that occupy up to {largest} bytes; data.cache_limit={cache.limit} holds fewer than 4 of them: "
-            f"{4 * largest} or more works",
+            f"has shards that occupy up to {largest} bytes each, and data.cache_limit={cache.limit} has no room for 4: "
+            f"set data.cache_limit to {4 * largest} or more",
             code="out-of-range",
         )
 
 
 def _fetch_folder(url: str, cache: CacheOptions) -> TokenFolder:
-    """Fetch all files of a remote folder except its shards: the manifest always, the others if they differ."""
+    """Download all files of a remote folder except its shards, and return the opened folder.
+
+    The manifest is always downloaded again. Any other file is downloaded only if the cache has no copy with the digest
+    in the manifest.
+    """
     entry = CacheEntry(cache, url)
     try:
         remote = remote_of(url, cache.patience)
@@ -54,7 +61,7 @@ def _fetch_folder(url: str, cache: CacheOptions) -> TokenFolder:
 
     def fetch(name: str, size: int, opened: Callable[[Path], Opened], again: bool = False) -> Opened:
         try:
-            return fetched(entry, remote, Wanted(name, name, size, opened), evictable=False, again=again)
+            return fetch_file(entry, remote, Wanted(name, name, size, opened), evictable=False, again=again)
         except StorageError as error:
             raise FolderError(url, f"can't be opened: {name} {error}") from error
 
@@ -66,7 +73,7 @@ def _fetch_folder(url: str, cache: CacheOptions) -> TokenFolder:
 
 
 def _json_text(path: Path) -> str:
-    """Read a file of JSON; raise Damaged if it does not parse."""
+    """Return a JSON file's text; raise Damaged if it does not parse."""
     text = path.read_bytes()
     try:
         json.loads(text)

@@ -1,10 +1,11 @@
-"""Random access to documents: any span of any document, from a local folder, or from a URL through the cache.
+"""Random access to the tokens of documents, in a local folder or at a URL.
 
-A local folder without compression is read in place. Other shards are fetched into the cache at first use
-(`storage/fetch.py`), or in advance by `prepare`. A shard's digest is verified before a token from it is returned, once
-per file (`storage/cache.py`). Other modules decide which process reads which documents, and in which order.
+A local folder without compression is read in place. Shards that are remote or compressed are fetched into the cache and
+decompressed there, either at first use or in advance by `DocumentStore.prepare`. A shard's digest is verified once per
+file, before tokens from the file are returned.
 
-A fault raises DataError, or FolderError while a folder is opened. It never looks like the end of the data.
+A fault raises DataError, or FolderError while a folder is opened. Every fault is raised: no fault looks like the end of
+the data.
 """
 
 from __future__ import annotations
@@ -25,21 +26,27 @@ from hybridtron.data.folder import TokenFolder
 from hybridtron.data.mds.compression import unpacked_shard
 from hybridtron.data.mds.format import mask_start, read_offsets, wrong_samples
 from hybridtron.data.mds.opening import check_limit
-from hybridtron.storage.attempts import Damaged, StorageError
 from hybridtron.storage.cache import CacheEntry, CacheOptions
-from hybridtron.storage.fetch import Wanted, fetched
+from hybridtron.storage.fetch import Wanted, fetch_file
 from hybridtron.storage.remote import inside, remote_of
+from hybridtron.storage.retry import Damaged, StorageError
 
-MAPPED = 64  # shards that a store keeps mapped
-THREADS = 4  # shards that `prepare` fetches at a time
+MAPPED = 64  # maximum number of shards that a store keeps memory-mapped
+THREADS = 4  # number of shards that `prepare` fetches at the same time
 
 
 class DataError(StorageError):
-    """Raised when reading fails. The message names the dataset, the shard and, if one is concerned, the sample."""
+    """Raised when reading fails. The message names the folder, the shard and, for a faulty sample, the sample."""
 
 
 class _Mapped(NamedTuple):
-    """An open shard: its bytes, where its samples begin and end, and the lengths of its documents."""
+    """A memory-mapped shard.
+
+    offsets: byte offsets at which the samples begin, and at which the shard ends
+    lengths: how many tokens each document has
+    first_document: number that the shard's first document has within the source
+    inode: inode that `file` had when mapped, which shows later whether the cache has evicted or replaced the file
+    """
 
     data: mmap
     offsets: np.ndarray
@@ -61,7 +68,7 @@ class DocumentStore:
         self._where = f"{split}/{source}"
         place = folder.remote or str(folder.path.resolve())
         self._entry = CacheEntry(cache, place)
-        self._remote = None  # the place that shards are fetched from; None if they are read in place
+        self._remote = None  # where shards are fetched from; None if shards are read in place
         if folder.remote is not None or manifest.compression is not None:
             check_limit(folder, cache)
             self._remote = remote_of(place, cache.patience)
@@ -77,65 +84,70 @@ class DocumentStore:
         self._mapped: OrderedDict[int, _Mapped] = OrderedDict()
 
     def shard_of(self, document: int) -> int:
-        """Return the shard that holds a document; raise IndexError if there is no such document."""
+        """Return the index of the shard that holds a document; raise IndexError if there is no such document."""
         if not 0 <= document < len(self.lengths):
-            raise IndexError(f"{self._name} has {len(self.lengths)} documents; there is no {document}")
+            raise IndexError(f"{self._name} has {len(self.lengths)} documents; there is no document {document}")
         return bisect_right(self._ends, document)
 
     def read(self, document: int, first: int, count: int) -> np.ndarray:
-        """Return `count` tokens of a document from its token `first`, as a view into the shard. Copy it to keep it.
+        """Return `count` tokens of a document from its token `first`, as a view into the memory-mapped shard.
 
-        Tokens are not compared with the vocabulary here: callers do that for many spans at once, and `check` for one
-        span.
+        A caller that keeps the tokens must copy them. Tokens are not compared with the vocabulary size here. Callers
+        compare the tokens in many spans at once, and then call `check` to find the faulty span.
         """
-        mapped, end, left = self._place(document, first, count)
-        return np.frombuffer(mapped.data, self._dtype, count, end - left * self._itemsize)
+        mapped, end, remaining = self._place(document, first, count)
+        return np.frombuffer(mapped.data, self._dtype, count, end - remaining * self._itemsize)
 
     def read_mask(self, document: int, first: int, count: int) -> np.ndarray:
-        """Return True for each token in a span that is learned, as a label.
+        """Return a boolean for each token in a span: whether the token counts in the loss as a label.
 
-        Without masks in the shard, all are learned.
+        For a shard without masks, every boolean is True.
         """
         if self._shards[bisect_right(self._ends, document)].learned is None:
             return np.ones(count, np.bool_)
-        mapped, end, left = self._place(document, first, count)
-        start = mask_start(end, first + left, self._itemsize) + first
+        mapped, end, remaining = self._place(document, first, count)
+        start = mask_start(end, first + remaining, self._itemsize) + first
         return np.frombuffer(mapped.data, np.uint8, count, start) != 0
 
     def _place(self, document: int, first: int, count: int) -> tuple[_Mapped, int, int]:
-        """Find a document: return its open shard, its sample's end there, and its number of tokens from `first`."""
+        """Find a document; raise IndexError if it has fewer than `first + count` tokens.
+
+        Returns the mapped shard, the byte offset at which the sample ends, and the number of tokens from `first` to the
+        document's end.
+        """
         shard = bisect_right(self._ends, document)
         try:
             mapped = self._mapped[shard]
-            self._mapped.move_to_end(shard)  # KeyError too, if another thread has dropped it by now
+            self._mapped.move_to_end(shard)  # raises KeyError if another thread has just unmapped the shard
         except KeyError:
             mapped = self._map(shard, document)
         sample = document - mapped.first_document
-        left = mapped.lengths.item(sample) - first
-        if not (0 <= count <= left and first >= 0 and sample >= 0):
+        remaining = mapped.lengths.item(sample) - first
+        if not (0 <= count <= remaining and first >= 0 and sample >= 0):
             raise IndexError(
-                f"{self._name}: document {document} has {left + first} tokens; {first}..{first + count} are not there"
+                f"{self._name}: tokens {first} to {first + count} of document {document} can't be read, because it has "
+                f"{remaining + first} tokens"
             )
-        return mapped, mapped.offsets.item(sample + 1), left
+        return mapped, mapped.offsets.item(sample + 1), remaining
 
     def check(self, document: int, first: int, count: int) -> None:
-        """Raise DataError, with the names of shard and sample, if a span has a token beyond the vocabulary."""
+        """Raise DataError if a span has a token id beyond the vocabulary. The message names shard and sample."""
         largest = self.read(document, first, count).max(initial=0)
         if largest >= self.vocab_size:
             shard = self.shard_of(document)
             sample = document - self._ends[shard] + self._shards[shard].documents
             raise DataError(
                 f"{self._shard_name(shard)}: document {document} (sample {sample} of the shard) has the token "
-                f"{largest}, and the vocabulary {self.vocab_size} entries"
+                f"{largest}, but the vocabulary has {self.vocab_size} entries"
             )
 
     @property
     def fetches(self) -> bool:
-        """True if shards are not read in place, so that requesting several in parallel saves time."""
+        """True if shards are read through the cache. Fetching several in parallel with `prepare` then saves time."""
         return self._remote is not None
 
     def prepare(self, shards: Iterable[int]) -> None:
-        """Make shards present and verified. Missing shards are fetched in parallel."""
+        """Fetch these shards into the cache, several in parallel, and verify them; raise DataError if one fails."""
         missing = [shard for shard in dict.fromkeys(shards) if shard not in self._mapped]
         if not missing:
             return
@@ -154,12 +166,12 @@ class DocumentStore:
         return f"{self.folder.name}: shard {self._where}/{self._shards[shard].file}"
 
     def _map(self, shard: int, document: int) -> _Mapped:
-        """Open a shard for reading. Closes shards that are too many, or no longer in the cache."""
+        """Map a document's shard into memory, and check its header against manifest.json and lengths.npy."""
         self.shard_of(document)
         try:
             path, data = self._acquire(shard)
         except DataError as error:
-            raise DataError(f"{error} (wanted for document {document})") from error
+            raise DataError(f"{error} (requested for document {document})") from error
         end = self._ends[shard]
         documents = self._shards[shard].documents
         lengths = np.asarray(self.lengths[end - documents : end])
@@ -170,8 +182,8 @@ class DocumentStore:
         masked = self._shards[shard].learned is not None
         if len(missized := wrong_samples(offsets, lengths, self._itemsize, len(data), masked)):
             raise DataError(
-                f"{self._shard_name(shard)}: {len(missized)} samples do not have the size of their documents in "
-                f"lengths.npy, the first is {missized[0]} (document {end - documents + int(missized[0])})"
+                f"{self._shard_name(shard)}: the sizes of {len(missized)} samples do not fit lengths.npy; the first is "
+                f"sample {missized[0]} (document {end - documents + int(missized[0])})"
             )
         mapped = _Mapped(data, offsets, lengths, end - documents, path, _inode(path))
         self._drop_maps()
@@ -179,7 +191,7 @@ class DocumentStore:
         return mapped
 
     def _acquire(self, shard: int) -> tuple[Path, mmap]:
-        """Return a shard's path and its verified bytes. The shard is fetched if necessary."""
+        """Return a shard's path and its bytes, after fetching it if necessary and verifying its digest."""
         of_shard = self._shards[shard]
         key = f"{self._where}/{of_shard.file}"
         opened = partial(self._entry.open, key=key, size=of_shard.size, digest=of_shard.digest)
@@ -193,7 +205,7 @@ class DocumentStore:
                         what = fault
                     else:
                         what = "is missing"
-                    check = f"`hybridtron data verify {self.folder.path}` verifies every shard"
+                    check = f"run `hybridtron data verify {self.folder.path}` to verify every shard"
                     raise DataError(f"{what}; {check}") from fault
             manifest = self.folder.manifest
             stored = f"{self._where}/{manifest.stored_name(of_shard)}"
@@ -201,14 +213,14 @@ class DocumentStore:
             unpack = None
             if (kind := manifest.compression) is not None:
                 unpack = partial(unpacked_shard, kind, of_shard, self._packed[shard])
-            return path, fetched(self._entry, self._remote, Wanted(key, stored, size, opened, unpack))
+            return path, fetch_file(self._entry, self._remote, Wanted(key, stored, size, opened, unpack))
         except (StorageError, OSError) as error:
             raise DataError(f"{self._shard_name(shard)} {error}") from error
 
     def _drop_maps(self) -> None:
-        """Unmap the oldest shards to make room for one more, and every evicted shard.
+        """Unmap the least recently used shards until one more fits, and every shard that the cache has evicted.
 
-        An evicted file occupies the disk until it is unmapped.
+        The disk space of an evicted file is freed only when the file is unmapped.
         """
         for shard, mapped in list(self._mapped.items()):
             if len(self._mapped) >= MAPPED or (self._remote is not None and _inode(mapped.file) != mapped.inode):

@@ -1,8 +1,13 @@
-"""Verification of a prepared folder: every byte is checked against the manifest, and every fault reported.
+"""Full verification of a folder with prepared tokens, for `hybridtron data verify`.
 
-Opening a folder checks sizes, and reading checks the shards that are read. This checks everything: indexes, shards'
-digests as stored and as read, offsets, lengths, token ids, masks, each document's eos, sums, and the tokenizer. It
-changes nothing. It cannot judge the text itself, or how well it was tokenized.
+Opening a folder checks only shard sizes, and training checks only the shards that it reads. Verification reads every
+file, reports all faults, and changes nothing. It checks:
+
+- the tokenizer, index.json and lengths.npy for each source
+- each shard's digest, compressed and decompressed
+- the samples' offsets and sizes
+- each document's tokens: ids within the vocabulary, eos at the end, and mask entries 0 or 1
+- the counts of tokens and learned tokens; a token is learned if it counts in the loss as a label
 """
 
 from __future__ import annotations
@@ -20,17 +25,17 @@ from hybridtron.data.manifest import SPLITS, DataManifest, DataShard
 from hybridtron.data.mds.compression import unpacked_shard
 from hybridtron.data.mds.format import mask_start, read_offsets, wrong_samples
 from hybridtron.data.workers import WorkerEnded, side_by_side
-from hybridtron.regular_files import read_regular
-from hybridtron.storage.attempts import Damaged, StorageError
+from hybridtron.safe_open import read_regular
 from hybridtron.storage.digest import digest_of
 from hybridtron.storage.remote import inside
+from hybridtron.storage.retry import Damaged, StorageError
 
-REPORTED = 20  # wrong samples of one shard that are reported one by one
+REPORTED = 20  # maximum number of faulty samples in a shard that are listed; further samples are only counted
 
 
 @dataclass(frozen=True)
 class FolderReport:
-    """Counts of the verified items, and all faults. Each fault begins with the name of its file."""
+    """Numbers of verified sources, shards and tokens, and all faults. Each fault begins with its file's name."""
 
     sources: int
     shards: int
@@ -39,9 +44,12 @@ class FolderReport:
 
 
 class ShardTask(NamedTuple):
-    """One shard to verify, and the manifest without its sources.
+    """One shard to verify.
 
-    Digest and lengths are None where they are not known.
+    stored: path to the shard's file, relative to the prepared folder
+    packed_digest: the compressed file's digest; None if the shard is stored uncompressed, or if index.json is faulty
+    lengths: how many tokens each document in the shard has; None if lengths.npy is faulty
+    manifest: the folder's manifest with an empty `splits`, so that a task is quickly sent to a worker process
     """
 
     stored: str
@@ -52,9 +60,10 @@ class ShardTask(NamedTuple):
 
 
 def verify(path: Path, workers: int = 1, watch: Callable[[int, int], None] = lambda done, whole: None) -> FolderReport:
-    """Verify a folder, its shards in `workers` processes.
+    """Verify a folder.
 
-    watch: called after each shard with the number done and the total
+    workers: how many processes verify shards
+    watch: called after each shard, with two counts: verified shards, and all shards
     """
     try:
         inside(path, "manifest.json")
@@ -75,7 +84,7 @@ def verify(path: Path, workers: int = 1, watch: Callable[[int, int], None] = lam
 
 
 def tokenizer_faults(folder: TokenFolder) -> Iterator[str]:
-    """Yield faults of the tokenizer, compared with the manifest's digest and vocabulary."""
+    """Yield the faults in tokenizer.json: a wrong digest, a file that does not parse, or a too large token id."""
     from hybridtron.data.tokenizer_file import BadTokenizer, read_tokenizer
 
     try:
@@ -88,11 +97,11 @@ def tokenizer_faults(folder: TokenFolder) -> Iterator[str]:
         return
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     if largest >= folder.manifest.vocab_size:
-        yield f"has the token {largest}, and the manifest a vocabulary of {folder.manifest.vocab_size} entries"
+        yield f"has the token {largest}, but the manifest has a vocabulary of {folder.manifest.vocab_size} entries"
 
 
 def source_faults(folder: TokenFolder, split: str, source: str) -> tuple[list[str], list[ShardTask]]:
-    """Return the faults of a source's index and lengths, and a task for each of its shards."""
+    """Return the faults in a source's index.json and lengths.npy, and a task for each shard."""
     where = f"{split}/{source}"
     shards = folder.manifest.splits[split][source].shards
     faults: list[str] = []
@@ -116,7 +125,7 @@ def source_faults(folder: TokenFolder, split: str, source: str) -> tuple[list[st
 
 
 def shard_faults(root: Path, tasks: list[ShardTask], workers: int, watch: Callable[[int, int], None]) -> list[str]:
-    """Verify shards in parallel; return their faults in the shards' order."""
+    """Verify shards in parallel; return their faults, ordered by shard."""
     faults_by_shard: list[list[str]] = [[] for _ in tasks]
     done = 0
     try:
@@ -126,12 +135,12 @@ def shard_faults(root: Path, tasks: list[ShardTask], workers: int, watch: Callab
             else:
                 faults_by_shard[number].append(f"{tasks[number].stored}: {fault}")
     except WorkerEnded as error:
-        faults_by_shard.append([f"shards: {len(tasks) - done} of {len(tasks)} are not verified: {error}"])
+        faults_by_shard.append([f"shards: {len(tasks) - done} of {len(tasks)} were not verified: {error}"])
     return [fault for faults in faults_by_shard for fault in faults]
 
 
 def faults_of(root: Path, task: ShardTask) -> Iterator[str]:
-    """Yield the faults of one shard. Samples are checked only if the shard's bytes are as written."""
+    """Yield the faults in one shard. Its samples are checked only if the shard's digest is right."""
     try:
         data = _content(inside(root, task.stored), task)
         offsets = read_offsets(data, task.shard)
@@ -145,7 +154,7 @@ def faults_of(root: Path, task: ShardTask) -> Iterator[str]:
 
 
 def _content(file: Path, task: ShardTask) -> bytes:
-    """Return a shard's decompressed bytes; raise Damaged if a size or digest is wrong."""
+    """Return a shard's decompressed bytes; raise Damaged if the shard's size or digest is wrong."""
     shard = task.shard
     compression = task.manifest.compression
     if compression is not None:
@@ -158,15 +167,18 @@ def _content(file: Path, task: ShardTask) -> bytes:
 
 
 def _sample_faults(task: ShardTask, data: bytes, offsets: np.ndarray, lengths: np.ndarray) -> Iterator[str]:
-    """Yield faults in sample sizes, sums and tokens. Only the first REPORTED wrong samples are named."""
+    """Yield the faults in a shard's samples, and differences between its counts and the manifest's.
+
+    Only the first REPORTED faulty samples are listed.
+    """
     if (total := int(lengths.sum(dtype=np.int64))) != task.shard.tokens:
-        yield f"has {total} tokens by lengths.npy, and {task.shard.tokens} by the manifest"
+        yield f"has {total} tokens by lengths.npy, but {task.shard.tokens} by the manifest"
     dtype = np.dtype(task.manifest.dtype)
     masked = task.shard.learned is not None
     missized = set(wrong_samples(offsets, lengths, dtype.itemsize, len(data), masked).tolist())
     num_faulty = learned = 0
     for sample, (end, length) in enumerate(zip(offsets[1:].tolist(), lengths.tolist(), strict=True)):
-        fault = f"does not have the size of {length} tokens, its length in lengths.npy"
+        fault = f"does not have the size of {length} tokens, the document's length in lengths.npy"
         if sample not in missized:
             tokens = np.frombuffer(data, dtype, length, end - length * dtype.itemsize)
             fault = _token_fault(tokens, task.manifest)
@@ -178,9 +190,9 @@ def _sample_faults(task: ShardTask, data: bytes, offsets: np.ndarray, lengths: n
         if fault and num_faulty <= REPORTED:
             yield f"sample {sample} {fault}"
     if num_faulty > REPORTED:
-        yield f"{num_faulty - REPORTED} more samples are wrong"
+        yield f"{num_faulty - REPORTED} more samples are faulty"
     if masked and not num_faulty and learned != task.shard.learned:
-        yield f"has {learned} learned tokens, and {task.shard.learned} by the manifest"
+        yield f"has {learned} learned tokens, but {task.shard.learned} by the manifest"
 
 
 def _mask_fault(mask: np.ndarray) -> str:
@@ -191,7 +203,7 @@ def _mask_fault(mask: np.ndarray) -> str:
 
 def _token_fault(tokens: np.ndarray, manifest: DataManifest) -> str:
     if (largest := int(tokens.max())) >= manifest.vocab_size:
-        return f"has the token {largest}, and the vocabulary {manifest.vocab_size} entries"
+        return f"has the token {largest}, but the vocabulary has {manifest.vocab_size} entries"
     if (last := int(tokens[-1])) != manifest.eos:
-        return f"ends in token {last}, not in eos, {manifest.eos}"
+        return f"ends with token {last}, not with the eos token {manifest.eos}"
     return ""

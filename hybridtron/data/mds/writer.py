@@ -1,8 +1,8 @@
-"""Writing MDS shards: tokenized documents -> shards in a folder, and their entries for its index.json.
+"""Writes tokenized documents as MDS shards, and builds the shards' entries for index.json.
 
-Files and entries equal, byte for byte, those that mosaicml-streaming's MDSWriter writes with the same settings, so that
-its own tools read them; a test compares them. One case differs: if the very first document is larger than a shard,
-MDSWriter writes an empty shard before it, and this writer does not.
+Shards and entries equal, byte for byte, those that MDSWriter of mosaicml-streaming writes with the same settings, so
+mosaicml-streaming can read them. A test compares them. There is one exception: if the first document is larger than the
+size limit of a shard, MDSWriter writes an empty shard before this document, and the writer here does not.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from typing import Any
 import numpy as np
 
 from hybridtron.data.manifest import DIGEST
-from hybridtron.data.mds.compression import packed
-from hybridtron.data.mds.format import MASK, TOKENS, VERSION, WORD, assembled, encoded
+from hybridtron.data.mds.compression import compress_bytes
+from hybridtron.data.mds.format import MASK, TOKENS, VERSION, WORD, assemble_shard, encode_sample
 from hybridtron.storage.digest import digest_of
 
 
 class ShardWriter:
     """Writer of MDS shards.
 
-    A shard ends before the next document would make it exceed `size_limit` bytes, uncompressed.
+    A new shard begins when the next document would make the uncompressed shard larger than `size_limit` bytes.
 
-    part: prefix of its shards' names
-    masked: whether each document has a mask beside its tokens
+    compression: `zstd` or `zstd:LEVEL`; None to store shards uncompressed
+    part: prefix of the shards' names
+    masked: whether `write` gets a loss mask for each document
     """
 
     def __init__(
@@ -56,17 +57,21 @@ class ShardWriter:
             "column_sizes": [None] * len(encodings),
         }
         self._settings_text = json.dumps(self._settings, sort_keys=True).encode()
-        self._room = size_limit - 2 * WORD - len(self._settings_text)  # bytes for samples, each with its offset
+        self._room = size_limit - 2 * WORD - len(self._settings_text)  # bytes for samples and the samples' offsets
         self._samples: list[bytes] = []
         self._taken = 0
 
     def write(self, tokens: np.ndarray, mask: np.ndarray | None = None) -> None:
-        """Add a document with the writer's dtype and, if the writer is `masked`, its mask: 1 for each learned token."""
+        """Add a document.
+
+        tokens: array with the writer's dtype
+        mask: True or 1 for each token that counts in the loss as a label; None if the writer is not `masked`
+        """
         assert (mask is None) == (self.learned is None)
         if mask is None or self.learned is None:
-            sample = encoded(tokens)
+            sample = encode_sample(tokens)
         else:
-            sample = encoded(mask.astype(np.uint8), tokens)
+            sample = encode_sample(mask.astype(np.uint8), tokens)
             self.learned.append(int(mask.sum()))
         if self._taken + len(sample) + WORD > self._room:
             self.finish()
@@ -75,15 +80,15 @@ class ShardWriter:
         self._taken += len(sample) + WORD
 
     def finish(self) -> None:
-        """Write the current shard, if it has documents."""
+        """Write the current shard to its file, if the shard has documents."""
         if not self._samples:
             return
         name = f"{self.part}shard.{len(self.entries):05}.mds"
-        stored = assembled(self._samples, self._settings_text)
+        stored = assemble_shard(self._samples, self._settings_text)
         entry = {**self._settings, "samples": len(self._samples), "raw_data": _described(name, stored)}
         if self.compression is not None:
             name = f"{name}.{self.compression.partition(':')[0]}"
-            stored = packed(self.compression, stored)
+            stored = compress_bytes(self.compression, stored)
         if self.compression is not None:
             entry["zip_data"] = _described(name, stored)
         else:
@@ -95,7 +100,7 @@ class ShardWriter:
 
 
 def index_text(entries: list[dict[str, Any]]) -> bytes:
-    """Return the index.json for these shards."""
+    """Return the contents of index.json for these shards' entries."""
     return json.dumps({"version": VERSION, "shards": entries}, sort_keys=True).encode()
 
 

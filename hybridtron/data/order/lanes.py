@@ -1,21 +1,25 @@
-"""Lanes for truncated backpropagation: each row position in the batch reads complete documents, chunk after chunk.
+"""Rows with `data.order=lanes`, for truncated backpropagation through time: each lane reads complete documents.
 
-Lane i has its own endless stream of complete documents, and its step t reads the L + 1 tokens from position t L. So a
-state that is carried from row to row, and reset where a document starts, has seen exactly its document. Documents are
-neither cut between lanes nor left out, and there is no padding: instead the lanes drift apart.
+A lane is one row index in the batch. Each lane has its own endless stream, in which documents are complete. In step t a
+lane reads the L + 1 tokens from position t L in its stream: L inputs, and the label for the last input. The training
+loop carries a recurrent state from a lane's row to its next row, and resets the state where a document starts. So the
+state has seen all previous tokens in the current document, and no other tokens. No document is left out, and no row is
+padded.
 
-Documents are dealt in rounds with about T tokens each. From source s, with share w_s, round m takes the documents
-between two boundaries in its stream: the first at or after w_s m T, and the first at or after w_s (m + 1) T. With one
-source, and T equal to its tokens per epoch, a round is an epoch. All sources' documents are interleaved evenly. This
-list is then cut at document boundaries into one part per lane, with the lanes in random order. A part's length is the
-amount that its lane lacks to a common level, to which the round would fill all lanes. So a lane with a giant document
-gets nothing until the others have caught up, and with fewer documents than lanes no lane stays empty.
+Documents are dealt to the lanes in rounds of about T tokens. Round m has three steps:
 
-A lane's part depends on the rounds before. Finding a far position therefore goes through all of them once, which takes
-a fraction of a microsecond per document, and 8 bytes per lane and round. Rows are still functions of (seed, lane,
-step): every process computes the same rows.
+1. Take documents from each source. The source's documents form an endless stream, and w_s is the fraction of all tokens
+   that source s contributes. The round takes the documents from the first document boundary at or after token w_s m T
+   to the first document boundary at or after token w_s (m + 1) T. With one source, and T equal to the tokens in an
+   epoch, a round is an epoch.
+2. Interleave the documents from all sources evenly into one list.
+3. Cut this list at document boundaries into one part for each lane, and append the parts to the lanes' streams in
+   random order. Parts are sized such that the lanes' streams become equally long, as far as possible. A lane whose
+   stream is already longer, since it holds a very long document, gets an empty part.
 
-Letters: L input tokens in a row, T tokens in a round, w a source's share, m round number.
+A lane's part depends on all previous rounds. To find a position in a lane's stream, a process therefore computes the
+previous rounds once. This takes less than a microsecond per document, and 8 bytes of memory per lane and round. All
+processes compute the same rows, because a row depends only on (seed, lane, step).
 """
 
 from __future__ import annotations
@@ -33,7 +37,12 @@ from hybridtron.data.order.stream import DocumentStream, RowSpans, cut, permutat
 
 
 class _Documents(NamedTuple):
-    """Documents end to end: each one's source, its number there, and all boundaries (one more than documents)."""
+    """Contiguous documents.
+
+    sources: each document's source, as an index
+    numbers: each document's number within its source
+    boundaries: token offsets at which the documents start, and at which the last document ends
+    """
 
     sources: np.ndarray
     numbers: np.ndarray
@@ -41,10 +50,11 @@ class _Documents(NamedTuple):
 
 
 class Lanes:
-    """Rows in `order=lanes`: lane i, step t -> L + 1 tokens from position t L in the lane's own document stream.
+    """Rows with `data.order=lanes`.
 
-    Finding a far position computes all rounds before it, once per process. With `joined`, a lane counts as one
-    document, whose positions never restart.
+    weights: each source's weight, in the order of `streams`
+    shuffle_tokens: tokens per round; an epoch of all sources if that is smaller
+    joined: whether each lane counts as one document, so that token positions never restart
     """
 
     def __init__(
@@ -66,13 +76,15 @@ class Lanes:
         self._seq_len = seq_len
         self._round_tokens = int(min(shuffle_tokens, sum(stream.tokens_per_epoch for stream in streams)))
         if self._round_tokens < 1:
-            raise ValueError(f"shuffle_tokens={shuffle_tokens}: a round of documents needs at least 1")
+            raise ValueError(f"shuffle_tokens is {shuffle_tokens}; a round of documents needs at least 1 token")
         self._seed = seed
         self._joined = joined
-        self._ends = [np.zeros(lanes, dtype=np.int64)]  # [m]: the end of each lane before round m
+        self._ends = [np.zeros(lanes, dtype=np.int64)]  # [m]: length of each lane's stream before round m
+        # Full rounds are large, so only two are cached. Lanes may read parts of different rounds in the same step, so
+        # the parts are cached separately, as copies.
         self._round = lru_cache(maxsize=2)(self._interleaved)
         self._dealt = lru_cache(maxsize=2)(self._cut)
-        self._piece = lru_cache(maxsize=2 * lanes)(self._taken)  # by lane: a lane may be many rounds behind
+        self._part = lru_cache(maxsize=2 * lanes)(self._copy_part)
 
     def row(self, lane: int, step: int) -> RowSpans:
         """Return the spans that a lane reads in a step."""
@@ -81,7 +93,7 @@ class Lanes:
         spans = []
         while count:
             number = self._round_at(lane, position)
-            sources, documents, boundaries = self._piece(lane, number)
+            sources, documents, boundaries = self._part(lane, number)
             offset = position - int(self._ends[number][lane])
             num_taken = min(count, int(boundaries[-1]) - offset)
             new_spans = cut(documents, boundaries[1:], offset, num_taken)
@@ -92,7 +104,7 @@ class Lanes:
         return RowSpans(spans, step * self._seq_len if self._joined else spans[0][1].first)
 
     def _round_at(self, lane: int, position: int) -> int:
-        """Return the round that contains a position in a lane's stream. Computes the rounds up to it."""
+        """Return the number of the round that contains a position in a lane's stream, after computing this round."""
         while self._ends[-1][lane] <= position:
             number = len(self._ends) - 1
             firsts, lasts = self._dealt(number)
@@ -100,8 +112,8 @@ class Lanes:
             self._ends.append(self._ends[-1] + boundaries[lasts] - boundaries[firsts])
         return bisect_right(self._ends, position, key=lambda ends: ends[lane]) - 1
 
-    def _taken(self, lane: int, number: int) -> _Documents:
-        """Copy a lane's part from a round, so that the full round can be freed."""
+    def _copy_part(self, lane: int, number: int) -> _Documents:
+        """Return a lane's part of a round, as a copy, so that the full round can be freed."""
         firsts, lasts = self._dealt(number)
         first = int(firsts[lane])
         last = int(lasts[lane])
@@ -116,9 +128,9 @@ class Lanes:
         total = int(boundaries[-1])
         order = permutation(self._lanes, self._seed, "lanes", number)
         lacking = np.maximum(0, _level(self._ends[number], total) - self._ends[number])
-        targets = np.minimum(np.cumsum(lacking[order]), total)  # the level is rounded up
-        # A part ends at the document boundary nearest to its target. The error stays in the lane's end, from which the
-        # next round's level is computed, so errors do not add up.
+        targets = np.minimum(np.cumsum(lacking[order]), total)  # the level is rounded up, so the sum can exceed total
+        # A part ends at the document boundary nearest to its target. The next round's level is computed from the
+        # lanes' actual lengths, so these differences do not add up over rounds.
         after = boundaries.searchsorted(targets)
         before = np.maximum(after - 1, 0)
         cuts = np.where(targets - boundaries[before] < boundaries[after] - targets, before, after)
@@ -133,27 +145,30 @@ class Lanes:
         sources = []
         numbers = []
         lengths = []
-        places = []
+        middles = []
         for source, (stream, share) in enumerate(zip(self._streams, self._shares, strict=True)):
             begin, end = (stream.boundary(share * m * self._round_tokens >> GRID_BITS) for m in (number, number + 1))
             chosen, tokens = stream.documents(begin, end)
             sources.append(np.full(len(chosen), source, dtype=np.int32))
             numbers.append(chosen)
             lengths.append(tokens)
-            places.append((2 * np.cumsum(tokens) - tokens) / max(1, 2 * (end - begin)))  # of the middle
-        order = np.argsort(np.concatenate(places), kind="stable")
+            # the middle of each document, as a fraction of the source's tokens in this round
+            middles.append((2 * np.cumsum(tokens) - tokens) / max(1, 2 * (end - begin)))
+        order = np.argsort(np.concatenate(middles), kind="stable")
         ends = np.cumsum(np.concatenate(lengths)[order])
         return _Documents(np.concatenate(sources)[order], np.concatenate(numbers)[order], np.append(0, ends))
 
 
 def _level(filled: np.ndarray, volume: int) -> int:
-    """Return the water-filling level: the lowest level at which `volume` fits above the heights `filled`."""
-    # Picture vessels of width 1 that are filled to these heights. Water over the k lowest vessels rises to the level h
-    # at which the sum of (h - filled_i) over them is the volume: h = (volume + their sum) / k. It reaches vessel k
-    # where the room below that vessel's top, over the lower ones, is at most the volume. The level is rounded up to
-    # whole tokens.
+    """Return the length to which the shortest lanes can be filled with `volume` tokens (water filling).
+
+    filled: current length of each lane's stream
+    """
+    # If the tokens fill exactly the k shortest lanes, the level h satisfies: sum over these lanes of (h - filled_i) =
+    # volume, so h = (volume + sum of filled_i) / k. Lane k, in ascending order, is among them if raising all shorter
+    # lanes to its length needs at most `volume` tokens. The level is rounded up to a whole token.
     filled = np.sort(filled)
     before = np.cumsum(filled) - filled
-    room = filled * np.arange(len(filled)) - before  # below the top of vessel k, over the lower ones
+    room = filled * np.arange(len(filled)) - before  # [k]: tokens that raise all shorter lanes to the length of lane k
     reached = int(room.searchsorted(volume, side="right"))
     return -(-(volume + int(before[reached - 1] + filled[reached - 1])) // reached)

@@ -1,15 +1,16 @@
-"""The order of a phase: the tokens that each lane reads in each step, by seed, sources and the phase's sizes.
+"""The data order of a phase: which tokens each lane reads in each step.
 
-`windows.py` gives shuffled windows from packed text, for a mixture. In `lanes.py` each lane reads one document after
-another, so that a state can be carried along (truncated backpropagation through time).
-"""
+A lane is a position in the batch; in each step it reads one or more chunks, one after another. With
+`data.order=windows` (`windows.py`), rows are shuffled windows from packed documents. With `data.order=lanes`
+(`lanes.py`), each lane reads one document after another, so that recurrent states can be carried from step to step
+(truncated backpropagation through time)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hybridtron.config.batch_ramp import BatchRamp
 from hybridtron.config.choices import Documents, Order
-from hybridtron.config.growth import Growth
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.units import parse_tokens
 from hybridtron.data.batch import seed_of
@@ -24,8 +25,11 @@ from hybridtron.data.sources import Sources
 class PhaseOrder:
     """Settings that determine, together with the sources, every token in every step.
 
-    In a step each lane reads `chunks` times seq_len tokens, which count as `chunks` rows in the global batch. A
-    micro-batch holds `together` consecutive chunks from `micro_batch` lanes.
+    chunks: how many chunks a lane reads in a step. A chunk has seq_len tokens. `global_batch` counts chunks, so there
+        are `global_batch / chunks` lanes.
+    together: how many consecutive chunks in a lane are computed as one sequence, in one forward pass
+    micro_batch: how many lanes a micro-batch has
+    batch_ramp: the batch's growth at the start of the phase; None if every step reads the full batch
     """
 
     kind: Order
@@ -37,7 +41,7 @@ class PhaseOrder:
     shuffle_tokens: int
     chunks: int = 1
     together: int = 1
-    growth: Growth | None = None  # batch growth; None where all rows are read from the start
+    batch_ramp: BatchRamp | None = None
 
     @staticmethod
     def of(phase: ResolvedPhase) -> PhaseOrder:
@@ -53,7 +57,7 @@ class PhaseOrder:
             parse_tokens(phase.data.shuffle),
             phase.states.chunks,
             phase.chunks_together,
-            None if settings.ramp is None else phase.growth,
+            None if settings.ramp is None else phase.batch_ramp,
         )
 
     @property
@@ -62,22 +66,22 @@ class PhaseOrder:
         return self.global_batch // self.chunks
 
     def lanes_in(self, step: int) -> int:
-        """Return how many lanes a step reads. The number is smaller while the batch grows."""
-        if self.growth is None:
+        """Return how many lanes a step reads: fewer than `lanes` while the batch grows."""
+        if self.batch_ramp is None:
             return self.lanes
-        return self.growth.rows(step)
+        return self.batch_ramp.rows(step)
 
     @property
     def tokens_per_lane(self) -> int:
-        """Tokens that a lane reads in one step."""
+        """Number of input tokens that a lane reads in a step."""
         return self.seq_len * self.chunks
 
 
 def rows_in_order(sources: Sources, order: PhaseOrder) -> MixedWindows | Lanes:
-    """Build the row order. Its method `row(lane, step)` returns the spans that the lane reads."""
+    """Build the row order. Its method `row(lane, step)` returns the spans of documents that the lane reads."""
     shuffle = order.shuffle_tokens
     seed = order.seed
-    stream_seeds = [seed_of(seed, name) for name in sources.names]  # sources must not be shuffled alike
+    stream_seeds = [seed_of(seed, name) for name in sources.names]  # each source is shuffled in a different way
     streams = [
         DocumentStream(store, shuffle, stream_seed)
         for store, stream_seed in zip(sources.stores("train"), stream_seeds, strict=True)
@@ -89,10 +93,10 @@ def rows_in_order(sources: Sources, order: PhaseOrder) -> MixedWindows | Lanes:
         ShuffledWindows(stream, order.seq_len, shuffle, stream_seed)
         for stream, stream_seed in zip(streams, stream_seeds, strict=True)
     ]
-    growth = order.growth or Growth((), order.lanes)
-    return MixedWindows(windows, Mixture(sources.weights, order.lanes, seed), growth)
+    batch_ramp = order.batch_ramp or BatchRamp((), order.lanes)
+    return MixedWindows(windows, Mixture(sources.weights, order.lanes, seed), batch_ramp)
 
 
 def phase_seed(seed: int, phase_index: int) -> int:
-    """Derive a 64-bit seed from the run's seed and the phase, so that phases read the same data in different orders."""
+    """Derive a phase's 64-bit seed from the run's seed, so that two phases read the same data in different orders."""
     return seed_of(seed, str(phase_index))

@@ -1,12 +1,11 @@
-"""A source's documents in order, as a pure function of (seed, position), and the places where tokens are found.
+"""The endless token stream of one source: each epoch has all documents in shuffled order.
 
-A source's documents, epoch after epoch without a gap, form one endless token stream. In each epoch the shards are
-shuffled and grouped into blocks with at least `shuffle_tokens` tokens, and each block's documents are shuffled. So only
-one or two blocks' shards are in use at a time, and only their documents' lengths are in memory.
+In each epoch the data shards are shuffled and grouped into blocks of whole shards with at least `shuffle_tokens`
+tokens. Each block's documents are shuffled. So a reader uses the shards from one or two blocks at a time, and only the
+document lengths for these blocks are in memory. Every part of the order is a pure function of (seed, position).
 
-A shard is never divided, so a block is at least as large as its largest shard.
-
-All shuffles sort Philox random words, whose values numpy guarantees in all versions; `Generator`'s values may change.
+A shuffle sorts random words from Philox, because numpy guarantees their values in all versions. The values from numpy's
+`Generator` methods may change.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from hybridtron.data.mds.store import DocumentStore
 
 
 class Span(NamedTuple):
-    """`count` tokens of a document, from its token `first`.
+    """`count` tokens in a document, from its token `first`.
 
-    Documents are numbered through the source, shard by shard.
+    document: the document's number within the source, counted shard by shard
     """
 
     document: int
@@ -32,9 +31,11 @@ class Span(NamedTuple):
 
 
 class RowSpans(NamedTuple):
-    """A row's tokens, as (source, span) pairs.
+    """A row's tokens.
 
-    position: how far the lane had read, before this row, into the first token's document; 0 in `order=windows`
+    spans: (source index, span) pairs, whose tokens are concatenated
+    position: position that the row's first token has in the document that the lane reads; 0 with `data.order=windows`,
+        where each row starts with position 0
     """
 
     spans: list[tuple[int, Span]]
@@ -42,16 +43,17 @@ class RowSpans(NamedTuple):
 
 
 def permutation(count: int, seed: int, purpose: str, *numbers: int) -> np.ndarray:
-    """Return the numbers below `count` in random order, as a pure function of the arguments."""
-    domain = repr((int(seed), purpose, *map(int, numbers))).encode()  # numpy's integers have another repr
+    """Return the integers from 0 to `count - 1` in random order, as a pure function of the arguments."""
+    domain = repr((int(seed), purpose, *map(int, numbers))).encode()  # `int`, because numpy integers have another repr
     key = int.from_bytes(hashlib.blake2b(domain, digest_size=16).digest(), "little")
     return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
 
 
 def cut(documents: np.ndarray, ends: np.ndarray, start: int, count: int) -> list[Span]:
-    """Return the spans that hold at most `count` tokens from place `start`, in documents laid end to end.
+    """Return the spans for `count` tokens from offset `start` in contiguous documents; fewer if the documents end.
 
-    ends: the place after each document
+    documents: each document's number
+    ends: token offset at which each document ends
     """
     stop = min(start + count, int(ends[-1]))
     left = int(ends.searchsorted(start, side="right"))
@@ -66,7 +68,12 @@ def cut(documents: np.ndarray, ends: np.ndarray, start: int, count: int) -> list
 
 
 class _Blocks(NamedTuple):
-    """An epoch's shards in order; block k holds shards[cuts[k] : cuts[k + 1]], tokens starts[k] to starts[k + 1]."""
+    """An epoch's blocks.
+
+    shards: the shards' indices, in shuffled order
+    cuts: block k has the shards shards[cuts[k] : cuts[k + 1]]
+    starts: block k has the epoch's tokens from starts[k] to before starts[k + 1]
+    """
 
     shards: np.ndarray
     cuts: list[int]
@@ -76,18 +83,19 @@ class _Blocks(NamedTuple):
 class DocumentStream:
     """Endless token stream from one source: every document, epoch after epoch, shuffled in blocks.
 
-    Without a seed, documents keep the files' order. Sources that must not be shuffled alike need different seeds.
-    Document lengths are read in slices only.
+    seed: None to keep the files' order. Two sources with equal seeds and sizes would be shuffled in the same way.
     """
 
     def __init__(self, source: DocumentStore, shuffle_tokens: int = 1, seed: int | None = None) -> None:
         self._lengths, self._shard_tokens = source.lengths, np.asarray(source.shard_tokens, dtype=np.int64)
-        self._boundaries = np.append(0, np.cumsum(source.shard_documents, dtype=np.int64))  # shards' first documents
+        # number of each shard's first document
+        self._boundaries = np.append(0, np.cumsum(source.shard_documents, dtype=np.int64))
         if len(source.lengths) == 0:
             raise ValueError("the source has no documents")
         self.tokens_per_epoch = int(self._shard_tokens.sum())
-        self._shuffle_tokens = 1 if seed is None else shuffle_tokens  # unshuffled, a block is a shard
+        self._shuffle_tokens = 1 if seed is None else shuffle_tokens  # without shuffling, each shard is a block
         self._seed = seed
+        # a row may contain tokens of two epochs, and of several blocks
         self._blocks = lru_cache(maxsize=2)(self._gathered)
         self._block = lru_cache(maxsize=4)(self._arranged)
 
@@ -103,14 +111,14 @@ class DocumentStream:
         return spans
 
     def boundary(self, position: int) -> int:
-        """Return the position where the next document starts, at `position` or later."""
+        """Return the first position at or after `position` where a document starts."""
         _, ends, offset = self._block_at(position)
         if offset:
             return position + int(ends[ends.searchsorted(offset)]) - offset
         return position
 
     def documents(self, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers and lengths of the documents between two document boundaries, both int64."""
+        """Return the numbers and the lengths of the documents between two document boundaries, as int64 arrays."""
         numbers = [np.empty(0, np.int64)]
         lengths = [np.empty(0, np.int64)]
         while start < end:
@@ -129,9 +137,12 @@ class DocumentStream:
         return np.concatenate(numbers), np.concatenate(lengths)
 
     def _block_at(self, position: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """Return the block around a stream position: its documents, their ends, and the position within the block."""
+        """Return the block that contains a stream position.
+
+        The result is the documents' numbers, the documents' ends within the block, and the position within the block.
+        """
         epoch, offset = divmod(position, self.tokens_per_epoch)
-        turn = 0 if self._seed is None else epoch
+        turn = 0 if self._seed is None else epoch  # without shuffling all epochs are equal, and share cache entries
         starts = self._blocks(turn).starts
         number = int(starts.searchsorted(offset, side="right")) - 1
         documents, ends = self._block(turn, number)
@@ -139,7 +150,7 @@ class DocumentStream:
 
     def _gathered(self, epoch: int) -> _Blocks:
         """Shuffle an epoch's shards, and group them into blocks."""
-        shards = np.flatnonzero(np.diff(self._boundaries))
+        shards = np.flatnonzero(np.diff(self._boundaries))  # without empty shards
         if self._seed is not None:
             shards = shards[permutation(len(shards), self._seed, "shards", epoch)]
         ends = np.cumsum(self._shard_tokens[shards])
@@ -150,11 +161,11 @@ class DocumentStream:
             cuts.append(last + 1)
             starts.append(int(ends[last]))
         if len(cuts) > 2 and 2 * (starts[-1] - starts[-2]) < self._shuffle_tokens:
-            del cuts[-2], starts[-2]  # a small rest joins the block before it: alone it would hardly be shuffled
+            del cuts[-2], starts[-2]  # join a small last block with the block before it, to shuffle over both
         return _Blocks(shards, cuts, np.array(starts))
 
     def _arranged(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return a block's documents in order, and each document's end within the block, both int64."""
+        """Return a block's documents in order, and each document's end within the block, as int64 arrays."""
         shards, cuts, starts = self._blocks(epoch)
         runs = [self._boundaries[shard : shard + 2].tolist() for shard in shards[cuts[number] : cuts[number + 1]]]
         documents = np.concatenate([np.arange(first, end) for first, end in runs])
@@ -167,6 +178,7 @@ class DocumentStream:
         tokens = int(starts[number + 1] - starts[number])
         if ends[-1] != tokens:
             raise ValueError(
-                f"the lengths of a block's documents add up to {ends[-1]} tokens, its shards have {tokens}"
+                f"the lengths of a block's documents add up to {ends[-1]} tokens, but its shards have {tokens}; run "
+                "`hybridtron data verify` on the folder"
             )
         return documents, ends

@@ -1,13 +1,15 @@
-"""Conversations -> text by a tokenizer's chat template, with the spans that the assistant wrote.
+"""Renders conversations as text with a tokenizer's chat template, and finds the assistant's spans in the text.
 
-A template is a Jinja program from elsewhere. It runs in Jinja's sandbox, in a process with limited time and memory. If
-it marks the assistant's words by {% generation %}, these are learned. Otherwise the text that it writes for an
-assistant's message, beyond the prompt, is learned:
+Only the assistant's spans count in the loss. A template is an untrusted Jinja program, so it runs in Jinja's sandbox,
+in a process with limited time and memory. If the template marks the assistant's text with {% generation %}, the spans
+are the marked text. Otherwise the span for the assistant's message i is found with two further renderings:
 
-    render(messages[:i], add_generation_prompt=True) | learned | the end of render(messages[:i + 1])
+    the span begins at the length of  render(messages[:i], add_generation_prompt=True)
+    the span ends at the length of    render(messages[:i + 1])
 
-Both renderings must be prefixes of the full text: a template that writes a turn differently when others follow is
-refused. The text does not depend on the day, because `strftime_now`, which some templates look for, is not defined.
+Both renderings must be prefixes of the full text. They are not if the template renders a message differently when
+other messages follow; such a template is refused. The text does not depend on the date, because templates do not get
+the function `strftime_now`.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridtron.data.prepare.template_process import BEGIN, END, MOST_LOST, template_process
+from hybridtron.data.prepare.template_process import BEGIN, END, MAX_LOST, template_process
 from hybridtron.data.workers import WorkerEnded
 
 Spans = tuple[tuple[int, int], ...]
-HERE = "\ufdd2"  # a noncharacter of Unicode, which no text has
+CONTENT_MARK = "\ufdd2"  # a noncharacter of Unicode, which normal text does not contain
 ASSISTANT = "assistant"
 
 
@@ -30,8 +32,8 @@ ASSISTANT = "assistant"
 class ChatTemplate:
     """A chat template.
 
-    tokens: special tokens that the template may use, by name (`bos_token` and the like)
-    special: special tokens that a message must not contain
+    tokens: (name, text) for each special token that the template may use; a name is `bos_token`, for example
+    special: special tokens' texts, which a message must not contain
     """
 
     text: str
@@ -39,65 +41,69 @@ class ChatTemplate:
     special: frozenset[str]
 
     def fault(self) -> str | None:
-        """Return why the template can't be used, as a predicate for a message; None if it can.
+        """Return why the template can't be used; None if it can be used.
 
-        A template is faulty if it does not parse, or exceeds its limits on two short messages.
+        A template can't be used if it does not parse, or if it exceeds its limits on a trial with two short messages.
         """
         return template_process(self.text, self.tokens).fault()
 
     def stored(self) -> str:
-        """Return the template and its tokens as JSON, for folders and checkpoints."""
+        """Return the template and its tokens as JSON, which manifests and checkpoints store."""
         return json.dumps({"template": self.text, "tokens": dict(self.tokens)})
 
     @staticmethod
     def of_stored(text: str) -> ChatTemplate:
-        """Read the JSON that `stored` returns."""
+        """Return the template from the JSON that `stored` returns."""
         values = json.loads(text)
         return ChatTemplate(values["template"], tuple(values["tokens"].items()), frozenset())
 
     def prompt(self, messages: list[dict[str, Any]], continued: bool = False) -> str:
-        """Return the text before the next answer or, with `continued`, before the rest of the last message."""
+        """Return the prompt from which a model generates the assistant's next message.
+
+        continued: whether the model continues the last message instead
+        """
         if not continued:
             return self._written(messages, True)
+        # Append a mark to the last message, render, and cut the text at the mark.
         *before, last = messages
-        text = self._written([*before, {**last, "content": f"{last['content']}{HERE} "}])
-        before_it, marker, behind = text.rpartition(HERE)
+        text = self._written([*before, {**last, "content": f"{last['content']}{CONTENT_MARK} "}])
+        before_it, marker, behind = text.rpartition(CONTENT_MARK)
         if not marker:
             raise ValueError("the chat template does not write the last message, which is to be continued")
-        # the template trims messages
+        # If the space after the mark is missing, the template strips messages, so spaces before the mark are removed.
         if behind.startswith(" "):
             return before_it
         return before_it.rstrip()
 
     def question(self, messages: list[dict[str, Any]]) -> str:
-        """Return the text before the next answer; raise ValueError also if a message contains a special token."""
+        """Return the prompt for the next answer; raise ValueError if a message is malformed or has a special token."""
         _check(messages, self.special)
         return self.prompt(messages)
 
     def behind_answer(self, messages: list[dict[str, Any]]) -> str:
-        """Return the text that the template writes between the next answer and another message."""
-        answered = [*messages, {"role": ASSISTANT, "content": HERE}]
-        return self._written(answered).rpartition(HERE)[2]
+        """Return the text that the template writes after the content of the assistant's next message."""
+        answered = [*messages, {"role": ASSISTANT, "content": CONTENT_MARK}]
+        return self._written(answered).rpartition(CONTENT_MARK)[2]
 
     def conversation(self, messages: Any, tools: Any = None) -> tuple[str, Spans]:
-        """Return a conversation's text, and the spans that the assistant wrote; raise ValueError if it is invalid.
+        """Return a conversation's text and the assistant's spans; raise ValueError if the conversation is invalid.
 
-        Raises WorkerEnded once the template has exceeded its limits MOST_LOST times.
+        Raises WorkerEnded if the template has already exceeded its limits MAX_LOST times.
         """
         _check(messages, self.special)
-        if (lost := template_process(self.text, self.tokens).lost) >= MOST_LOST:
-            raise WorkerEnded(f"{lost} conversations took the chat template more than it may; correct it")
-        places = [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
-        turns = [cut for place in places for cut in ((place, True), (place + 1, False))]
+        if (lost := template_process(self.text, self.tokens).lost) >= MAX_LOST:
+            raise WorkerEnded(f"the chat template exceeded its limits in {lost} conversations; correct the template")
+        indices = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
+        turns = [cut for index in indices for cut in ((index, True), (index + 1, False))]
         whole, ends = self._render(messages, tools, cuts=turns)
         if BEGIN in whole:
             text, spans = _marked(whole)
         else:
             text = whole
-            spans = _turns(places, ends)
+            spans = _turns(indices, ends)
         eos = dict(self.tokens).get("eos_token")
         if eos and text.rstrip().endswith(eos):
-            text = text.rstrip()  # a document ends with eos
+            text = text.rstrip()  # so that the document's last token is eos
         clipped = ((first, min(end, len(text))) for first, end in spans)
         return text, tuple(span for span in clipped if span[0] < span[1])
 
@@ -110,40 +116,42 @@ class ChatTemplate:
         try:
             return template_process(self.text, self.tokens).rendered(messages, tools, prompt, cuts)
         except ValueError as error:
-            raise ValueError(f"the chat template does not take it: {error}") from error
+            raise ValueError(f"the chat template can't render the conversation: {error}") from error
 
 
-def _turns(places: list[int], ends: list[int | None]) -> Spans:
-    """Return the span that the template writes for each message of the assistant, beyond its prompt.
+def _turns(indices: list[int], ends: list[int | None]) -> Spans:
+    """Return a span for each of the assistant's messages.
 
-    ends: the lengths of the text before and after each message; None where that text is not a prefix
+    indices: indices of the assistant's messages in the conversation
+    ends: for each of these messages, how long the prompt for the message is, and how long the rendering is up to the
+        message's end; None for a rendering that is not a prefix of the full text
     """
     spans = []
-    for place, before, after in zip(places, ends[::2], ends[1::2], strict=True):
+    for index, before, after in zip(indices, ends[::2], ends[1::2], strict=True):
         if before is None or after is None or before > after:
-            why = f"the chat template writes message {place} otherwise where others follow it"
-            raise ValueError(f"{why}; one that marks what is learned by {{% generation %}} works")
+            why = f"the chat template renders message {index} differently when other messages follow"
+            raise ValueError(f"{why}; mark the assistant's text with {{% generation %}} in the template")
         spans.append((before, after))
     return tuple(spans)
 
 
 def _check(messages: Any, special: frozenset[str]) -> None:
-    """Raise ValueError unless these are messages without special tokens, which could end a turn."""
+    """Raise ValueError if messages are malformed, or contain a special token, which could end the message early."""
     if not isinstance(messages, list) or not messages:
-        raise ValueError("has no 'messages', a list of at least one")
-    for place, message in enumerate(messages):
+        raise ValueError("has no 'messages' that is a list of at least one message")
+    for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"]:
-            raise ValueError(f"message {place} has no 'role'")
+            raise ValueError(f"message {index} has no 'role'")
         content = message.get("content")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise ValueError(f"message {place} has no 'content' that is a string")
+            raise ValueError(f"message {index} has no 'content' that is a string")
         spelled = sorted(token for token in {*special, BEGIN, END} if content and token in content)
         if spelled:
-            raise ValueError(f"message {place} spells the special token {spelled[0]!r}")
+            raise ValueError(f"message {index} spells the special token {spelled[0]!r}")
 
 
 def _marked(whole: str) -> tuple[str, Spans]:
-    """Return the text without marks, and the spans between them."""
+    """Return the text without {% generation %} marks, and the spans between two marks."""
     pieces = re.split(f"[{BEGIN}{END}]", whole)
     ends = [sum(map(len, pieces[: count + 1])) for count in range(len(pieces))]
     return "".join(pieces), tuple(zip(ends[:-1:2], ends[1::2], strict=True))

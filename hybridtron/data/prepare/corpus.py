@@ -1,10 +1,11 @@
-"""The texts of the embedded corpus. Every Python installation holds them, so a first run needs no download.
+"""The texts of the embedded corpus, which every Python installation contains. So a first run needs no download.
 
-They are English from the help topics of Python's documentation, and the standard library's sources with their
-docstrings: about 10 MB. This is too little for conclusions about language, but it is real: natural text and code,
-documents of all lengths, two sources. `embedded.py` prepares a folder from it.
+The source `text` has the help topics from Python's documentation, in English. The source `code` has the Python files in
+the standard library. Together they have about 10 MB. This is too little for conclusions about language, but the corpus
+has properties of real data: natural text and code, documents of all lengths, and two sources. `embedded.py` prepares a
+folder from the texts.
 
-The sources of installed packages enlarge it: with torch, transformers and sympy it has ten times as many tokens.
+Python files from installed packages can be added, each package as a source with its name.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from pydoc_data.topics import topics
 
 from hybridtron.data.prepare.documents import ArgumentError, Document, Format, Input, InputOptions, Tally
 
-# Tests, packages that are not Python's own, tables of numbers, and the topics, which are documents of their own.
+# Files that are left out: tests, third-party packages, encoding tables, and the module of the help topics, because
+# `_topics` yields each topic as a document.
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings"}
 _SKIPPED_FILES = ("pydoc_data/topics.py", "_sysconfigdata")
 
 
 def documents() -> list[Document]:
-    """Return every document in the corpus, sorted by place. The sources are `text` and `code`."""
+    """Return every document in the corpus, sorted by its path (`Document.where`). The sources are `text` and `code`."""
     all_documents = itertools.chain(_topics(), _sources(Path(sysconfig.get_path("stdlib")), "lib", "code"))
     return sorted(all_documents, key=lambda document: document.where)
 
 
 def sizes() -> dict[str, int]:
-    """Return each source's bytes, including held-out text."""
+    """Return each source's size in bytes, including held-out text."""
     bytes_by_source: dict[str, int] = {}
     for document in documents():
         bytes_by_source[document.source] = bytes_by_source.get(document.source, 0) + _size(document)
@@ -39,15 +41,21 @@ def sizes() -> dict[str, int]:
 
 
 def packaged(folder: Path) -> list[Document]:
-    """Return an installed package's files as documents, sorted. Their source is the package's name."""
+    """Return an installed package's Python files as documents, sorted by path.
+
+    folder: the package's folder, whose name becomes the source's name
+    """
     return sorted(_sources(folder, folder.name, folder.name), key=lambda document: document.where)
 
 
 def folder_of(package: str) -> Path:
     """Return an installed package's folder; raise ArgumentError if there is no such package with files."""
-    spec = find_spec(package) if package.isidentifier() else None  # finding `a.b` would import a
+    spec = find_spec(package) if package.isidentifier() else None  # for `a.b`, find_spec would import `a`
     if spec is None or not spec.submodule_search_locations:
-        raise ArgumentError(f"--packages {package}: no package of that name is installed: leave it out, or install it")
+        raise ArgumentError(
+            f"--packages {package}: no package of that name is installed: leave it out, or install it",
+            code="not-installed",
+        )
     return Path(next(iter(spec.submodule_search_locations)))
 
 
@@ -72,16 +80,16 @@ def _sources(root: Path, begin: str, source: str) -> Iterator[Document]:
                 yield Document(text, source, f"{begin}/{relative}")
 
 
-def _read(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
+def _read(entry: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
     return _counted(documents(), tally)
 
 
-def _read_package(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
-    return _counted(packaged(one.file.parent), tally)
+def _read_package(entry: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
+    return _counted(packaged(entry.file.parent), tally)
 
 
-def _counted(found: Iterable[Document], tally: Tally) -> Iterator[Document]:
-    for document in found:
+def _counted(documents: Iterable[Document], tally: Tally) -> Iterator[Document]:
+    for document in documents:
         tally.entries += 1
         tally.position += _size(document)
         yield document
@@ -93,12 +101,12 @@ def _size(document: Document) -> int:
 
 
 def embedded_input() -> Input:
-    """Return the texts of this Python installation, as an input without files."""
+    """Return the texts from this Python installation, as an input without files."""
     return Input("embedded", (), texts=sum(sizes().values()))
 
 
 def package_input(package: str) -> Input:
-    """Return an installed package's sources as an input. Its first file stands for the package."""
+    """Return an installed package's Python files as an input. The input's file is the package's `__init__.py`."""
     folder = folder_of(package)
     return Input("package", (folder / "__init__.py",), texts=sum(map(_size, packaged(folder))))
 

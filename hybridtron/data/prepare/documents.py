@@ -1,4 +1,7 @@
-"""Inputs, their documents, and counts of the entries that are left out."""
+"""Data types for preparing tokens: inputs, their formats, their documents, and counts of entries that are left out.
+
+An entry is a part of an input that gives one document: a JSON line, a parquet row, a text file or an MDS sample.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,20 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 import xxhash
 
+from hybridtron.problems import Unusable
 from hybridtron.storage.digest import digest_of
 
 if TYPE_CHECKING:
     from hybridtron.data.prepare.chat import ChatTemplate
 
 Item = TypeVar("Item")
-SHOWN = 5  # bad entries, or names in a list, that a message shows before "and N more"
-HOPELESS = 1000  # bad entries at an input's start, without a good one, after which reading stops
-LONGEST_NAME = 100
+MAX_LISTED = 5  # maximum number of entries or names that a message lists before "and N more"
+HOPELESS = 1000  # reading stops if this number of entries are bad, and no entry of the input has been good
+MAX_NAME = 100  # maximum characters of a source's name
 
 
-class PrepareError(ValueError):
-    """Raised when tokens can't be prepared. The message gives the reason, and a remedy."""
+class PrepareError(Unusable):
+    """Raised when tokens can't be prepared."""
 
 
 class InputError(PrepareError):
@@ -33,15 +37,16 @@ class InputError(PrepareError):
 
 
 class ArgumentError(PrepareError):
-    """Raised when the arguments can't be satisfied, whatever the inputs hold."""
+    """Raised when the arguments are wrong, regardless of the inputs' contents."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """One input: a file, a shard of an MDS folder after its index, or a group of text files.
+    """One input: a file, a shard in an MDS folder, or several text files.
 
-    shard: the shard's number in an MDS index
-    texts: bytes in all documents; None where these are the sizes of its files
+    files: the input's files; for a shard in an MDS folder, first index.json and then the shard's file
+    shard: the shard's index in an MDS index.json; 0 for other formats
+    texts: bytes in all documents; None to add up the files' sizes
     """
 
     format: str
@@ -51,12 +56,12 @@ class Input:
 
     @property
     def file(self) -> Path:
-        """The file that holds the documents, or the first of them."""
+        """The first file with documents."""
         return self.files[-1 if self.format == "mds" else 0]
 
     @property
     def name(self) -> str:
-        """A name for messages."""
+        """The input's name in messages."""
         if self.format == "text" and len(self.files) > 1:
             more = f" and {len(self.files) - 1} more"
         else:
@@ -73,15 +78,16 @@ class Input:
         return self.texts
 
     def stamps(self) -> list[list[int]]:
-        """Return size and mtime of each file, which reveal whether it was changed."""
+        """Return each file's size and mtime. If a file is changed, one of these changes."""
         return [[status.st_size, status.st_mtime_ns] for status in (file.stat() for file in self.files)]
 
 
 class Learned(NamedTuple):
-    """The learned characters in a text, as spans (begin, end).
+    """The learned characters in a text: only they count in the loss.
 
-    apart: the text is cut at the spans' boundaries before it is tokenized
-    special: special tokens in the text become these tokens, and are not ordinary text
+    spans: (begin, end) character indices
+    apart: whether the text is split at the spans' boundaries before it is tokenized
+    special: whether a special token's name in the text is encoded as the special token, or as ordinary characters
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -90,9 +96,10 @@ class Learned(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A text, or tokens from another program. `where` is its place, for messages.
+    """A text, or a document that another program has tokenized.
 
-    learned: which characters, or which tokens (1 or 0 for each), are learned; None where all are
+    where: file and line, for example, for messages
+    learned: the characters in a text that count in the loss, or 1 or 0 for each token; None if everything counts
     """
 
     content: str | np.ndarray
@@ -106,9 +113,9 @@ class InputOptions:
     """Settings for reading inputs.
 
     text_key: key or column that holds the text
-    source: name of the source where the input names none
-    separator: token between documents in packed tokens
-    learn: form in which inputs mark learned parts (`learned.py`); None where everything is learned
+    source: name of the source for documents whose source the input does not name
+    separator: token id between documents in packed tokens
+    learn: how inputs mark the documents' learned parts (`learned.py`); None if everything counts in the loss
     chat: the tokenizer's chat template
     """
 
@@ -123,11 +130,13 @@ class InputOptions:
 class Tally:
     """Counts from reading one input.
 
-    noun: name of its entries in messages, such as lines, rows, files or samples
-    max_bad: fraction of entries that may be bad
-    short, long: documents that a limit on their tokens left out
-    position: bytes of its files that have been read
-    examples, remarks: messages about bad entries, and about the input
+    name: the input's name in messages
+    noun: the word for the input's entries in messages: lines, rows, files or samples
+    max_bad: maximum fraction of entries that may be bad
+    short, long: how many documents are left out because they have too few or too many tokens
+    position: bytes read from the input's files so far
+    examples: messages about the first bad entries
+    remarks: messages about the input
     """
 
     name: str
@@ -142,31 +151,36 @@ class Tally:
     examples: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
-    def keeps(self, content: str | np.ndarray) -> bool:
-        """Return True for a text, or tokens, with content. Counts those that are empty or only white space."""
+    def accept(self, content: str | np.ndarray) -> bool:
+        """Count a document as empty if it has nothing or only white space, and return False; else return True."""
         empty = not len(content) or (isinstance(content, str) and content.isspace())
         self.empty += empty
         return not empty
 
     def reject(self, where: str, why: str) -> None:
-        """Count a bad entry; raise InputError if the first HOPELESS entries are all bad."""
+        """Count a bad entry; raise InputError if at least HOPELESS entries are bad and no entry is good.
+
+        Some entries are rejected only after they are tokenized, in groups. Until then they count as good.
+        """
         self.bad += 1
-        if len(self.examples) < SHOWN:
+        if len(self.examples) < MAX_LISTED:
             self.examples.append(f"{where}: {why[:200]}")
-        if self.bad == self.entries == HOPELESS and self.max_bad < 1:
-            raise InputError(f"{self.bad_entries()}\nnot one of the first {HOPELESS} is good; correct the input")
+        none_is_good = self.bad + self.empty == self.entries
+        if none_is_good and self.bad >= HOPELESS and self.max_bad < 1:
+            message = f"{self.bad_entries()}\nall of the first {self.entries} {self.noun} are bad; correct the input"
+            raise InputError(message, code="malformed")
 
     def judge(self) -> None:
-        """Raise InputError if the share of bad entries is above max_bad.
+        """Raise InputError if the fraction of bad entries is above max_bad.
 
-        The limit is rounded up: above 0, one bad entry is always allowed.
+        The maximum number of bad entries is rounded up, so one bad entry is allowed if max_bad is above 0.
         """
         if self.bad > math.ceil(self.max_bad * self.entries - 1e-9):
-            cure = f"--max-bad {self.max_bad:.6g} allows less; correct the input, or allow more"
-            raise InputError(f"{self.bad_entries()}\n{cure}")
+            cure = f"--max-bad {self.max_bad:.6g} allows fewer; correct the input, or set a larger --max-bad"
+            raise InputError(f"{self.bad_entries()}\n{cure}", code="malformed")
 
     def bad_entries(self) -> str:
-        """Describe the bad entries for a message."""
+        """Return a message that counts the bad entries and gives some examples."""
         listed = "".join(f"\n  {example}" for example in self.examples)
         if self.bad > len(self.examples):
             more = f"\n  and {self.bad - len(self.examples)} more"
@@ -186,13 +200,14 @@ def _alone(file: Path) -> list[Files]:
 class Format:
     """A format that inputs can have.
 
-    described: a line for --help that describes its files
-    read: yields an input's documents, in order. An entry that can't be read is counted and left out (`Tally`); a
-        damaged input raises InputError, OSError or EOFError
-    suffixes: its file name endings, in lower case
-    noun: name of its entries, in the plural
-    files: returns each input's files for a file with such a name; none if its content has another format
-    learn: forms in which its files can mark learned parts
+    described: a line for --help that describes the format's files
+    read: function that yields an input's documents in order. It counts bad entries in the `Tally` and skips them, and
+        raises InputError, OSError or EOFError for a damaged input.
+    suffixes: how the format's file names end, in lower case
+    noun: the word for an input's entries, in the plural
+    files: function that gets the path to a file with one of these suffixes. It returns the files of each input that
+        this path stands for, or an empty list if the file's content has another format.
+    learn: the --learn values that the format supports
     """
 
     described: str
@@ -205,31 +220,36 @@ class Format:
 
 @lru_cache(maxsize=1000)
 def clean_name(name: str) -> str:
-    """Turn a source's name into a part of paths: `Github (v2)` -> `Github-v2`.
+    """Return a source's name in a form that suits paths: `Github-v2` for `Github (v2)`.
 
-    Names that become equal are one source.
+    Sources whose names become equal are merged.
     """
-    cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:LONGEST_NAME].strip("-._")
+    cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:MAX_NAME].strip("-._")
     return cleaned or f"source-{digest_of(name.encode(errors='replace'))[:8]}"
 
 
 def check_regular(file: Path) -> None:
-    """Raise ArgumentError if a file exists but is not regular."""
+    """Raise ArgumentError if a path exists but is not a regular file."""
     if file.exists() and not file.is_file():
-        raise ArgumentError(f"{file} is not a regular file; a device, a pipe or a folder can't be read as one")
+        raise ArgumentError(
+            f"{file} is a device, a pipe or a folder; only a regular file can be read", code="unreadable"
+        )
 
 
 def listed(names: Sequence[object]) -> str:
-    """List the first few names for a message."""
-    if len(names) > SHOWN:
-        more = f" and {len(names) - SHOWN} more"
+    """Return the first MAX_LISTED names as text for a message, and the number of further names."""
+    if len(names) > MAX_LISTED:
+        more = f" and {len(names) - MAX_LISTED} more"
     else:
         more = ""
-    return ", ".join(map(str, names[:SHOWN])) + more
+    return ", ".join(map(str, names[:MAX_LISTED])) + more
 
 
 def in_runs(items: Iterable[Item], size_of: Callable[[Item], int], enough: int, most: int) -> Iterator[list[Item]]:
-    """Yield consecutive items in groups. A group ends when its size reaches `enough`, or its number of items `most`."""
+    """Yield consecutive items in groups.
+
+    A group ends when its items' sizes add up to `enough` or more, or when it has `most` items.
+    """
     run = list[Item]()
     size = 0
     for item in items:
@@ -244,11 +264,11 @@ def in_runs(items: Iterable[Item], size_of: Callable[[Item], int], enough: int, 
 
 
 def in_validation(content: str | np.ndarray, share: float) -> bool:
-    """Return True if a document is held out. Its content decides, so that all copies are on the same side.
+    """Return whether a document belongs to the validation split.
 
-    share: fraction of documents that are held out
-
-    Tokens are hashed by their own values, so a text and its tokens may be on different sides.
+    content: a text, or tokens. Its hash decides, so equal contents are in the same split. A text and its tokens have
+        different hashes, so they may be in different splits.
+    share: fraction of documents in the validation split
     """
     if isinstance(content, str):
         data = content.encode()

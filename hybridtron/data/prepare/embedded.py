@@ -1,8 +1,9 @@
-"""The embedded corpus (`corpus.py`) as a prepared folder, with a byte-level BPE tokenizer that is trained on it.
+"""Prepares the embedded corpus (the Python installation's text) as a folder of tokens, with its own BPE tokenizer.
 
-The corpus depends on Python's version, and on those of the packages whose sources it includes. The manifest names them;
-its digest distinguishes versions. Several processes may prepare the same folder at once: each writes a temporary
-folder, the first to rename it wins, and the others use the winner's.
+The corpus depends on the versions of Python and the packages whose files it includes. The manifest records these
+versions, so folders from different versions have different digests. Several processes may prepare the same folder at
+the same time. Each process writes a temporary folder. The first process that renames its folder to the final name
+succeeds, and the others use that folder.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from hybridtron.data.folder import SMALLEST_VOCABULARY, TokenFolder
+from hybridtron.data.folder import MIN_VOCABULARY, TokenFolder
 from hybridtron.data.prepare import corpus
 from hybridtron.data.prepare.documents import ArgumentError, in_validation
 from hybridtron.data.prepare.parts import FolderSettings
-from hybridtron.data.prepare.run import prepare
+from hybridtron.data.prepare.prepare_folder import prepare
 from hybridtron.data.prepare.vocabulary import vocabulary_of
 from hybridtron.data.prepare.writer import beside
 from hybridtron.requirements import installed
@@ -35,19 +36,22 @@ SETTINGS = FolderSettings(validation=0.05)
 
 
 def prepare_embedded(path: Path, vocab_size: int, packages: Sequence[str] = (), workers: int = 1) -> TokenFolder:
-    """Return the embedded corpus's folder, prepared now unless it exists. Its vocabulary may be smaller than asked.
+    """Open the folder with the embedded corpus, after preparing the folder if it does not exist.
 
-    packages: installed packages whose sources are added; they count for the vocabulary
+    vocab_size: maximum size for the vocabulary that is trained on the corpus
+    packages: installed packages whose Python files are added to the corpus, also for training the vocabulary
     """
     if path.exists():
         return TokenFolder.open(path)
-    if vocab_size < SMALLEST_VOCABULARY:
-        raise ArgumentError(f"{vocab_size} entries: a byte-level vocabulary needs at least {SMALLEST_VOCABULARY}")
+    if vocab_size < MIN_VOCABULARY:
+        raise ArgumentError(
+            f"a byte-level vocabulary needs at least {MIN_VOCABULARY} entries, not {vocab_size}", code="out-of-range"
+        )
     inputs = [corpus.embedded_input(), *map(corpus.package_input, packages)]
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         progress.add_task(f"{path}: training a vocabulary of {vocab_size} on texts of this machine", total=None)
-        tokenizer = train_tokenizer(_learned_texts(packages), vocab_size)
+        tokenizer = train_tokenizer(_training_texts(packages), vocab_size)
     vocabulary = vocabulary_of(tokenizer.to_str(), "embedded", END_OF_TEXT)
     origin = {"corpus": "embedded", "python": platform.python_version(), "asked_vocab_size": vocab_size}
     origin |= {package: installed(package) or "Python's" for package in packages}
@@ -55,8 +59,8 @@ def prepare_embedded(path: Path, vocab_size: int, packages: Sequence[str] = (), 
         return prepare(inputs, path, vocabulary, SETTINGS, workers, origin=origin, work=work)
 
 
-def _learned_texts(packages: Sequence[str]) -> Iterator[str]:
-    """Yield the texts that are not held out, for training the tokenizer."""
+def _training_texts(packages: Sequence[str]) -> Iterator[str]:
+    """Yield the texts in the training split, on which the tokenizer is trained."""
     for document in itertools.chain(
         corpus.documents(), *(corpus.packaged(corpus.folder_of(package)) for package in packages)
     ):
@@ -66,7 +70,7 @@ def _learned_texts(packages: Sequence[str]) -> Iterator[str]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE with END_OF_TEXT as entry 0. Any text survives encoding and decoding."""
+    """Train a byte-level BPE tokenizer, in which END_OF_TEXT has id 0."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
@@ -76,7 +80,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=sorted(ByteLevel.alphabet()),
         show_progress=False,
     )
-    # If this is not set, tokenizers warns at every later fork of the process. Forked children never tokenize.
+    # Without this variable, the `tokenizers` package warns at every later fork of this process that a child could
+    # deadlock. Forked children of this project never tokenize.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer

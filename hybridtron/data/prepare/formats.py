@@ -1,4 +1,4 @@
-"""The formats of inputs by name, in the order in which they are tried. docs/extending.md shows how to add one."""
+"""The registry of input formats. For each file, formats are tried in this order; docs/extending.md adds a format."""
 
 from __future__ import annotations
 
@@ -24,23 +24,25 @@ FORMATS = {
 
 
 def known_formats() -> str:
-    """List the formats for a message."""
+    """Return a list of all formats, as text for a message."""
     return "Known formats:" + "".join(f"\n  {known.described}" for known in FORMATS.values())
 
 
 def inputs_of(file: Path) -> list[Input]:
-    """Return the inputs that a file stands for; none if its format is not known."""
+    """Return the inputs that a file stands for; an empty list if the file's format is not known."""
     for name, known in FORMATS.items():
         if known.suffixes and file.name.lower().endswith(known.suffixes):
             check_regular(file)
             if file_groups := known.files(file):
-                return [Input(name, files, place) for place, files in enumerate(file_groups)]
+                return [Input(name, files, number) for number, files in enumerate(file_groups)]
     return []
 
 
-def read(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
+def read(entry: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
     """Yield an input's documents; raise InputError if it is damaged, or has too many bad entries."""
     try:
-        yield from FORMATS[one.format].read(one, reading, tally)
+        yield from FORMATS[entry.format].read(entry, reading, tally)
     except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{one.name} can't be read to its end, damaged or truncated: {error}") from error
+        raise InputError(
+            f"{entry.name} can't be read to its end, so it is damaged or truncated: {error}", code="unreadable"
+        ) from error

@@ -1,13 +1,14 @@
-"""Finding the files to be prepared, by name, pattern or folder.
+"""Finds the input files for `hybridtron data prepare`, by file name, pattern or folder.
 
-A file that is named must have a known format; in a folder, other files are left out and reported. Text files count only
-in a folder that holds no other data, since a data set's README.md is not part of it; leaving them out is reported too.
-Only files' first bytes and the indexes of MDS folders are read here.
+- A file that the user names must have a known format.
+- In a folder, files with unknown formats are skipped and reported.
+- In a folder that also holds data in another format, *.txt and *.md files are skipped and reported, because they may be
+  documentation, such as a README.md.
+- Text files are grouped into inputs with many files each.
+- Symbolic links are followed, but every file is read only once, even if several paths lead to it.
+- Only regular files are read. An MDS folder's index.json may name only files inside the folder.
 
-Text files are grouped by size into inputs with many files each, whether a folder or a pattern stands for them.
-
-Links are followed, but no folder and no file is read twice, whatever names lead to it: a link to a parent folder would
-multiply the corpus. Only regular files are read, and in an MDS folder only files inside it.
+Here only the first bytes of files and the index.json of MDS folders are read.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from hybridtron.data.prepare.documents import ArgumentError, Input, in_runs
 from hybridtron.data.prepare.formats import inputs_of, known_formats
 from hybridtron.data.prepare.input_tokens import MDS_INDEX
 
-TEXT_FILES = 1000  # maximum number in one input
-TEXT_BYTES = 2**26  # size at which an input is complete
+TEXT_FILES = 1000  # maximum number of text files in one input
+TEXT_BYTES = 2**26  # bytes of text files at which an input is complete
 
 
 @dataclass(frozen=True)
 class FoundInputs:
-    """The inputs, in the order of their parts, and the files that were skipped in folders.
+    """The inputs, sorted by path, and the files that were skipped in folders.
 
-    unknown: files whose format is not known
-    texts: text files beside data in other formats
-    repeated: other names of files and folders, each with the first name
+    unknown: skipped files with unknown formats
+    texts: skipped text files, from folders with data in another format
+    repeated: (path, first path) of each file or folder that was found by a second path
     """
 
     inputs: tuple[Input, ...]
@@ -42,10 +43,7 @@ class FoundInputs:
 
 
 def find(patterns: Sequence[str]) -> FoundInputs:
-    """Find the inputs that files, folders and patterns with * stand for.
-
-    Each file counts once, whatever its names. Raises ArgumentError if nothing is found.
-    """
+    """Find the inputs in files, folders and patterns with *; raise ArgumentError if there are none."""
     search = _Search()
     for pattern in patterns:
         for path in search.expanded(pattern):
@@ -56,7 +54,7 @@ def find(patterns: Sequence[str]) -> FoundInputs:
     runs = in_runs(sorted(search.texts, key=str), lambda file: file.stat().st_size, TEXT_BYTES, TEXT_FILES)
     inputs = [*search.inputs, *(Input("text", tuple(run)) for run in runs)]
     if not inputs:
-        raise ArgumentError(f"no input in {' '.join(map(repr, patterns))}. {known_formats()}")
+        raise ArgumentError(f"no input in {' '.join(map(repr, patterns))}. {known_formats()}", code="missing")
     return FoundInputs(
         inputs=tuple(sorted(inputs, key=lambda data_input: [str(file) for file in data_input.files])),
         unknown=tuple(dict.fromkeys(search.unknown)),
@@ -66,14 +64,17 @@ def find(patterns: Sequence[str]) -> FoundInputs:
 
 
 class _Seen:
-    """Files or folders by device and inode, whatever names lead to them. Other names are listed in `repeated`."""
+    """Files or folders found so far, by device and inode.
+
+    repeated: list to which `first` appends (path, first path) when a second path leads to a known file or folder
+    """
 
     def __init__(self, repeated: list[tuple[Path, Path]]) -> None:
         self._names: dict[tuple[int, int], Path] = {}
         self._repeated = repeated
 
     def first(self, path: Path) -> bool:
-        """Add a path; return True if it is new."""
+        """Add a path; return True if its file or folder is new."""
         status = path.stat()
         known = self._names.get((status.st_dev, status.st_ino))
         self._names.setdefault((status.st_dev, status.st_ino), path)
@@ -94,7 +95,7 @@ class _Search:
         self._files = _Seen(self.repeated)
 
     def expanded(self, pattern: str) -> list[Path]:
-        """Return the files and folders that a name or a pattern stands for; raise ArgumentError if there are none."""
+        """Return the files and folders that a path or a pattern stands for; raise ArgumentError if there are none."""
         path = Path(pattern).expanduser().absolute()
         if path.exists():
             return [Path(os.path.normpath(path))]
@@ -104,13 +105,13 @@ class _Search:
                 missing = "no file matches"
             else:
                 missing = "there is no"
-            raise ArgumentError(f"--input: {missing} {pattern}")
+            raise ArgumentError(f"--input: {missing} {pattern}", code="no-file")
         return [Path(os.path.normpath(match)) for match in matched]
 
     def _matches(self, pattern: str) -> Iterator[str]:
-        """Yield the matches of a pattern, as glob does, except that `**` enters no folder twice.
+        """Yield the paths that match a pattern, as `glob.glob` does, but enter no folder twice for `**`.
 
-        Otherwise two links to a parent folder would give endlessly many paths.
+        With `glob.glob`, a link to a parent folder would give endlessly many paths.
         """
         if pattern.endswith("/**"):
             before, deep, after = f"{pattern}/*".partition("/**/")
@@ -122,23 +123,23 @@ class _Search:
         while after.startswith("**/"):
             after = after.removeprefix("**/")
         for base in glob.glob(before or "/"):  # noqa: PTH207
-            for folder, _, _ in _walked(Path(base), self.repeated):
+            for folder, _, _ in _walk(Path(base), self.repeated):
                 yield from self._matches(f"{glob.escape(str(folder))}/{after}")
 
     def add_file(self, file: Path) -> None:
-        """Add the inputs of a file that was named; raise ArgumentError if its format is not known."""
+        """Add the inputs of a file that the user named; raise ArgumentError if its format is not known."""
         if file.suffix == ".idx" and file.with_suffix(".bin").exists():
             file = file.with_suffix(".bin")
         inputs = inputs_of(file)
         if not inputs:
-            raise ArgumentError(f"{file} is of no known format. {known_formats()}")
+            raise ArgumentError(f"{file} has an unknown format. {known_formats()}", code="unsupported")
         self._add(inputs)
 
     def add_folder(self, root: Path) -> None:
-        """Add the inputs in a folder: its data or, without any, its text files."""
+        """Add the inputs in a folder. Text files are added only if the folder has no data in another format."""
         texts: list[Input] = []
         has_data = False
-        for folder, folders, files in _walked(root, self.repeated):
+        for folder, folders, files in _walk(root, self.repeated):
             if MDS_INDEX in files:
                 files = [MDS_INDEX]  # other files belong to the MDS data set
                 folders.clear()
@@ -156,8 +157,8 @@ class _Search:
         else:
             self._add(texts)
 
-    def _add(self, found: Sequence[Input]) -> None:
-        for data_input in found:
+    def _add(self, inputs: Sequence[Input]) -> None:
+        for data_input in inputs:
             if not self._files.first(data_input.file):
                 continue
             if data_input.format == "text":
@@ -166,10 +167,11 @@ class _Search:
                 self.inputs.append(data_input)
 
 
-def _walked(root: Path, repeated: list[tuple[Path, Path]]) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """Walk a folder and all visible folders below it, each once, links after real folders.
+def _walk(root: Path, repeated: list[tuple[Path, Path]]) -> Iterator[tuple[Path, list[str], list[str]]]:
+    """Walk a folder and all visible folders below it, each only once, and real folders before links.
 
-    Yields each folder, its subfolders, which the caller may clear, and its files.
+    Yields (folder, names of its subfolders, names of its files). If the caller clears the list of subfolders, they are
+    not walked.
     """
     seen = _Seen(repeated)
     seen.first(root)

@@ -1,4 +1,4 @@
-"""Documents from text files: JSON lines, parquet, and plain files. `input_tokens.py` reads files of tokens."""
+"""Documents from text inputs: JSON lines, parquet files, and plain text files."""
 
 from __future__ import annotations
 
@@ -25,27 +25,33 @@ from hybridtron.data.prepare.documents import (
     clean_name,
 )
 from hybridtron.data.prepare.learned import FORMS, text_of
-from hybridtron.regular_files import open_regular, read_regular
 from hybridtron.requirements import missing
+from hybridtron.safe_open import open_regular, read_regular
 
-BLOCK = 2**20  # bytes read at once
-LONGEST_LINE = 2**28  # bytes of a JSON line; longer lines are skipped block by block, which bounds memory
-LONGEST_TEXT = 2**32  # bytes of a text file, which is one document
-ROWS = 256  # parquet rows decoded at once
+BLOCK = 2**20  # number of bytes that are read at once
+MAX_LINE_BYTES = 2**28  # maximum size of a JSON line; longer lines are skipped without keeping them in memory
+MAX_TEXT_BYTES = 2**32  # maximum size of a text file
+ROWS = 256  # number of parquet rows that are decoded at once
+# first bytes of compressed files; a zstd file may also begin with one of 16 kinds of skippable frames
 GZIP = b"\x1f\x8b"
-ZSTD = (b"\x28\xb5\x2f\xfd", *(bytes([0x50 + kind]) + b"\x2a\x4d\x18" for kind in range(16)))  # or skippable frames
+ZSTD = (b"\x28\xb5\x2f\xfd", *(bytes([0x50 + kind]) + b"\x2a\x4d\x18" for kind in range(16)))
 
 
 def _pyarrow(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise InputError(f"parquet and zstd inputs need what is absent: {missing('prepare') or error}") from error
+        raise InputError(
+            f"parquet and zstd inputs need a missing package: {missing('prepare') or error}", code="not-installed"
+        ) from error
 
 
 @contextmanager
-def _decompressed(file: Path) -> Iterator[tuple[BufferedIOBase, BufferedIOBase]]:
-    """Open a file; yield its decompressed contents, and the file itself, whose position shows the progress."""
+def _open_decompressed(file: Path) -> Iterator[tuple[BufferedIOBase, BufferedIOBase]]:
+    """Open a file, which may be compressed; yield its decompressed contents, and the file as it is stored.
+
+    The position in the stored file shows the progress. Raises OSError if a file named .gz or .zst is not compressed.
+    """
     with io.BufferedReader(open_regular(file), BLOCK) as raw:
         head = raw.read(4)
         raw.seek(0)
@@ -56,15 +62,15 @@ def _decompressed(file: Path) -> Iterator[tuple[BufferedIOBase, BufferedIOBase]]
             stream = arrow.CompressedInputStream(arrow.PythonFile(raw, mode="r"), "zstd")
             yield io.BufferedReader(stream, BLOCK), raw
         elif file.suffix.lower() in (".gz", ".zst"):
-            raise OSError("it does not start as compressed data does" if head else "it is empty")
+            raise OSError("it does not start with a gzip or zstd header" if head else "it is empty")
         else:
             yield raw, raw
 
 
-def read_jsonl(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
+def read_jsonl(entry: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
     """Yield a document for each JSON line. Bad lines are counted and skipped."""
-    (file,) = one.files
-    with _decompressed(file) as (contents, raw):
+    (file,) = entry.files
+    with _open_decompressed(file) as (contents, raw):
         for number, line in enumerate(_lines(contents), 1):
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
@@ -73,29 +79,35 @@ def read_jsonl(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Docu
                 continue
             tally.entries += 1
             tally.position = raw.tell()
-            if len(line) > LONGEST_LINE:
-                tally.reject(f"line {number}", f"has more than {LONGEST_LINE} bytes")
+            if len(line) > MAX_LINE_BYTES:
+                tally.reject(f"line {number}", f"has more than {MAX_LINE_BYTES} bytes")
                 continue
             try:
                 text, learned, source = _of_record(json.loads(line.decode("utf-8")), reading)
             except (ValueError, RecursionError) as error:
                 tally.reject(f"line {number}", str(error))
                 continue
-            if tally.keeps(text):
+            if tally.accept(text):
                 yield Document(text, source, f"{file}, line {number}", learned)
 
 
 def _lines(contents: BufferedIOBase) -> Iterator[bytes]:
-    """Yield lines. A line above LONGEST_LINE is cut one byte above it, and its rest is skipped."""
-    while line := contents.readline(LONGEST_LINE + 1):
-        rest = line if len(line) > LONGEST_LINE else b""
+    """Yield lines. A line that is too long is truncated to MAX_LINE_BYTES + 1 bytes.
+
+    That is one byte more than the limit, so that the caller can recognize the line and reject it.
+    """
+    while line := contents.readline(MAX_LINE_BYTES + 1):
+        rest = line if len(line) > MAX_LINE_BYTES else b""
         while rest and not rest.endswith(b"\n"):
             rest = contents.readline(BLOCK)
         yield line
 
 
 def _of_record(record: object, reading: InputOptions) -> tuple[str, Learned | None, str]:
-    """Return a JSON object's text, its learned part and its source; raise ValueError if it has no such text."""
+    """Return a JSON object's text, the characters that count in the loss (None: all), and the name of its source.
+
+    Raises ValueError if the object is malformed.
+    """
     if not isinstance(record, dict):
         raise ValueError(f"is a JSON {type(record).__name__}, not an object")
     learned = None
@@ -104,13 +116,14 @@ def _of_record(record: object, reading: InputOptions) -> tuple[str, Learned | No
     else:
         other = next((form for form in FORMS if form in record and reading.text_key not in record), None)
         if other is not None:
-            raise ValueError(f"has no key {reading.text_key!r} but {other!r}, which --learn {other} reads")
+            raise ValueError(f"has the key {other!r} instead of {reading.text_key!r}; set --learn {other} to read it")
         text = text_of(record, reading.text_key)
-    text.encode()  # raises ValueError for lone surrogates, which JSON can hold but no tokenizer takes
+    text.encode()  # raises ValueError for lone surrogates, which JSON can contain but tokenizers refuse
     return text, learned, _named_source(record.get("meta"), reading)
 
 
 def _named_source(meta: object, reading: InputOptions) -> str:
+    """Return the source's name from a record's `meta`, as RedPajama stores it; else the name in the options."""
     if isinstance(meta, dict):
         name = meta.get("redpajama_set_name")
     else:
@@ -120,9 +133,9 @@ def _named_source(meta: object, reading: InputOptions) -> str:
     return reading.source
 
 
-def read_parquet(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
+def read_parquet(entry: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
     """Yield a document for each row. Bad rows are counted and skipped."""
-    (file,) = one.files
+    (file,) = entry.files
     arrow = _pyarrow("pyarrow")
     parquet = _pyarrow("pyarrow.parquet")
     try:
@@ -148,21 +161,30 @@ def read_parquet(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Do
                         continue
                     if content is None:
                         tally.reject(f"row {number}", f"{reading.text_key!r} is null")
-                    elif tally.keeps(content):
+                    elif tally.accept(content):
                         yield Document(content, source, f"{file}, row {number}")
-            tally.position = one.size * (group + 1) // table.num_row_groups
+            tally.position = entry.size * (group + 1) // table.num_row_groups
 
 
 def _columns(schema: Any, file: Path, reading: InputOptions, arrow: ModuleType) -> list[str]:
-    """Return the columns to read: the text and, if there is one, the source's name."""
+    """Return the names of the columns to read: the text column, and the column with the source's name if it exists.
+
+    Raises InputError if there is no text column, or if it does not contain strings.
+    """
     if reading.text_key not in schema.names:
         named = ", ".join(schema.names)
-        raise InputError(f"{file} has no column {reading.text_key!r}; --text-key names one of its own: {named}")
+        raise InputError(
+            f"{file} has no column {reading.text_key!r}; set --text-key to one of its columns: {named}",
+            code="unknown-name",
+        )
     kind = schema.field(reading.text_key).type
     if arrow.types.is_dictionary(kind):
         kind = kind.value_type
     if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind) or arrow.types.is_string_view(kind)):
-        raise InputError(f"{file} has a column {reading.text_key!r} of {kind}, not of strings; --text-key names one")
+        raise InputError(
+            f"{file} has a column {reading.text_key!r} of type {kind}; set --text-key to a column of strings",
+            code="wrong-type",
+        )
     if "meta" in schema.names:
         meta = schema.field("meta").type
     else:
@@ -181,21 +203,22 @@ def _batches(table: Any, group: int, columns: list[str], arrow: ModuleType) -> I
 
 
 def _values(batch: Any, columns: list[str]) -> tuple[Any, Any]:
+    """Return the texts of a batch, and for each text its `meta`, or None if only the text column is read."""
     return batch.column(columns[0]), batch.column("meta") if len(columns) > 1 else [None] * batch.num_rows
 
 
-def read_texts(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
-    """Yield a document for each file. Files not in UTF-8 are counted and skipped."""
-    for file in one.files:
+def read_texts(entry: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
+    """Yield a document for each file. Files that are not UTF-8 are counted as bad and skipped."""
+    for file in entry.files:
         tally.entries += 1
-        data = read_regular(file, LONGEST_TEXT)
+        data = read_regular(file, MAX_TEXT_BYTES)
         tally.position += len(data)
         try:
             text = data.removeprefix(codecs.BOM_UTF8).decode("utf-8")
         except UnicodeDecodeError as error:
             tally.reject(str(file), str(error))
             continue
-        if tally.keeps(text):
+        if tally.accept(text):
             yield Document(text, reading.source, str(file))
 
 

@@ -1,12 +1,16 @@
-"""The learned characters of a JSON line, by the forms that `--learn` names:
+"""The learned characters of a JSON line: those that count in the loss, while the model reads the full text.
 
-    spans        {"text": "2 + 2 = 4.", "spans": [[8, 9]]}        characters 8 to before 9 of the text
-    completion   {"prompt": "2 + 2 =", "completion": " 4"}        the completion
+Option `--learn` selects how a JSON line marks them:
+
+    spans        {"text": "2 + 2 = 4.", "spans": [[8, 9]]}
+                 learned: characters 8 to before 9 of the text
+    completion   {"prompt": "2 + 2 =", "completion": " 4"}
+                 learned: the completion
     messages     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
-                                                                  the assistant's part of the chat template's text
+                 learned: the assistant's spans in the text that the chat template renders
 
-The model reads the full text, but only learned characters count in the loss. A prompt and its completion are tokenized
-separately, because a model that is asked gets the prompt alone. A faulty line raises ValueError with the reason.
+A prompt and its completion are tokenized separately, because at inference the model gets only the prompt's tokens. A
+faulty line raises ValueError with the reason.
 """
 
 from __future__ import annotations
@@ -17,11 +21,11 @@ from typing import Any
 
 from hybridtron.data.prepare.documents import InputOptions, Learned
 
-NOTHING = "has nothing to learn"
+NOTHING_LEARNED = "has nothing to learn"
 
 
 def text_of(record: dict[str, Any], key: str) -> str:
-    """Return a text by its key; raise ValueError if it is missing or not a string."""
+    """Return a key's value; raise ValueError if it is missing or not a string."""
     if key not in record:
         raise ValueError(f"has no key {key!r}")
     if not isinstance(text := record[key], str):
@@ -30,7 +34,7 @@ def text_of(record: dict[str, Any], key: str) -> str:
 
 
 def by_spans(record: dict[str, Any], reading: InputOptions) -> tuple[str, Learned]:
-    """Return a text and its learned spans, which a line lists in any order. They count characters (code points)."""
+    """Return a text and its learned spans, sorted. Spans are (begin, end) indices of Unicode code points."""
     text = text_of(record, reading.text_key)
     listed_spans = record.get("spans")
     if not isinstance(listed_spans, list):
@@ -45,16 +49,16 @@ def by_spans(record: dict[str, Any], reading: InputOptions) -> tuple[str, Learne
         if after[0] < before[1]:
             raise ValueError(f"'spans' has {list(before)} and {list(after)}, which overlap")
     if text and not spans:
-        raise ValueError(f"{NOTHING}: 'spans' is empty")
+        raise ValueError(f"{NOTHING_LEARNED}: 'spans' is empty")
     return text, Learned(tuple(spans))
 
 
 def by_completion(record: dict[str, Any], reading: InputOptions) -> tuple[str, Learned]:
-    """Return a prompt and its completion as one text. The completion is learned; the prompt may be empty."""
+    """Return a prompt and its completion as one text, in which the completion is learned. The prompt may be empty."""
     prompt = text_of(record, "prompt")
     completion = text_of(record, "completion")
     if not completion:
-        raise ValueError(f"{NOTHING}: 'completion' is empty")
+        raise ValueError(f"{NOTHING_LEARNED}: 'completion' is empty")
     return prompt + completion, Learned(((len(prompt), len(prompt) + len(completion)),), apart=True)
 
 
@@ -63,7 +67,7 @@ def by_messages(record: dict[str, Any], reading: InputOptions) -> tuple[str, Lea
     assert reading.chat is not None
     text, spans = reading.chat.conversation(record.get("messages"), record.get("tools"))
     if not spans:
-        raise ValueError(f"{NOTHING}: the assistant says nothing in 'messages'")
+        raise ValueError(f"{NOTHING_LEARNED}: the assistant says nothing in 'messages'")
     return text, Learned(spans, special=True)
 
 

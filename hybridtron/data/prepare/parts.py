@@ -1,8 +1,9 @@
-"""One part of a prepared folder: some inputs' documents, tokenized and written, and a record about them.
+"""Writes one part of a prepared folder: the tokenized documents of some inputs, and a record about them.
 
-Inputs smaller than a shard share a part, so that the number of shards depends on the bytes, not on the number of files.
-A part depends on its inputs, the vocabulary and the settings alone, not on other parts, nor on the process that writes
-it. Its record is written last, and atomically: a part without a record counts as not begun.
+Several small inputs share a part, so that the number of shards depends on the inputs' bytes, and not on how many files
+there are. A part depends only on its inputs, the vocabulary and the settings. So parts can be written in parallel and
+in any order. The record is written last, as one atomic operation. If preparation is interrupted, the parts without a
+record are written again from their start.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ import numpy as np
 
 from hybridtron.data.prepare.documents import Document, Input, InputOptions, Tally, in_runs, in_validation
 from hybridtron.data.prepare.formats import FORMATS, read
-from hybridtron.data.prepare.learned import NOTHING
-from hybridtron.data.prepare.tokenized import ended, tokenized
+from hybridtron.data.prepare.learned import NOTHING_LEARNED
+from hybridtron.data.prepare.tokenized import append_eos, tokenized
 from hybridtron.data.prepare.vocabulary import Vocabulary
 from hybridtron.data.prepare.writer import SHARD_SIZE, PartRecord, PartWriter, Records
 from hybridtron.storage.durable import put, sync
 
-BATCH = 2**20  # characters tokenized at once; each takes about a hundred bytes of memory
-MOST = 2**12  # documents tokenized at once
-TOKENS = "tokens"  # the folder within the work folder that becomes the output
+BATCH = 2**20  # characters that are tokenized at once, which takes about 100 bytes of memory for each
+MAX_DOCUMENTS = 2**12  # maximum number of documents that are tokenized at once
+TOKENS = "tokens"  # name of the folder, inside the work folder, that is renamed to the output
 
 
 @dataclass(frozen=True)
 class FolderSettings:
-    """Settings, apart from inputs and vocabulary, that affect the output. They are named like the options.
+    """The options for `hybridtron data prepare` that affect the output, except the inputs and the tokenizer.
 
-    min_tokens, max_tokens: limits on a document's tokens, its eos included
+    validation: fraction of documents in the validation split
+    min_tokens, max_tokens: documents with fewer or more tokens, including eos, are left out
     """
 
     validation: float = 0.005
@@ -49,10 +51,10 @@ class FolderSettings:
 
 @dataclass(frozen=True)
 class PrepareJob:
-    """Everything needed to write any part of a folder.
+    """Everything that a process needs to write any part of a folder.
 
-    work: folder that holds the unfinished output
-    max_bad: fraction of an input's entries that may be bad
+    work: folder for the unfinished output
+    max_bad: maximum fraction of an input's entries that may be bad
     """
 
     work: Path
@@ -63,13 +65,18 @@ class PrepareJob:
 
     @cached_property
     def parts(self) -> tuple[tuple[Input, ...], ...]:
-        """Inputs of each part, in order. A part is complete when its inputs reach the size of a shard."""
+        """Each part's inputs. Consecutive inputs form a part when their sizes add up to a shard's size."""
         runs = in_runs(self.inputs, lambda data_input: data_input.size, self.settings.shard_size, len(self.inputs))
         return tuple(tuple(run) for run in runs)
 
 
 class Finished(NamedTuple):
-    """Contents of a part's record: size and mtime of the inputs' files, a tally for each input, and the shards."""
+    """A part's record.
+
+    stamps: each input file's size and mtime
+    tallies: entry counts for each input
+    records: the part's shards, by split and source
+    """
 
     stamps: list[list[int]]
     tallies: list[Tally]
@@ -81,7 +88,10 @@ def part_name(number: int) -> str:
 
 
 def write_part(job: PrepareJob, number: int) -> Iterator[tuple[int, int]]:
-    """Write a part and its record; yield the input bytes read, and the tokens, since the last yield."""
+    """Write a part and its record.
+
+    Yields (input bytes read, tokens written) from time to time; each counts from the previous yield.
+    """
     settings = job.settings
     inputs = job.parts[number]
     part = PartWriter(
@@ -99,13 +109,13 @@ def write_part(job: PrepareJob, number: int) -> Iterator[tuple[int, int]]:
     _write_record(job, number, Finished(stamps, tallies, part.finish()))
 
 
-def _write_input(one: Input, tally: Tally, part: PartWriter, job: PrepareJob) -> Iterator[tuple[int, int]]:
-    """Write one input's documents to the part; yield bytes read and tokens since the last yield."""
+def _write_input(entry: Input, tally: Tally, part: PartWriter, job: PrepareJob) -> Iterator[tuple[int, int]]:
+    """Write an input's documents to the part; yield (bytes read, tokens written), counted from the previous yield."""
     settings = job.settings
     vocabulary = job.vocabulary
     reading = InputOptions(settings.text_key, settings.source, vocabulary.separator, settings.learn, vocabulary.chat)
     behind = 0
-    for batch in in_runs(read(one, reading, tally), lambda document: len(document.content), BATCH, MOST):
+    for batch in in_runs(read(entry, reading, tally), lambda document: len(document.content), BATCH, MAX_DOCUMENTS):
         count = 0
         for document, (tokens, mask) in zip(batch, tokenized(batch, vocabulary), strict=True):
             if not _is_kept(document, tokens, mask, settings, tally):
@@ -118,23 +128,23 @@ def _write_input(one: Input, tally: Tally, part: PartWriter, job: PrepareJob) ->
                 split = "validation"
             else:
                 split = "train"
-            part.write(f"{split}/{document.source}", ended(tokens, document, vocabulary), mask)
+            part.write(f"{split}/{document.source}", append_eos(tokens, document, vocabulary), mask)
             count += len(tokens) + 1
         yield tally.position - behind, count
         behind = tally.position
     tally.judge()
-    yield one.size - behind, 0
+    yield entry.size - behind, 0
 
 
 def _is_kept(
     document: Document, tokens: np.ndarray, mask: np.ndarray | None, settings: FolderSettings, tally: Tally
 ) -> bool:
-    """Return True if a document is written. Counts those that are not."""
+    """Return True if a document is to be written; otherwise count the reason in the tally."""
     if not len(tokens):
         tally.empty += 1
         return False
     if mask is not None and not mask.any():
-        tally.reject(document.where, f"{NOTHING}: what is learned has the last character of no token")
+        tally.reject(document.where, f"{NOTHING_LEARNED}: no token ends in the learned text")
         return False
     short = settings.min_tokens is not None and len(tokens) + 1 < settings.min_tokens
     long = settings.max_tokens is not None and len(tokens) + 1 > settings.max_tokens
@@ -144,12 +154,12 @@ def _is_kept(
 
 
 def record_file(job: PrepareJob, number: int) -> Path:
-    """Return the path of a part's record. It exists once the part is finished."""
+    """Return the path for a part's record, which exists if the part is finished."""
     return job.work / "records" / f"{part_name(number)}.npz"
 
 
 def _write_record(job: PrepareJob, number: int, finished: Finished) -> None:
-    """Flush a part's shards to disk, then write the record that declares them finished."""
+    """Flush a part's shards to disk, then write the part's record."""
     root = job.work / TOKENS
     arrays: dict[str, Any] = {}
     entries = {}
@@ -168,7 +178,7 @@ def _write_record(job: PrepareJob, number: int, finished: Finished) -> None:
 
 
 def read_record(job: PrepareJob, number: int) -> Finished | None:
-    """Return a finished part; None if it has no record, or its shards are missing or have other sizes."""
+    """Return a part's record; None if there is no record, or if a shard is missing or has another size."""
     file = record_file(job, number)
     if not file.exists():
         return None
@@ -183,7 +193,7 @@ def read_record(job: PrepareJob, number: int) -> Finished | None:
             shard = job.work / TOKENS / where / info["basename"]
             if not shard.exists() or shard.stat().st_size != info["bytes"]:
                 return None
-    # an earlier version had one input in a part
+    # records of earlier versions have one tally, because a part had one input
     if "tallies" in about:
         counted = about["tallies"]
     else:
@@ -197,7 +207,7 @@ def _about(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def holds_documents(job: PrepareJob) -> bool:
-    """Check whether a finished part has a document. Everything else is written again in any case."""
+    """Return True if a finished part has a document. If not, the unfinished output may be deleted without loss."""
     for file in (job.work / "records").glob("*.npz"):
         with np.load(file, allow_pickle=False) as arrays:
             if _about(arrays)["entries"]:
@@ -206,12 +216,12 @@ def holds_documents(job: PrepareJob) -> bool:
 
 
 def stamps_of(inputs: Sequence[Input]) -> list[list[int]]:
-    """Return size and mtime of every file in a part's inputs."""
+    """Return size and mtime for every file in a part's inputs."""
     return [stamp for data_input in inputs for stamp in data_input.stamps()]
 
 
 def changed_files(inputs: Sequence[Input], finished: Finished) -> list[Path]:
-    """List a part's files that changed after it was written; all files if their number changed."""
+    """List a part's input files that changed after the part was written; all files if their number changed."""
     files = [file for data_input in inputs for file in data_input.files]
     before = finished.stamps
     if len(before) != len(files):

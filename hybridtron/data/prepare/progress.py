@@ -1,4 +1,4 @@
-"""A preparation's progress, on stderr: a bar in a terminal, elsewhere a line from time to time."""
+"""Shows the progress of `hybridtron data prepare` on stderr, as a bar in a terminal and otherwise as text lines."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from rich.console import Console
 
 from hybridtron.data.prepare.parts import PrepareJob, read_record
 
-EVERY = 30.0  # seconds between lines where there is no terminal
+REPORT_INTERVAL_S = 30.0  # seconds between two lines if stderr is not a terminal
 
 
 class PrepareProgress:
-    """Display of a preparation's progress. Bytes and inputs include those of resumed calls; tokens are this call's."""
+    """Display of a preparation's progress.
+
+    Bytes and inputs include those that an interrupted preparation has finished. Tokens are those from this process.
+    """
 
     def __init__(self, job: PrepareJob, finished: Collection[int]) -> None:
         self.job = job
@@ -34,7 +37,7 @@ class PrepareProgress:
             console=self.console,
             transient=True,
             disable=not self.console.is_terminal,
-            speed_estimate_period=20 * EVERY,
+            speed_estimate_period=20 * REPORT_INTERVAL_S,
         )
         size = sum(data_input.size for data_input in job.inputs)
         self._task = self.bar.add_task(
@@ -50,7 +53,7 @@ class PrepareProgress:
         task = self.bar.tasks[self._task]
         rate = f"{self.tokens:,} tokens, {self.tokens / max(now - self.started, 1e-9):,.0f} tokens/s"
         self.bar.update(self._task, advance=size, rate=rate)
-        if not self.console.is_terminal and now - self.reported > EVERY:
+        if not self.console.is_terminal and now - self.reported > REPORT_INTERVAL_S:
             self.reported = now
             inputs = f"{self.inputs} of {len(self.job.inputs)} inputs"
             if task.time_remaining is None:
@@ -60,7 +63,7 @@ class PrepareProgress:
             self.console.print(f"{task.percentage:.1f}% of {(task.total or 0) / 1e9:.2f} GB, {inputs}, {rate}{left}")
 
     def finish(self, number: int) -> None:
-        """Count a finished part, and print which entries of its inputs were left out."""
+        """Count a finished part, and print messages about bad entries and other remarks on its inputs."""
         self.inputs += len(self.job.parts[number])
         finished = read_record(self.job, number)
         assert finished is not None

@@ -1,7 +1,7 @@
-"""The process that renders a chat template, started once for many conversations. Its program is template_program.py.
+"""Renders a chat template in a process of its own, which runs `template_program.py` for many conversations.
 
-A template that computes too long, takes too much memory or crashes ends only its process. The next conversation gets a
-new process.
+A template that computes too long, takes too much memory or crashes ends only this process. For the next conversation a
+new process is started.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
-BEGIN = "\ufdd0"  # mark before a learned part: a noncharacter of Unicode, which no text has
-END = "\ufdd1"  # mark after a learned part: a noncharacter too
+# marks around the text in {% generation %}: noncharacters of Unicode, which normal text does not contain
+BEGIN = "\ufdd0"
+END = "\ufdd1"
 PROGRAM = Path(__file__).with_name("template_program.py")
-LENGTH = struct.Struct("<Q")
-SECONDS = 5  # of CPU time for an answer
-WALL_SECONDS = 120  # of wall-clock time for an answer, on a busy machine
-MEMORY = 2**30  # bytes that the process may use
-LONGEST = 2**26  # characters in a rendered text
-ENDING_SECONDS = 10  # for a process that has closed its pipe
-MOST_LOST = 3  # lost processes after which no more conversations are tried
+LENGTH = struct.Struct("<Q")  # every message is preceded by its length in bytes
+SECONDS = 5  # limit of CPU time for a request
+WALL_SECONDS = 120  # limit of wall-clock time for a request; far larger, because the machine may be busy
+MEMORY = 2**30  # limit of the process's memory in bytes
+MAX_CHARACTERS = 2**26  # maximum characters of a rendered text
+ENDING_SECONDS = 10  # waiting time for the exit code of a process that has closed its pipe
+MAX_LOST = 3  # after this number of ended processes, no more conversations are rendered
 TRIAL = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-TIMED_OUT = (-signal.SIGPROF, -signal.SIGALRM)
+TIMED_OUT = (-signal.SIGPROF, -signal.SIGALRM)  # exit codes of a process that exceeded a time limit
 
 
 class Unparsed(ValueError):
@@ -39,20 +40,20 @@ class Unparsed(ValueError):
 
 
 class TemplateProcess:
-    """Renderer for one template, in a process of its own that starts with the first request.
+    """Renderer for one template, in a process that starts with the first request.
 
-    lost: number of processes that the template has ended
+    lost: number of processes that the template has ended by exceeding a limit or crashing
     """
 
     def __init__(self, text: str, tokens: tuple[tuple[str, str], ...]) -> None:
-        bounds = {"seconds": SECONDS, "wall": WALL_SECONDS, "memory": MEMORY, "longest": LONGEST}
+        bounds = {"seconds": SECONDS, "wall": WALL_SECONDS, "memory": MEMORY, "longest": MAX_CHARACTERS}
         self._opening = {"template": text, "tokens": dict(tokens), "marks": [BEGIN, END], **bounds}
         self._process: subprocess.Popen[bytes] | None = None
         self._one_at_a_time = threading.Lock()
         self.lost = 0
 
     def fault(self) -> str | None:
-        """Return why the template does not parse, or exceeds its limits on two short messages; None otherwise."""
+        """Return a reason if the template does not parse or exceeds its limits on two short messages; else None."""
         try:
             answer = self._asked({"messages": TRIAL, "tools": None, "prompt": False, "cuts": []})
         except Unparsed as error:
@@ -66,7 +67,11 @@ class TemplateProcess:
     def rendered(
         self, messages: list[Any], tools: Any, prompt: bool, cuts: Sequence[tuple[int, bool]]
     ) -> tuple[str, list[int | None]]:
-        """Render messages; return the text, and the ends that `cuts` ask for (template_program.py).
+        """Render messages; return the text, and the length of the rendering for each cut.
+
+        prompt: whether the text ends with the start of the assistant's next message
+        cuts: pairs (n, prompt); each is a request to render also the first n messages. The length is None if this
+            rendering is not a prefix of the text.
 
         Raises ValueError with the reason if the template fails or exceeds its limits.
         """
@@ -79,7 +84,7 @@ class TemplateProcess:
         try:
             request = _framed(question)
         except (TypeError, RecursionError) as error:
-            raise ValueError(f"a message is no JSON: {error}") from error
+            raise ValueError(f"a message can't be written as JSON: {error}") from error
         with self._one_at_a_time:
             if self._process is None:
                 self._start()
@@ -88,11 +93,11 @@ class TemplateProcess:
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(PROGRAM)],  # -P: the program's folder would shadow other modules
+            [sys.executable, "-P", str(PROGRAM)],  # -P: do not import modules from the program's folder
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is only for the process that asks
+            start_new_session=True,  # so that Ctrl-C reaches only the parent process
         )
         self._end = weakref.finalize(self, _ended, self._process, os.getpid())
         fault = self._said(self._process, _framed(self._opening))["fault"]
@@ -114,7 +119,7 @@ class TemplateProcess:
             self.lost += 1
             self._drop()
             raise ValueError(_why(code)) from error
-        except BaseException:  # a late answer would be taken for the next one
+        except BaseException:  # end the process, so that its late answer is not taken for the next request's
             self._drop()
             raise
 
@@ -129,7 +134,7 @@ def _kept(text: str, tokens: tuple[tuple[str, str], ...], process: int) -> Templ
 
 
 def template_process(text: str, tokens: tuple[tuple[str, str], ...]) -> TemplateProcess:
-    """Return the template's process for this Python process. A forked process must not use its parent's pipes."""
+    """Return the template's process. Each Python process gets its own, because forks must not share pipes."""
     return _kept(text, tokens, os.getpid())
 
 
@@ -143,19 +148,19 @@ def _read(pipe: IO[bytes]) -> bytes:
     if len(head) < LENGTH.size:
         raise EOFError
     (size,) = LENGTH.unpack(head)
-    if len(data := pipe.read(min(size, 8 * LONGEST))) < size:
+    if len(data := pipe.read(min(size, 8 * MAX_CHARACTERS))) < size:
         raise EOFError
     return data
 
 
 def _ended(process: subprocess.Popen[bytes], owner: int) -> None:
-    if os.getpid() != owner:  # in a forked process: it belongs to the parent
+    if os.getpid() != owner:  # this is a forked process, and the rendering process belongs to the parent
         return
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
-        with suppress(OSError):  # unsent bytes have no reader any more
+        with suppress(OSError):  # closing flushes unsent bytes, for which there is no reader any more
             pipe.close()
 
 
@@ -163,7 +168,7 @@ def _why(code: int | None) -> str:
     if code in TIMED_OUT:
         return f"it computes for more than {SECONDS} seconds"
     if code is None:
-        how = "without a word"
+        how = "without an exit code"
     elif code < 0:
         how = f"signal {-code}"
     else:

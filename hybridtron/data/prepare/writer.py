@@ -1,7 +1,8 @@
-"""Tokens -> a folder of prepared tokens, in parts that can be written in parallel.
+"""Writes documents of tokens as a prepared folder, in parts that can be written in parallel.
 
-A part has its own shards in every split and source. A record describes a finished part; `assemble` makes the folder's
-indexes, lengths and manifest from the records, in their order. Shards stay where they were written.
+Each part has its own shards in every split and source. Records describe the shards in a finished part. `assemble`
+completes the folder: it writes index.json, lengths.npy and manifest.json from all parts' records, and leaves the shards
+where they are.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from hybridtron.data.manifest import DIGEST, FORMAT, SPLITS, DataManifest, DataS
 from hybridtron.data.mds.writer import ShardWriter, index_text
 from hybridtron.storage.digest import digest_of
 
-SHARD_SIZE = 2**26  # bytes
+SHARD_SIZE = 2**26  # default maximum size of an uncompressed shard, in bytes
 
 
 class PartRecord(NamedTuple):
     """Contents of a part in one source and split.
 
-    entries: MDS index entries of its shards
-    lengths: number of tokens in each document
-    learned: number of learned tokens in each document; None without masks
+    entries: the shards' entries for index.json
+    lengths: how many tokens each document has
+    learned: how many tokens in each document count in the loss; None if there are no loss masks
     """
 
     entries: list[dict[str, Any]]
@@ -38,20 +39,22 @@ class PartRecord(NamedTuple):
     learned: np.ndarray | None = None
 
 
-Records = dict[str, PartRecord]  # by split and source: `train/web`
+Records = dict[str, PartRecord]  # the key is SPLIT/SOURCE, such as `train/web`
 
 
 def token_dtype(vocab_size: int) -> str:
-    """Return the smallest dtype that holds every token."""
+    """Return the smallest unsigned dtype that can hold every token id."""
     if vocab_size <= 2**16:
         return "uint16"
     return "uint32"
 
 
 class PartWriter:
-    """Writer for the documents of one part, below `folder`.
+    """Writer for the documents of one part.
 
-    Tokens already end in eos; with `masked` each document has a mask.
+    folder: the prepared folder
+    part: the part's name
+    masked: whether `write` gets a loss mask for each document
     """
 
     def __init__(
@@ -72,9 +75,11 @@ class PartWriter:
         self._writers: dict[str, ShardWriter] = {}
 
     def write(self, where: str, tokens: Sequence[int] | np.ndarray, mask: np.ndarray | None = None) -> None:
-        """Add a document to a split and source (train/web); its mask is 1 for each learned token.
+        """Add a document; raise ValueError if a token is outside the vocabulary.
 
-        Raises ValueError if a token is outside the vocabulary.
+        where: split and source, such as `train/web`
+        tokens: the document's tokens, with eos at the end
+        mask: 1 for each token that counts in the loss, else 0
         """
         if where not in self._writers:
             self._writers[where] = ShardWriter(
@@ -84,11 +89,11 @@ class PartWriter:
         wide = np.asarray(tokens, dtype=np.int64)
         if wide.min() < 0 or wide.max() >= self.vocab_size:
             document = f"document {len(writer.lengths)} of {where} in {self.part}"
-            raise ValueError(f"{document} has a token outside of 0..{self.vocab_size - 1}")
+            raise ValueError(f"{document} has a token outside the vocabulary (0 to {self.vocab_size - 1})")
         writer.write(wide.astype(self.dtype), mask)
 
     def finish(self) -> Records:
-        """Write the last shards; return a record for each split and source with documents."""
+        """Write the unfinished shards; return a record for each split and source with documents."""
         for writer in self._writers.values():
             writer.finish()
         return {
@@ -110,7 +115,11 @@ def assemble(
     compression: str | None,
     origin: Mapping[str, str | int | float],
 ) -> None:
-    """Write tokenizer, indexes, lengths and manifest of a folder whose parts are all written."""
+    """Write tokenizer.json, index.json, lengths.npy and manifest.json of a folder whose shards are all written.
+
+    records: each part's records, in the parts' order
+    tokenizer: contents of tokenizer.json
+    """
     gathered: dict[str, list[PartRecord]] = {}
     for where, record in itertools.chain.from_iterable(of_part.items() for of_part in records):
         gathered.setdefault(where, []).append(record)
@@ -143,10 +152,12 @@ def write_folder(
     compression: str | None = None,
     masks: Mapping[str, Mapping[str, Iterable[np.ndarray]]] | None = None,
 ) -> TokenFolder:
-    """Write documents, given by split and source, as a folder. A folder that already exists is kept.
+    """Write documents as a prepared folder. A folder that another process has created meanwhile is kept.
 
-    Documents come without eos, which is added. Masks, if given, have an entry for eos too; otherwise ValueError is
-    raised.
+    splits: split -> source -> documents without eos, which is appended here
+    masks: split -> source -> masks with an entry for each token and for eos
+
+    Raises ValueError if a mask is missing, or has another length.
     """
     with beside(path) as temporary:
         temporary.mkdir(parents=True)
@@ -171,11 +182,11 @@ def _with_masks(
         return
     for number, (document, mask) in enumerate(itertools.zip_longest(documents, masks)):
         if document is None or mask is None:
-            raise ValueError(f"{where} has another number of masks than of documents: one of them ends at {number}")
+            raise ValueError(f"{where}: the numbers of documents and masks differ; one of them is {number}")
         if len(mask) != len(document) + 1:
             wanted = f"its {len(document)} tokens and eos"
             raise ValueError(
-                f"{where}: the mask of document {number} has {len(mask)} entries, must have one for {wanted}"
+                f"{where}: the mask of document {number} has {len(mask)} entries, but needs one for each of {wanted}"
             )
         yield document, mask
 
@@ -191,7 +202,7 @@ def beside(path: Path) -> Iterator[Path]:
 
 
 def install(temporary: Path, path: Path) -> None:
-    """Rename a finished folder to its final name, unless another process has created that meanwhile."""
+    """Rename a finished folder to its final name, unless another process has created a folder with that name."""
     try:
         temporary.rename(path)
     except OSError:

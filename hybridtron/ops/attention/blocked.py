@@ -1,9 +1,13 @@
-"""Attention by blocks of queries, each over the keys that it can reach: with a window, linear in the row's length.
+"""Causal attention in torch, one query block at a time; with a window, time is linear in the row's length.
 
-Runs on any device, and is the fallback of a CPU on which the compiled form cannot run. Scores and masks of the row's
-length squared never exist at once.
+It runs on any device. On a CPU it is the fallback if the compiled implementation cannot run. Scores and masks exist for
+one query block at a time, never for all queries and keys of a row.
 
-Legend as in `reference`; a block's queries are the last tokens of its span of keys.
+A block's key span is the range of keys that its queries can reach. A span ends with the block's own tokens, so the
+queries are the span's last tokens.
+
+Legend: B rows (sequences in the batch), L tokens per row, S keys per row (remembered tokens before the row, then its L
+tokens), H query heads, G key/value heads, K channels per head, N blocks.
 """
 
 from __future__ import annotations
@@ -25,12 +29,15 @@ from hybridtron.ops.attention.reference import (
 from hybridtron.ops.dispatch import Implementation, untraced
 
 BLOCK = 256
-"""Queries of a block. On a CPU, 128 and 512 were slower at windows from 256 to 2048."""
+"""Number of queries in a block. On a CPU, 128 and 512 were slower at windows from 256 to 2048."""
 
 
-@untraced  # a loop of many operations: tracing it takes minutes and gains nothing
+@untraced  # torch.compile would trace the loop over blocks for minutes, and gain nothing
 def blocked(inputs: AttentionInputs) -> Tensor:
-    """Run torch's own attention block by block, each block with its part of the mask."""
+    """Call scaled_dot_product_attention for each query block, with the block's mask.
+
+    Without window and documents, one call without a mask computes all queries.
+    """
     q_BLHK = inputs.q_BLHK
     keys = with_memory(inputs)
     window = inputs.window
@@ -41,7 +48,9 @@ def blocked(inputs: AttentionInputs) -> Tensor:
 
     spans = _reach(keys, q_BLHK.shape[1], window)
     q_blocks = q_BLHK.transpose(1, 2).split(BLOCK, dim=2)
-    # Without a window, spans can be as long as the row: all their masks or gradients at once would then be quadratic.
+    # Without a window, spans can be as long as the row. Then the masks of all blocks would take memory quadratic in the
+    # row's length, if they were kept for the backward pass. So if `wide` is True, the backward pass recomputes each
+    # block's attention. `_SharedSlices` is then not used, since it keeps the gradients of all slices at the same time.
     wide = window is None and sum(stop - start for start, stop in spans) > 8 * keys.keys_BSGK.shape[1]
     cut = _slices if wide else _SharedSlices.apply
     k_spans, v_spans = (cut(x.transpose(1, 2), spans) for x in (keys.keys_BSGK, keys.values_BSGK))
@@ -53,7 +62,7 @@ def blocked(inputs: AttentionInputs) -> Tensor:
 
     y_blocks = []
     for q, k, v, span in zip(q_blocks, k_spans, v_spans, spans, strict=True):
-        if wide:  # backward builds the mask again instead of keeping it
+        if wide:
             y_blocks.append(checkpoint(attend, q, k, v, *span, use_reentrant=False, preserve_rng_state=False))
         else:
             y_blocks.append(attend(q, k, v, *span))
@@ -64,7 +73,10 @@ BLOCKED = Implementation("blocked", blocked)
 
 
 class BlockMasks:
-    """Additive masks of blocks over their spans of keys. Without documents, blocks of equal shape share a mask."""
+    """Additive masks (0 or -inf) for blocks over their key spans.
+
+    Without documents, a mask depends only on its shape, and is built once per shape.
+    """
 
     def __init__(self, keys: AttentionKeys, window: int | None, dtype: torch.dtype) -> None:
         self.keys = keys
@@ -73,7 +85,7 @@ class BlockMasks:
         self.made: dict[tuple[int, int], Tensor] = {}
 
     def of(self, queries: int, start: int, stop: int) -> Tensor:
-        """Return the mask over the keys start:stop for the last `queries` tokens among them."""
+        """Return the mask for keys start to stop - 1. Queries are the last `queries` tokens of this range."""
         shape = (queries, stop - start)
         if (mask := self.made.get(shape)) is None:
             visible = visible_keys(self.keys, start, stop, queries, self.window)
@@ -85,14 +97,15 @@ class BlockMasks:
 
 
 def _slices(x_BGSK: Tensor, spans: list[tuple[int, int]]) -> tuple[Tensor, ...]:
-    """Return overlapping spans of keys, as views."""
+    """Return views of x, one for each span on its third axis. Spans may overlap."""
     return tuple(x_BGSK[:, :, start:stop] for start, stop in spans)
 
 
 class _SharedSlices(torch.autograd.Function):
-    """Autograd function like `_slices` that accumulates the gradients in one buffer.
+    """Autograd version of `_slices` that accumulates all slices' gradients in one buffer.
 
-    The gradient of a plain slice is as long as the row, which over all blocks is quadratic in L.
+    In torch's own backward pass, each slice gets a gradient tensor as long as the row: for all slices, this work is
+    quadratic in L.
     """
 
     @staticmethod
@@ -110,12 +123,13 @@ class _SharedSlices(torch.autograd.Function):
 
 
 def _reach(keys: AttentionKeys, length: int, window: int | None) -> list[tuple[int, int]]:
-    """Return each query block's widest span of visible keys; the block itself ends its span."""
+    """Return each block's key span (start, stop), which is the same for all rows in the batch."""
     total = keys.keys_BSGK.shape[1]
     places = range(total - length, total, BLOCK)
     starts = [0 if window is None else max(0, place - window + 1) for place in places]
     if keys.documents_BS is not None and keys.documents_BS.device.type == "cpu":
-        # Keys before the document of a block's first query can't be seen. On a GPU the host would wait to learn this.
+        # A block sees no key before the document of its first query, so its span begins there. On a GPU the span is
+        # not shortened, since the host would have to wait for the device to read where documents begin.
         documents_BS = keys.documents_BS.contiguous()
         firsts_BN = documents_BS[:, total - length :: BLOCK].contiguous()
         begins = torch.searchsorted(documents_BS, firsts_BN).amin(0).tolist()

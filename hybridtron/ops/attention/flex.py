@@ -1,17 +1,24 @@
-"""Attention as FlexAttention, for CUDA: windows, documents and remembered keys in one kernel, on visible tiles alone.
+"""Causal attention by FlexAttention on CUDA, with windows, documents and remembered keys; hidden tiles are skipped.
 
-As documents count up along a row, a token sees one run of keys: from the first key that its window and its document
-hold, to its own. Both ends only move forward along a row. So of the 128 x 128 tiles of queries and keys, those that any
-query of a tile sees are a run too, from where its first query begins to where its last one ends; and those that all its
-queries see in full, which need no mask, are the run from where its last query begins to where its first one ends.
-No tensor of L x L ever exists, only lists of tiles, (B, L / 128, S / 128).
+A query sees one range of keys: from the first key that is in its window and in its document, up to its own key. Along a
+row, both ends of this range only move forward.
 
-Some dozens of small operations make these lists: without documents and memory once for given sizes, with documents once
-for each batch and window, and with remembered keys in every call.
-FlexAttention has no backward pass on a CPU; tests there cover its forward pass and the tiles.
-Correct on an H200 (benchmarks/gpu.md).
+Queries and keys are divided into tiles with TILE tokens. A query tile needs the key tiles from its first query's first
+key to its last query's last key. Some of these key tiles are seen in full by all its queries, and need no mask: those
+between the last query's first key and the first query's last key. FlexAttention gets two boolean tensors (B, 1, T, U):
+pairs of tiles that need a mask, and pairs that are seen in full. A mask L x S is never built.
 
-Legend as in `reference`; T tiles of queries, U tiles of keys.
+Building these tensors takes a few dozen small operations. They are built
+
+    in every call                                   with remembered keys, or with documents in torch.compile
+    once for each batch and window                  with documents, and without remembered keys
+    once for each batch size, length and window     in all other cases
+
+FlexAttention has no backward pass on a CPU, so tests on a CPU cover the forward pass and these tensors. The backward
+pass was checked on an H200 (benchmarks/gpu.md).
+
+Legend: B rows (sequences in the batch), L tokens per row, S keys per row (remembered tokens before the row, then its L
+tokens), H query heads, G key/value heads, K channels per head, T query tiles, U key tiles.
 """
 
 from __future__ import annotations
@@ -30,7 +37,10 @@ from hybridtron.ops.flex_tiles import TILE, attend_to_tiles, flex_unsupported_re
 
 
 def mask_of(seen: SeenKeys) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return FlexAttention's mask function: True if a query, by its index in the row, sees a key of all S keys."""
+    """Return FlexAttention's mask function, which returns True if a query sees a key.
+
+    Its arguments are the indices for row, head, query (among L tokens) and key (among S keys).
+    """
 
     def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key >= seen.first_BL[b, query]) & (key <= seen.last_L[query])
@@ -39,7 +49,11 @@ def mask_of(seen: SeenKeys) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor
 
 
 def block_mask(seen: SeenKeys, total: int) -> BlockMask:
-    """Build the block mask: tiles seen in part, which need a mask, and tiles that all their queries see in full."""
+    """Build FlexAttention's block mask over `total` keys (S).
+
+    `masked_BHTU` marks pairs of tiles that need the mask function, and `whole_BHTU` pairs in which each query sees each
+    key.
+    """
     length = len(seen.last_L)
     device = seen.last_L.device
     begins_T = torch.arange(0, length, TILE, device=device)
@@ -55,17 +69,17 @@ def block_mask(seen: SeenKeys, total: int) -> BlockMask:
 
 @functools.lru_cache(maxsize=8)
 def _mask_of_sizes(batch: int, length: int, window: int | None, device: torch.device) -> BlockMask:
-    """Build the block mask of rows without documents and memory."""
+    """Build the block mask for a batch that has neither documents nor remembered keys."""
     queries = torch.empty(batch, length, 0, 0, device=device)
     return block_mask(seen_keys(AttentionInputs(queries, queries, queries, window)), length)
 
 
 _of_batches: MutableMapping[Tensor, dict[int | None, BlockMask]] = WeakIdKeyDictionary()
-"""Block masks by the documents of a batch, for as long as that tensor lives, and by window."""
+"""Block masks, by the batch's `documents_BL` and then by window. An entry is removed when its tensor is freed."""
 
 
 def _mask_of_batch(inputs: AttentionInputs, documents_BL: Tensor) -> BlockMask:
-    """Return the block mask of a batch with documents and without memory; build it at the first call."""
+    """Return the block mask for a batch with documents and without remembered keys, from a cache if possible."""
     by_window = _of_batches.setdefault(documents_BL, {})
     if inputs.window not in by_window:
         by_window[inputs.window] = block_mask(seen_keys(inputs), inputs.q_BLHK.shape[1])
@@ -82,7 +96,7 @@ def _unsupported_reason(inputs: AttentionInputs) -> str | None:
 
 
 def attention(inputs: AttentionInputs) -> Tensor:
-    """Attend to all rows in one call of FlexAttention."""
+    """Return the attention output for all rows, from one call of FlexAttention."""
     q_BLHK, k_BLGK, v_BLGK, window, documents_BL, memory, _ = inputs
     k_BSGK, v_BSGK = joined(memory, k_BLGK, v_BLGK)
     if memory is not None or (documents_BL is not None and torch.compiler.is_compiling()):

@@ -1,6 +1,6 @@
-"""The causal convolution by the CUDA kernel of the causal-conv1d package.
+"""The causal convolution by the CUDA kernel of the package causal-conv1d.
 
-Tested against a stand-in, and once with the package on an H200 (benchmarks/gpu.md).
+Tested against a stand-in for the package, and once with the package on an H200 (benchmarks/gpu.md).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from packaging.version import InvalidVersion, Version
 from torch import Tensor
 
 from hybridtron.device import optional_package
-from hybridtron.ops.conv.reference import ConvInputs, new_tail
+from hybridtron.ops.conv.reference import ConvInputs
 from hybridtron.ops.dispatch import Implementation
 
 PACKAGE = "causal_conv1d"
@@ -18,7 +18,7 @@ PACKAGE = "causal_conv1d"
 
 def _unsupported_reason(inputs: ConvInputs) -> str | None:
     if inputs.documents_BL is not None and inputs.tail_BTC is not None:
-        return "the kernel takes document borders or a tail, not both"
+        return "the kernel takes document boundaries or a tail, not both"
     if not 2 <= inputs.width <= 4:
         return f"the kernel takes widths of 2 to 4, not {inputs.width}"
     if inputs.x_BLC.shape[2] % 8 != 0:
@@ -29,9 +29,10 @@ def _unsupported_reason(inputs: ConvInputs) -> str | None:
 
 
 def _repeats_bits() -> bool:
-    """Return True from version 1.6 on: it sums the weight's gradient in a fixed order if torch asks for that.
+    """Return True if the kernel's gradients can be deterministic, which needs version 1.6 or later of the package.
 
-    Return False for a version that can't be parsed.
+    From version 1.6 on, torch.use_deterministic_algorithms makes the kernel sum the weight's gradient in a fixed order.
+    Returns False if the version can't be parsed.
     """
     try:
         return Version(str(getattr(optional_package(PACKAGE).module, "__version__", "0"))) >= Version("1.6")
@@ -39,8 +40,8 @@ def _repeats_bits() -> bool:
         return False
 
 
-def causal_conv(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
-    """Run the kernel with channels innermost, the only layout for which it takes a tail or document boundaries."""
+def causal_conv(inputs: ConvInputs) -> Tensor:
+    """Call the kernel on a tensor with contiguous channels: other layouts support no tail or documents."""
     x_BLC, weight_CW, bias_C, tail_BTC, documents_BL, activation = inputs
     aligned = x_BLC.stride(2) == 1 and x_BLC.stride(1) % 8 == 0 and x_BLC.stride(0) % 8 == 0
     package = optional_package(PACKAGE).module
@@ -53,7 +54,7 @@ def causal_conv(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
         initial_states=None if tail_BTC is None else tail_BTC.to(x_BLC.dtype).contiguous().transpose(1, 2),
         activation="silu" if activation else None,
     )
-    return y_BCL.transpose(1, 2), new_tail(inputs)
+    return y_BCL.transpose(1, 2)
 
 
 CAUSAL_CONV1D = Implementation("causal-conv1d", causal_conv, "cuda", PACKAGE, _unsupported_reason, _repeats_bits)

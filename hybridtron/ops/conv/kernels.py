@@ -1,16 +1,22 @@
-"""The short causal convolution in Triton, forward and backward; `reference.py` has the equations and the reference.
+"""The short causal convolution in Triton, forward and backward; `reference.py` has the equations.
 
-A program has a tile of tokens and channels. Forward reads the inputs of all taps from memory where they lie, W times
-each: all but the first time out of the cache. Backward walks over a tile and W - 1 tokens more, with inputs and
-gradients of the last W in registers, and computes the sum before SiLU again. No thread needs another's values.
+A program computes a tile: some tokens by some channels in a row. Threads do not exchange data.
 
-The gradients of weight and bias are partial sums of every tile, which torch adds up in a fixed order: no atomic
-addition, the same bits every time. Not here: float64, widths above 8. Right on an H200 (benchmarks/gpu.md).
+The forward kernel loads the inputs of each tap separately, so every input is loaded W times; all but the first load
+come from the cache. The backward kernel loops over the tile's tokens, and over the W - 1 tokens after them, whose
+gradients also reach the tile's inputs. It keeps the last W inputs and gradients in registers, and recomputes the sum
+over taps, which SiLU's derivative needs.
 
-Legend: B rows, L tokens, C channels, W width, T = W - 1 tokens of tail, Q tiles of tokens.
+For the gradients of weight and bias, each tile stores partial sums, which a third kernel adds up. No kernel uses
+atomics, so results are deterministic. float64 and widths above 8 are not supported. Checked on an H200
+(benchmarks/gpu.md) at a time when torch added up the partial sums; the third kernel has run on no GPU yet.
+
+Legend: B rows (sequences in the batch), L tokens per row, C channels, W width (number of taps), T = W - 1 tail tokens
+(the last inputs before the row), Q token tiles. In kernels, t is a token's index, negative for tail tokens; c is a
+channel; the mask `of_c` marks channels that exist.
 """
 
-# ruff: noqa: RUF005 (Triton joins tuples, and unpacks none)
+# ruff: noqa: RUF005 (in Triton, tuples can be concatenated with +, but not unpacked)
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -22,22 +28,25 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybridtron.ops.conv.reference import ConvInputs, new_tail
-from hybridtron.ops.kernel_launch import ceil_div, empty_in_order, last_side_by_side, launch
+from hybridtron.ops.conv.reference import ConvInputs
+from hybridtron.ops.kernel_launch import ceil_div, empty_in_order, last_side_by_side, launch, strided
 
-TOKENS = 32  # of one program, forward
-CHANNELS = 64
-WARPS = 8
-WALK_TOKENS = 64  # of one program, backward
-WALK_CHANNELS = 128  # of one warp
+TOKENS = 32  # per program of the forward kernel
+CHANNELS = 64  # per program of the forward kernel
+WARPS = 8  # of the forward kernel; the backward kernel has one warp per program
+WALK_TOKENS = 64  # per program of the backward kernel
+WALK_CHANNELS = 128  # per program of the backward kernel
+SUM_TILES = 64  # token tiles whose partial sums a program of the third kernel loads at a time
+SUM_CHANNELS = 32  # per program of the third kernel
+SUM_WARPS = 8  # of the third kernel
 
 
 @dataclass(frozen=True)
 class ConvRow:
-    """The op's inputs as the kernels read them: channels side by side, parameters in fp32, the tail in x's type."""
+    """The op's inputs as the kernels read them: contiguous channels, weights as they are stored, a tail like x."""
 
     x_BLC: Tensor
-    weight_WC: Tensor
+    weight_CW: Tensor
     bias_C: Tensor | None
     tail_BTC: Tensor | None
     documents_BL: Tensor | None
@@ -48,30 +57,33 @@ class ConvRow:
         x_BLC, weight_CW, bias_C, tail_BTC, documents_BL, activation = inputs
         return ConvRow(
             last_side_by_side(x_BLC),
-            weight_CW.t().float().contiguous(),
-            None if bias_C is None else bias_C.float().contiguous(),
+            weight_CW.contiguous(),
+            None if bias_C is None else bias_C.contiguous(),
             None if tail_BTC is None else tail_BTC.to(x_BLC.dtype).contiguous(),
             None if documents_BL is None else documents_BL.contiguous(),
             activation,
         )
 
     def arguments(self) -> tuple[Any, ...]:
-        """What both kernels take first."""
-        tensors = (self.x_BLC, self.weight_WC, self.bias_C, self.tail_BTC, self.documents_BL)
+        """Return the first arguments of the two larger kernels: tensors, length, channels, and x's strides."""
+        tensors = (self.x_BLC, self.weight_CW, self.bias_C, self.tail_BTC, self.documents_BL)
         return *tensors, *self.x_BLC.shape[1:], *self.x_BLC.stride()[:2]
 
     def grid(self, positions: int, tokens: int, width: int) -> tuple[int, int, int]:
-        """Tokens first: that axis alone may exceed 65,535."""
+        """Return the grid for tiles of `tokens` by `width` channels, which cover `positions` tokens.
+
+        Token tiles are on the first axis, because CUDA limits the other axes to 65,535.
+        """
         rows, _, channels = self.x_BLC.shape
         return ceil_div(positions, tokens), ceil_div(channels, width), rows
 
 
-def causal_conv(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
-    return _TritonConv.apply(*inputs), new_tail(inputs)
+def causal_conv(inputs: ConvInputs) -> Tensor:
+    return _TritonConv.apply(*inputs)
 
 
 class _TritonConv(torch.autograd.Function):
-    """Keeps its inputs only."""
+    """Autograd function around both kernels. It saves only the inputs for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, *fields: Any) -> Tensor:
@@ -85,35 +97,43 @@ class _TritonConv(torch.autograd.Function):
     def backward(ctx: Any, grad_y_BLC: Tensor) -> tuple[Tensor | None, ...]:
         tensors: tuple[Any, ...] = ctx.saved_tensors
         inputs = ConvInputs(*tensors, activation=ctx.activation)
-        found = backward(ConvRow.of(inputs), grad_y_BLC)
-        given = (None if t is None or g is None else g.to(t.dtype) for g, t in zip(found[:4], inputs[:4], strict=True))
-        return *given, None, None
+        grads = backward(ConvRow.of(inputs), grad_y_BLC)
+        if inputs.tail_BTC is not None and grads.tail_BTC is not None:
+            grads = grads._replace(tail_BTC=grads.tail_BTC.to(inputs.tail_BTC.dtype))
+        return *grads[:4], None, None
 
 
 def forward(row: ConvRow) -> Tensor:
     y_BLC = empty_in_order(row.x_BLC)
     grid = row.grid(row.x_BLC.shape[1], TOKENS, CHANNELS)
     launch(
-        _forward, grid, *row.arguments(), y_BLC, *y_BLC.stride()[:2],
-        row.activation, len(row.weight_WC), TOKENS, CHANNELS, warps=WARPS,
+        _forward, grid, *row.arguments(), *strided(y_BLC),
+        row.activation, row.weight_CW.shape[1], TOKENS, CHANNELS, warps=WARPS,
     )  # fmt: skip
     return y_BLC
 
 
 def backward(row: ConvRow, grad_y_BLC: Tensor) -> ConvInputs:
-    """The gradients of the op's tensors, in their places; those of weight and bias in fp32."""
+    """Return the gradients as `ConvInputs`: each in its input's field, and in the dtype that `ConvRow` has."""
     grad_y_BLC = last_side_by_side(grad_y_BLC)
-    width, channels = row.weight_WC.shape
+    channels, width = row.weight_CW.shape
     grid = row.grid(row.x_BLC.shape[1] + width - 1, WALK_TOKENS, WALK_CHANNELS)
     grad_x_BLC = empty_in_order(row.x_BLC)
     grad_tail_BTC = None if row.tail_BTC is None else torch.empty_like(row.tail_BTC)
-    sums_BQWC = row.weight_WC.new_empty(grid[2], grid[0], width + 1, channels)  # bias last
+    tiles = grid[2] * grid[0]  # over all rows
+    sums_QWC = row.weight_CW.new_empty(tiles, width + 1, channels, dtype=torch.float32)  # W taps, then the bias
     launch(
-        _backward, grid, *row.arguments(), grad_y_BLC, *grad_y_BLC.stride()[:2], grad_x_BLC, *grad_x_BLC.stride()[:2],
-        grad_tail_BTC, sums_BQWC, row.activation, width, WALK_TOKENS, WALK_CHANNELS, warps=1,
+        _backward, grid, *row.arguments(), *strided(grad_y_BLC, grad_x_BLC),
+        grad_tail_BTC, sums_QWC, row.activation, width, WALK_TOKENS, WALK_CHANNELS, warps=1,
     )  # fmt: skip
-    *of_taps, of_bias_C = sums_BQWC.sum((0, 1))
-    return ConvInputs(grad_x_BLC, torch.stack(of_taps, dim=1), of_bias_C, grad_tail_BTC)
+    grad_weight_CW = torch.empty_like(row.weight_CW)
+    grad_bias_C = None if row.bias_C is None else torch.empty_like(row.bias_C)
+    sums = width if grad_bias_C is None else width + 1
+    launch(
+        _parameter_gradients, (ceil_div(channels, SUM_CHANNELS), sums), sums_QWC, tiles, channels, grad_weight_CW,
+        grad_bias_C, width, SUM_TILES, SUM_CHANNELS, warps=SUM_WARPS,
+    )  # fmt: skip
+    return ConvInputs(grad_x_BLC, grad_weight_CW, grad_bias_C, grad_tail_BTC)
 
 
 @triton.jit
@@ -121,7 +141,7 @@ def _input(
     x_ptr: tl.tensor, tail_ptr: tl.tensor, row: tl.tensor, t: tl.tensor, c: tl.tensor, of_c: tl.tensor, length: int,
     channels: int, x_row: int, x_token: int, WIDTH: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Inputs of a tile of tokens, of which those before the row lie in its tail; in fp32."""
+    """Load x for the tokens t, in fp32; tokens before the row are loaded from the tail, or are 0 without a tail."""
     place = row * x_row + t.to(tl.int64)[:, None] * x_token + c[None, :]
     x = tl.load(x_ptr + place, tl.expand_dims((t >= 0) & (t < length), 1) & of_c[None, :], 0.0).to(tl.float32)
     if tail_ptr is not None:
@@ -136,7 +156,7 @@ def _token(
     x_ptr: tl.tensor, tail_ptr: tl.tensor, row: tl.tensor, t: tl.tensor, c: tl.tensor, of_c: tl.tensor, length: int,
     channels: int, x_row: int, x_token: int, WIDTH: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """As `_input`, of one token."""
+    """Load x for one token t, in fp32; a token before the row is loaded from the tail, or is 0 without a tail."""
     x = tl.load(x_ptr + row * x_row + t.to(tl.int64) * x_token + c, of_c & (t >= 0) & (t < length), 0.0)
     x = x.to(tl.float32)
     if tail_ptr is not None:
@@ -147,7 +167,10 @@ def _token(
 
 @triton.jit
 def _same(documents_ptr: tl.tensor, row: tl.tensor, t: tl.tensor, other: tl.tensor, length: int) -> tl.tensor:
-    """Whether two tiles of tokens are of the same documents, the tail's being of the row's first."""
+    """Return True where tokens t and `other` are in the same document.
+
+    Tail tokens belong to the row's first document.
+    """
     places = documents_ptr + row * length
     document = tl.load(places + tl.maximum(t, 0), t < length, 0)
     return document == tl.load(places + tl.maximum(other, 0), other < length, 0)
@@ -159,15 +182,16 @@ def _sum_of_taps(
     row: tl.tensor, t: tl.tensor, c: tl.tensor, of_c: tl.tensor, length: int, channels: int, x_row: int, x_token: int,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
+    """Return the convolution before SiLU, as a tile (TOKENS, CHANNELS) in fp32."""
     sum_ = tl.zeros((TOKENS, CHANNELS), tl.float32)
     for tap in tl.static_range(WIDTH):
         reached = t - (WIDTH - 1) + tap
         x = _input(x_ptr, tail_ptr, row, reached, c, of_c, length, channels, x_row, x_token, WIDTH)
         if documents_ptr is not None:
             x = tl.where(tl.expand_dims(_same(documents_ptr, row, reached, t, length), 1), x, 0.0)
-        sum_ += tl.load(weight_ptr + tap * channels + c, of_c, 0.0)[None, :] * x
+        sum_ += tl.load(weight_ptr + c * WIDTH + tap, of_c, 0.0).to(tl.float32)[None, :] * x
     if bias_ptr is not None:
-        sum_ += tl.load(bias_ptr + c, of_c, 0.0)[None, :]
+        sum_ += tl.load(bias_ptr + c, of_c, 0.0).to(tl.float32)[None, :]
     return sum_
 
 
@@ -188,6 +212,7 @@ def _forward(
     length: int, channels: int, x_row: int, x_token: int, y_ptr: tl.tensor, y_row: int, y_token: int,
     ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Store y for a tile of TOKENS tokens by CHANNELS channels. Grid: token tiles, channel tiles, rows."""
     row = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -202,7 +227,6 @@ def _forward(
     tl.store(y_ptr + place, y, (t < length)[:, None] & of_c[None, :])
 
 
-# One long loop: the inputs of the last W tokens and the gradients of as many stay in the registers of the thread.
 @triton.jit
 def _backward(
     x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, tail_ptr: tl.tensor, documents_ptr: tl.tensor,
@@ -210,45 +234,62 @@ def _backward(
     grad_x_ptr: tl.tensor, grad_x_row: int, grad_x_token: int, grad_tail_ptr: tl.tensor, sums_ptr: tl.tensor,
     ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ) -> None:  # fmt: skip
-    tile, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    first = tile * TOKENS - (WIDTH - 1)  # of the tile's tokens, which go from the tail's first to the row's last
+    """Store the gradients of a tile's inputs (row or tail), and the tile's partial sums for weight and bias.
+
+    Grid: token tiles, channel tiles, rows. The tiles cover tail and row. The kernel is one long loop over tokens, since
+    inputs and gradients of the last W tokens are carried in registers from one iteration to the next.
+    """
+    tile = tl.program_id(0)
+    row = tl.program_id(2).to(tl.int64)
+    first = tile * TOKENS - (WIDTH - 1)  # the tile's first token; negative for tail tokens
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     of_c = c < channels
     zero = tl.zeros((CHANNELS,), tl.float32)
-    taps, x, grad_x, of_taps, of_bias = (), (), (), (), zero
+    taps = ()
+    x = ()
+    grad_x = ()
+    of_taps = ()
+    of_bias = zero
     for tap in tl.static_range(WIDTH):
-        taps = taps + (tl.load(weight_ptr + tap * channels + c, of_c, 0.0),)
-        grad_x, of_taps = grad_x + (zero,), of_taps + (zero,)
+        taps = taps + (tl.load(weight_ptr + c * WIDTH + tap, of_c, 0.0).to(tl.float32),)
+        grad_x = grad_x + (zero,)
+        of_taps = of_taps + (zero,)
     for tap in tl.static_range(WIDTH - 1):
         reached = first - (WIDTH - 1) + tap
         x = x + (_token(x_ptr, tail_ptr, row, reached, c, of_c, length, channels, x_row, x_token, WIDTH),)
     bias = zero
     if bias_ptr is not None:
-        bias = tl.load(bias_ptr + c, of_c, 0.0)
+        bias = tl.load(bias_ptr + c, of_c, 0.0).to(tl.float32)
     for step in range(0, TOKENS + WIDTH - 1):
-        t, begin = first + step, first + step - (WIDTH - 1)
+        t = first + step
+        begin = t - (WIDTH - 1)
         inputs = x + (_token(x_ptr, tail_ptr, row, t, c, of_c, length, channels, x_row, x_token, WIDTH),)
-        seen, sum_ = (), bias
+        seen = ()
+        sum_ = bias
         for tap in tl.static_range(WIDTH):
             input_ = inputs[tap]
             if documents_ptr is not None:
                 input_ = tl.where(_same(documents_ptr, row, begin + tap, t, length), input_, 0.0)
-            seen, sum_ = seen + (input_,), sum_ + taps[tap] * input_
+            seen = seen + (input_,)
+            sum_ = sum_ + taps[tap] * input_
         of_t = (t >= 0) & (t < length) & of_c
         grad = tl.load(grad_y_ptr + row * grad_y_row + t.to(tl.int64) * grad_y_token + c, of_t, 0.0).to(tl.float32)
         if ACTIVATION:
             grad *= _silu_slope(sum_)
-        own = tl.where(step < TOKENS, grad, 0.0)  # what follows the tile is another program's
-        of_bias += own
-        next_x, next_grad_x, next_of_taps = (), (), ()
+        in_tile = tl.where(step < TOKENS, grad, 0.0)  # the sums of later tokens are added by the next tile's program
+        of_bias += in_tile
+        next_x = ()
+        next_grad_x = ()
+        next_of_taps = ()
         for tap in tl.static_range(WIDTH):
-            next_of_taps = next_of_taps + (of_taps[tap] + own * seen[tap],)
-            given = grad
+            next_of_taps = next_of_taps + (of_taps[tap] + in_tile * seen[tap],)
+            passed = grad
             if documents_ptr is not None:
-                given = tl.where(_same(documents_ptr, row, begin + tap, t, length), grad, 0.0)
-            next_grad_x = next_grad_x + (grad_x[tap] + taps[tap] * given,)
-        # `begin` is reached by no later token
-        done, finished = of_c & (step >= WIDTH - 1), next_grad_x[0]  # pyrefly: ignore[bad-index]
+                passed = tl.where(_same(documents_ptr, row, begin + tap, t, length), grad, 0.0)
+            next_grad_x = next_grad_x + (grad_x[tap] + taps[tap] * passed,)
+        # the gradient of the input at `begin` is complete, since no later token reads this input
+        done = of_c & (step >= WIDTH - 1)
+        finished = next_grad_x[0]  # pyrefly: ignore[bad-index]
         place = row * grad_x_row + begin.to(tl.int64) * grad_x_token + c
         tl.store(grad_x_ptr + place, finished, done & (begin >= 0) & (begin < length))
         if grad_tail_ptr is not None:
@@ -256,9 +297,36 @@ def _backward(
             tl.store(grad_tail_ptr + place, finished, done & (begin < 0))
         grad_x = ()
         for tap in tl.static_range(1, WIDTH):
-            next_x, grad_x = next_x + (inputs[tap],), grad_x + (next_grad_x[tap],)
-        x, grad_x, of_taps = next_x, grad_x + (zero,), next_of_taps
+            next_x = next_x + (inputs[tap],)
+            grad_x = grad_x + (next_grad_x[tap],)
+        x = next_x
+        grad_x = grad_x + (zero,)
+        of_taps = next_of_taps
     sums = sums_ptr + (row * tl.num_programs(0) + tile) * (WIDTH + 1) * channels + c
     for tap in tl.static_range(WIDTH):
         tl.store(sums + tap * channels, of_taps[tap], of_c)
     tl.store(sums + WIDTH * channels, of_bias, of_c)
+
+
+@triton.jit
+def _parameter_gradients(
+    sums_ptr: tl.tensor, tiles: int, channels: int, grad_weight_ptr: tl.tensor, grad_bias_ptr: tl.tensor,
+    WIDTH: tl.constexpr, TILES: tl.constexpr, CHANNELS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Store the gradient of one tap, or of the bias, for CHANNELS channels: the sum over all token tiles.
+
+    Grid: channel tiles, then taps and, if there is a bias, the bias.
+    """
+    tap = tl.program_id(1)
+    c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    of_c = c < channels
+    sums = tl.zeros((TILES, CHANNELS), tl.float32)
+    for first in range(0, tiles, TILES):
+        tile = first + tl.arange(0, TILES)
+        place = (tile.to(tl.int64)[:, None] * (WIDTH + 1) + tap) * channels + c[None, :]
+        sums += tl.load(sums_ptr + place, (tile < tiles)[:, None] & of_c[None, :], 0.0)
+    grad = tl.sum(sums, 0)
+    if tap < WIDTH:
+        tl.store(grad_weight_ptr + c * WIDTH + tap, grad, of_c)
+    elif grad_bias_ptr is not None:
+        tl.store(grad_bias_ptr + c, grad, of_c)

@@ -1,4 +1,7 @@
-"""The causal convolution compiled for this CPU (`native/convolution.cpp`): taps, bias and SiLU in one pass."""
+"""The causal convolution by C++ compiled for this CPU (`native/convolution.cpp`): taps, bias and SiLU in one pass.
+
+Legend: B rows (sequences in the batch), L tokens per row, C channels, W width (number of taps), T = W - 1 tail tokens.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybridtron.ops.conv.reference import ConvInputs, new_tail
+from hybridtron.ops.conv.reference import ConvInputs
 from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.native.library import call, missing, threads, token_blocks
 from hybridtron.ops.native.tensors import Tokens, address, first_part, like, readable, scalar, starts_of
 from hybridtron.ops.precision import wide_type
 
-MOST_TAPS = 32  # as in convolution.cpp
-WORTH = 2**16  # inputs that justify one more thread
+MOST_TAPS = 32  # must equal the limit in convolution.cpp
+WORTH = 2**16  # elements per thread: with fewer, an additional thread gains no time
 
 
 class ConvolutionTask(ctypes.Structure):
-    """Arguments of the compiled functions: `Convolution` in convolution.cpp."""
+    """Arguments for the compiled functions: the struct `Convolution` in convolution.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "length", "channels", "width", "activation")),
@@ -29,10 +32,10 @@ class ConvolutionTask(ctypes.Structure):
     )
 
 
-@untraced  # the compiled function is not an operation of torch
-def causal_conv(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
-    """Run the compiled convolution; return y and the new tail."""
-    y_BLC = _NativeConv.apply(
+@untraced  # torch.compile can't trace a function in C++
+def causal_conv(inputs: ConvInputs) -> Tensor:
+    """Run the compiled convolution."""
+    return _NativeConv.apply(
         inputs.x_BLC,
         inputs.weight_CW,
         inputs.bias_C,
@@ -40,7 +43,6 @@ def causal_conv(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
         starts_of(inputs.documents_BL),
         inputs.activation,
     )
-    return y_BLC, new_tail(inputs)
 
 
 def _unsupported_reason(inputs: ConvInputs) -> str | None:
@@ -53,7 +55,7 @@ NATIVE = Implementation("native", causal_conv, "cpu", unsupported_reason=_unsupp
 
 
 class _NativeConv(torch.autograd.Function):
-    """Autograd function that saves only its inputs."""
+    """Autograd function around the compiled functions. It saves only the inputs for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:

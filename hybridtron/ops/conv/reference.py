@@ -1,12 +1,13 @@
-"""The short causal convolution before a state space layer: every channel has its own W taps.
+"""The short causal convolution before the recurrence of a state-space layer: every channel has its own W taps.
 
-    y_t = bias + weight_0 x_{t-W+1} + ... + weight_{W-1} x_t,  then SiLU if asked for
+    y_t = bias + weight_0 x_{t-W+1} + ... + weight_{W-1} x_t,  then SiLU if `activation` is True
 
-Taps that would reach into another document read zero. The tail (the last W - 1 inputs of the row before) belongs to
-the row's first document; the new tail holds inputs of the row's last document only, and zeros before it.
-Not here: long or dilated convolutions, and mixing of channels.
+A tap that would read a token in another document reads zero instead. The tail is the last W - 1 inputs before the row;
+they count as tokens in the row's first document. `next_tail` returns the tail for the next row: the last W - 1 inputs
+in this row, with zeros in place of tokens that are not in the row's last document. Channels are not mixed, and taps are
+not dilated.
 
-Legend: B rows, L tokens, C channels, W width of the convolution, T = W - 1 tokens of tail, S = T + L.
+Legend: B rows (sequences in the batch), L tokens per row, C channels, W width, T = W - 1 tail tokens, S = T + L.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from hybridtron.ops.precision import wide_type
 
 
 class ConvInputs(NamedTuple):
-    """A row and its taps. Without a tail zeros precede the row; without documents the row is one stream."""
+    """Inputs to the convolution: the rows x, and weights and bias of each channel.
+
+    If `tail_BTC` is None, zeros precede the row. If `documents_BL` is None, every row is one document.
+    """
 
     x_BLC: Tensor
     weight_CW: Tensor
@@ -35,8 +39,8 @@ class ConvInputs(NamedTuple):
         return self.weight_CW.shape[1]
 
 
-def causal_conv(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
-    """Return y in the dtype of x, and the tail for the next row."""
+def causal_conv(inputs: ConvInputs) -> Tensor:
+    """Return y in x's dtype."""
     x_BLC, weight_CW, bias_C, tail_BTC, documents_BL, activation = inputs
     wide = wide_type(x_BLC)
     width = inputs.width
@@ -52,23 +56,26 @@ def causal_conv(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
         y_BLC = y_BLC + bias_C.to(wide)
     if activation:
         y_BLC = F.silu(y_BLC)
-    return y_BLC.to(x_BLC.dtype), new_tail(inputs)
+    return y_BLC.to(x_BLC.dtype)
 
 
 def with_tail(x_BLC: Tensor, tail_BTC: Tensor | None, width: int) -> Tensor:
-    """Return the row with the tail before it, or with zeros if there is none."""
+    """Return x (B, S, C) with the tail before the row; without a tail, zeros are before the row."""
     if tail_BTC is None:
         return F.pad(x_BLC, (0, 0, width - 1, 0))
     return torch.cat([tail_BTC.to(x_BLC.dtype), x_BLC], dim=1)
 
 
 def documents_with_tail(documents_BL: Tensor, width: int) -> Tensor:
-    """Return the documents of tail and row; the tail belongs to the row's first document."""
+    """Return the document numbers (B, S) of tail and row; the tail belongs to the row's first document."""
     return torch.cat([documents_BL[:, :1].expand(-1, width - 1), documents_BL], dim=1)
 
 
 def reached(x_BSC: Tensor, documents_BS: Tensor | None, tap: int, width: int) -> Tensor:
-    """Return a tap's input for each token: x from W - 1 - tap tokens before, or zero from another document."""
+    """Return the input (B, L, C) of one tap: x from W - 1 - tap tokens before.
+
+    It is 0 if that token is in another document.
+    """
     end = x_BSC.shape[1] - (width - 1) + tap
     x_BLC = x_BSC[:, tap:end]
     if documents_BS is None or tap == width - 1:
@@ -77,10 +84,10 @@ def reached(x_BSC: Tensor, documents_BS: Tensor | None, tap: int, width: int) ->
     return x_BLC.masked_fill(other_BL.unsqueeze(2), 0)
 
 
-def new_tail(inputs: ConvInputs) -> Tensor:
-    """Return the last W - 1 inputs, with zeros for those of other documents than the row's last.
+def next_tail(inputs: ConvInputs) -> Tensor:
+    """Return the tail for the next row: the last W - 1 inputs, with 0 outside the row's last document.
 
-    They are a copy: a view would keep the full row in memory.
+    The result is a copy, since a view would keep the full row in memory.
     """
     x_BLC = inputs.x_BLC
     width = inputs.width

@@ -1,47 +1,58 @@
-"""The delta rule in torch alone: a triangular system and matrix products over a chunk, with its own backward pass.
+"""The delta rule in torch: matrix multiplications and a triangular system per chunk, with its own backward pass.
 
-With S_i the sum of g over the tokens of i's document in the chunk, up to i itself, T the last token, and the scores
+`reference.py` has the recurrence over tokens. A chunk is CHUNK consecutive tokens of a row, numbered 1 to T. h_in and
+h_out are the states before and after the chunk. S_i is the sum of g over the tokens of i's document in the chunk, up to
+i itself. Scores between tokens of one document (`decay.py`) are
 
-    A_ij = sum over n of q_in k_jn exp(S_in - S_jn)   for j <= i
-    P_ij = sum over n of k_in k_jn exp(S_in - S_jn)   for j < i
+    A_ij = sum_n q_in k_jn exp(S_in - S_jn)   for j <= i
+    P_ij = sum_n k_in k_jn exp(S_in - S_jn)   for j < i
 
-between tokens of one document (`decay`), a token's correction w_i = v_i - s_i^T k_i is v_i less the values that h_in
-and the tokens before it already give for k_i:
+The correction w_i of a token is its value v_i minus the value that the state stores for its key k_i. The stored value
+comes from h_in and from the tokens before i, so
 
     w_i = v_i - h_in^T (k_i exp(S_i)) - sum_{j < i} P_ij u_j,   u_i = beta_i w_i
 
-This is a triangular system with ones on its diagonal, (I + P diag(beta)) W = V - (K exp(S)) h_in, solved in the wide
-type: the WY form of the product of the tokens' matrices, Yang et al. 2024. With u known, the rest is the recurrence
-without the delta rule, with u as its values:
+These equations are a triangular system with ones on its diagonal, (I + P diag(beta)) W = V - (K exp(S)) h_in, where W,
+V and K exp(S) have the rows w_i, v_i and k_i exp(S_i). It is solved in fp32 (float64 for float64 inputs); Yang et al.
+2024 call this the WY form. With u known, outputs and state are those of linear attention with the values u:
 
     y_i   = sum_{j <= i} A_ij u_j + h_in^T (q_i exp(S_i))
     h_out = exp(S_T) h_in + sum_j (k_j exp(S_T - S_j)) u_j^T
 
-Only the chunk's first document sees h_in, and only its last enters h_out.
+In these sums, only tokens of the chunk's first document read h_in, and only tokens of its last document are added to
+h_out.
 
-Backward, with dh the gradient of h_out. y and h_out are linear in u, and the w of every later token depends on u. With
-x_i the gradient of the right side of w_i, which is dv_i:
+Backward pass: given are the gradients dy for y and dh for h_out. Let du and dw be the gradients for u and w. Because
+w_i occurs only in u_i, dw_i = beta_i du_i; this is also dv_i, and is called x_i. u_j occurs in y, in h_out, and in w of
+later tokens. So
 
     du_j = sum_{i >= j} A_ij dy_i + dh^T (k_j exp(S_T - S_j)) - sum_{i > j} P_ij x_i,   x_i = beta_i du_i
     dv_i = x_i,   dbeta_i = w_i . du_i,   dA_ij = dy_i . u_j,   dP_ij = - x_i . u_j
     dh_in = exp(S_T) dh + sum_i (q_i exp(S_i)) dy_i^T - sum_i (k_i exp(S_i)) x_i^T
 
-The equations of du are a triangular system again, (I + P^T diag(beta)) dU = A^T dY + (K exp(S_T - S)) dh. beta_j stands
-only in u_j = beta_j w_j, so its gradient is w_j . du_j. In P and in the right side, keys read as queries do in A and y.
-They are a second row of readers, with -x in the place of dy. The gradient of every reader r, through pairs and from
-h_in, is
+The equations of du are also a triangular system, (I + P^T diag(beta)) dU = A^T dY + (K exp(S_T - S)) dh.
 
-    dr_i = sum_j dA_ij k_j exp(S_i - S_j) + exp(S_i) h_in dy_i
+A token reads the state twice: with its query q_i for y_i, and with its key k_i for w_i. q_i and k_i are called readers
+r_i. One equation gives both gradients, with e_i = dy_i and E = A for the query, and with e_i = -x_i and E = P for the
+key:
 
-and a key that is read gets sum_i dA_ij r_i exp(S_i - S_j) + exp(S_T - S_j) dh u_j. g_t stands between every j < t and
-every i >= t, and so
+    dr_i = sum_j dE_ij k_j exp(S_i - S_j) + exp(S_i) h_in e_i
 
-    dg_t = sum_{i >= t} (sum over readers of r_i dr_i, less k_i times its gradient as a key that pairs read)
-           + sum_{j < t} k_j exp(S_T - S_j) dh u_j + sum over values of exp(S_T) h_in dh
+k_j is also read: in the scores of later readers (a_j), and in h_out. In addition to dr_j, its gradient therefore
+contains
 
-for each key channel or summed over them, over tokens of t's document.
+    a_j + exp(S_T - S_j) dh u_j,   a_j = (sum over both readers of sum_i dE_ij r_i exp(S_i - S_j))
 
-Legend: as in `reference`; T tokens of one chunk; 2: queries and keys, as readers.
+g_t decays everything that passes from a token j < t to a token i >= t, and so
+
+    dg_t = sum_{i >= t} ((sum over both readers of r_i dr_i) - k_i a_i)
+           + sum_{j < t} k_j exp(S_T - S_j) dh u_j + sum_p exp(S_T) h_in dh
+
+The sums over i and j are over the tokens of t's document. This gives an entry of dg_t for each key channel. If a head
+has one decay, these entries are summed over its key channels.
+
+Legend: B rows (sequences in the batch), L tokens per row, H heads, N key channels n, P value channels p, G = N or 1 (a
+decay per key channel or per head), T tokens per chunk. An axis of size 2 has the two readers: queries, then keys.
 """
 
 from __future__ import annotations
@@ -57,15 +68,15 @@ from hybridtron.ops.delta.reference import DeltaInputs, delta_scan, initial_stat
 from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.documents import document_starts
 from hybridtron.ops.precision import wide_type
-from hybridtron.ops.ssd.decay import Sight
+from hybridtron.ops.ssd.decay import VisibilityMask
 
-CHUNK = 64  # tokens of a triangular system; forward saves one state per chunk for backward
+CHUNK = 64  # tokens per chunk; the forward pass saves the state before each chunk for the backward pass
 
 
-@untraced  # a loop of many operations: tracing it takes minutes and gains nothing
+@untraced  # torch.compile would trace the loop over chunks for minutes, and gain nothing
 def chunked(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
-    """Scan by products over full chunks; backward computes their inner values again instead of saving them."""
-    if inputs.v_BLHP.shape[1] <= 1:  # decoding: one step of the loop is all there is to do
+    """Return y and the state after the row, computed chunk by chunk; the backward pass recomputes each chunk."""
+    if inputs.v_BLHP.shape[1] <= 1:  # a single token, as in text generation, needs no chunks
         return delta_scan(inputs)
     q_BLHN, k_BLHN, v_BLHP, beta_BLH, g_BLHG, _, documents_BL = inputs
     row = DeltaRow(v_BLHP, q_BLHN, k_BLHN, beta_BLH, g_BLHG, document_starts(documents_BL))
@@ -76,7 +87,7 @@ CHUNKED = Implementation("chunked", chunked)
 
 
 class DeltaRow(NamedTuple):
-    """The inputs without the state, in the order of the gradients."""
+    """The op's inputs without the state, for `scan_chunks`. The gradients are returned in the order of these fields."""
 
     v_BLHP: Tensor
     q_BLHN: Tensor
@@ -85,45 +96,49 @@ class DeltaRow(NamedTuple):
     g_BLHG: Tensor
     starts_BL: Tensor | None
 
-    PARAMETERS = 0
+    PARAMETERS = 0  # how many fields have no token axis
 
     def chunk(self, tokens: slice) -> DeltaChunk:
-        """Return a chunk of tokens, converted to the dtype to compute in."""
+        """Return a chunk, with its tensors in the dtype of the computation: fp32, or float64 for float64 inputs."""
         wide = wide_type(self.v_BLHP)
         v_BHTP, q_BHTN, k_BHTN = (t[:, tokens].to(wide).transpose(1, 2) for t in self[:3])
         if self.starts_BL is None:
             starts_BT = None
         else:
             starts_BT = self.starts_BL[:, tokens]
-        sight = Sight.of(v_BHTP.shape[2], v_BHTP.device, starts_BT)
+        visibility = VisibilityMask.of(v_BHTP.shape[2], v_BHTP.device, starts_BT)
         beta_BHT = self.beta_BLH[:, tokens].to(wide).transpose(1, 2)
         by_head = self.g_BLHG.shape[3] == 1
-        decay = (HeadDecay if by_head else ChannelDecay)(self.g_BLHG[:, tokens].transpose(1, 2), sight, wide)
-        return DeltaChunk(torch.stack((q_BHTN, k_BHTN)), v_BHTP, beta_BHT, decay, sight)
+        decay = (HeadDecay if by_head else ChannelDecay)(self.g_BLHG[:, tokens].transpose(1, 2), visibility, wide)
+        return DeltaChunk(torch.stack((q_BHTN, k_BHTN)), v_BHTP, beta_BHT, decay, visibility)
 
 
 class DeltaChunk:
-    """T tokens, with their outputs and gradients given the state before them."""
+    """Computation of one chunk: outputs and gradients, given the state before the chunk."""
 
-    def __init__(self, read_2BHTN: Tensor, v_BHTP: Tensor, beta_BHT: Tensor, decay: DeltaDecay, sight: Sight) -> None:
+    def __init__(
+        self, read_2BHTN: Tensor, v_BHTP: Tensor, beta_BHT: Tensor, decay: DeltaDecay, visibility: VisibilityMask
+    ) -> None:
         self.read_2BHTN = read_2BHTN
         self.k_BHTN = read_2BHTN[1]
         self.v_BHTP = v_BHTP
         self.beta_BHT1 = beta_BHT[..., None]
         self.decay = decay
-        self.sight = sight
+        self.visibility = visibility
         self.scores_2BHTT = decay.scores(read_2BHTN, self.k_BHTN)
-        self.scores_2BHTT[1].tril_(-1)  # a token is corrected by the tokens before it, not by itself
+        self.scores_2BHTT[1].tril_(-1)  # P_ij is 0 for j >= i
         self.from_start_2BHTN = read_2BHTN * decay.since_start_BHTG
         self.to_end_BHTN = self.k_BHTN * decay.to_end_BHTG
 
     def forward(self, state_BHNP: Tensor) -> tuple[Tensor, Tensor]:
-        """Return y of every token (B, T, H, P), and the state after the last token."""
-        first_BT = self.sight.first_BT
-        through_B1 = self.sight.through_B1
+        """Return y (B, T, H, P), and the state after the chunk."""
+        first_BT = self.visibility.first_BT
+        through_B1 = self.visibility.through_B1
         if first_BT is None or through_B1 is None:
             return self._forward(state_BHNP)
-        # 0 times nan is nan: products with the zeros between documents would carry non-finite values into the next one
+        # Between documents the decays are 0, but 0 times nan is nan. So value channels in which the state is not finite
+        # are computed with a zero state. Afterwards y and the new state get nan in these channels, but only for tokens
+        # of the document to which the state belongs.
         lost_BH1P = ~state_BHNP.isfinite().all(2, keepdim=True)
         y_BTHP, next_BHNP = self._forward(state_BHNP.masked_fill(lost_BH1P, 0))
         y_BTHP.masked_fill_(lost_BH1P.transpose(1, 2) & first_BT[:, :, None, None], torch.nan)
@@ -138,7 +153,7 @@ class DeltaChunk:
     def backward(
         self, state_BHNP: Tensor, grad_y_BTHP: Tensor, grad_state_BHNP: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-        """Return the gradients for (v, q, k, beta, g), for no parameters, and for the chunk's initial state."""
+        """Return the gradients for (v, q, k, beta, g), an empty tuple (no parameters), and the state's gradient."""
         decay = self.decay
         grad_y_BHTP = grad_y_BTHP.transpose(1, 2)
         w_BHTP = self._corrections(self.from_start_2BHTN @ state_BHNP)
@@ -167,15 +182,16 @@ class DeltaChunk:
         return tuple(grad.transpose(1, 2) for grad in grads), (), grad_before_BHNP
 
     def _corrections(self, seen_2BHTP: Tensor) -> Tensor:
-        """Solve the triangular system for w.
+        """Return w, the solution of the triangular system.
 
-        `seen_2BHTP` holds the values that queries and keys read from the state before the chunk.
+        `seen_2BHTP` has the values that queries and keys read from the state before the chunk, (q exp(S)) h_in and
+        (k exp(S)) h_in.
         """
         system_BHTT = self.scores_2BHTT[1] * self.beta_BHT1.mT
         return torch.linalg.solve_triangular(system_BHTT, self.v_BHTP - seen_2BHTP[1], upper=False, unitriangular=True)
 
     def _grad_u(self, grad_y_BHTP: Tensor, grad_state_BHNP: Tensor) -> Tensor:
-        """Solve the transposed system for the gradient of u."""
+        """Return du, the solution of the transposed triangular system."""
         direct_BHTP = self.scores_2BHTT[0].mT @ grad_y_BHTP + self.to_end_BHTN @ grad_state_BHNP
         system_BHTT = self.scores_2BHTT[1].mT * self.beta_BHT1.mT
         return torch.linalg.solve_triangular(system_BHTT, direct_BHTP, upper=True, unitriangular=True)

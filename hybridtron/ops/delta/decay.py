@@ -1,26 +1,44 @@
-"""Decays within a chunk of the delta rule, and the scores between its tokens, which contain them.
+"""Decays between the tokens of a chunk in the delta rule, and the scores that contain them.
 
-With S_i the sum of g over the tokens of i's document in the chunk, up to i itself, readers r (queries, and keys that
-look up their stored value) see the keys k of their document's tokens, up to their own, by
+A chunk is a piece of a sequence: consecutive tokens (`chunked.py`). Let S_i be the sum of the log decays g over the
+tokens of i's document in the chunk, up to i itself. The axis S of shapes has nothing to do with these sums.
 
-    A_ij = sum over n of r_in k_jn exp(S_in - S_jn)        backward:  dr_i = sum_j dA_ij k_j exp(S_i - S_j)
-                                                                      dk_j = sum_i dA_ij r_i exp(S_i - S_j)
+Token i reads the state twice, with two readers r_i: with its query, and with its key, to find the value that the state
+stores for this key. Token i sees token j if j <= i, and both are in the same document. For each kind of reader (queries
+or keys), the score of a reader r_i with a key k_j that i sees is
 
-The gradient of S_i gains r_i dr_i through the pairs that i reads, and that of S_j loses k_j dk_j through the pairs that
-read j.
+    A_ij = sum_n r_in k_jn exp(S_in - S_jn)
 
-With one g for a head (`HeadDecay`) the decays are a factor of the scores, one T x T matrix, and the gradient of S is
-the row sums of A dA less its column sums: the same numbers twice, so that terms that cancel leave nothing behind.
-With one for each key channel (`ChannelDecay`) they stand inside the sum over n. A can't then be computed as the product
-of r exp(S) and k exp(-S), as exp(-S) overflows after a few strong decays. So a chunk is cut into blocks of SUB tokens.
-Between the tokens i of a block that begins with f, and all j before the block,
+If i does not see j, the score is 0. (For the kind "keys", the caller also sets A_ii to 0.) Given the gradients dA of
+the scores of both kinds, the gradients through the scores are
 
-    A_ij = (r_i exp(S_i - S_f)) . (k_j exp(S_f - S_j))
+    dr_in = sum_j dA_ij k_jn exp(S_in - S_jn)                              for each kind
+    dk_jn = sum over both kinds of sum_i dA_ij r_in exp(S_in - S_jn)
+    dS_in = (sum over both kinds of r_in dr_in) - k_in dk_in
 
-is a product with no exponent above 0, and inside a block every pair of tokens has its own exponents. S is float64, and
-pairs that do not see each other are masked in the exponent.
+The sums over i and j cover the pairs in which i sees j.
 
-Legend: as in `reference`; T tokens of one chunk, S of one block, K tokens before it; 2: queries and keys, as readers.
+With one g per head (`HeadDecay`), S_in is equal for all n. The dot products r_i . k_j are then multiplied by a T x T
+matrix of decays. Let D be the elementwise product of A and dA, summed over both kinds. The sum of dS_in over n, dS_i,
+is then the sum over row i of D, minus the sum over column i.
+
+g_t is a term in S_i for all i >= t in t's document, so the gradient for g_t contains the sum of dS_i over these i. An
+entry D_ij with i >= t and j >= t is added once and subtracted once in this sum. Only entries with j < t <= i remain,
+and their sum may be much smaller than the entries that cancel. Sums over D are therefore float64: in fp32, rounding
+errors of the cancelled entries would remain.
+
+With one g per key channel (`ChannelDecay`), the decays are inside the sum over n. A can't be computed as r exp(S) times
+k exp(-S), since exp(-S) overflows after a few strong decays. Therefore the chunk is divided into blocks with SUB tokens
+(`ops/gla/decay.py`). For token i in a block that begins with token f, and token j of the chunk before the block,
+
+    A_ij = sum_n (r_in exp(S_in - S_fn)) (k_jn exp(S_fn - S_jn))
+
+Both exponents are at most 0, since g <= 0. For two tokens in the same block, exp(S_in - S_jn) is computed for each pair
+of tokens. S is float64.
+
+Legend: B rows (sequences in the batch), H heads, N key channels n, G = N or 1 (a decay per key channel or per head), T
+tokens per chunk, S tokens per block, K tokens that precede the block in its chunk. An axis of size 2 has the two kinds
+of reader: queries, then keys.
 """
 
 from __future__ import annotations
@@ -31,11 +49,11 @@ import torch
 from torch import Tensor
 
 from hybridtron.ops.gla.decay import ChunkDecay, DecayBlock
-from hybridtron.ops.ssd.decay import Sight, decays
+from hybridtron.ops.ssd.decay import VisibilityMask, decays
 
 
 class PairGradients(NamedTuple):
-    """Gradients through the pairs of tokens: those of readers, of keys, and of S."""
+    """Gradients through the scores: dr for both kinds of reader (`read`), dk (`k`) and dS (`sum`)."""
 
     read_2BHTN: Tensor
     k_BHTN: Tensor
@@ -43,29 +61,31 @@ class PairGradients(NamedTuple):
 
 
 class DeltaDecay(ChunkDecay):
-    """Decays of a chunk, to which subclasses add those between pairs of tokens."""
+    """Decays in a chunk. Subclasses compute the scores, which contain the decays between two tokens."""
 
     def scores(self, read_2BHTN: Tensor, k_BHTN: Tensor) -> Tensor:
-        """Return the scores A (2, B, H, T, T), 0 where nothing is seen."""
+        """Return the scores A (2, B, H, T, T); A_ij is 0 if i does not see j."""
         raise NotImplementedError
 
     def backward(self, grad_2BHTT: Tensor, read_2BHTN: Tensor, k_BHTN: Tensor, scores_2BHTT: Tensor) -> PairGradients:
-        """Return the gradients through the pairs, given those of the scores."""
+        """Return dr, dk and dS, given the gradients dA of the scores (2, B, H, T, T), and the scores A."""
         raise NotImplementedError
 
     def by_gate(self, x_BHTN: Tensor) -> Tensor:
-        """Return terms of g's gradient in g's shape, as float64: by key channel, or summed over a head's channels."""
+        """Convert x to float64, and to the shape of g: if a head has one decay, x is summed over its key channels."""
         x_BHTN = x_BHTN.double()
         if self.sum_BHTG.shape[3] == 1:
             return x_BHTN.sum(-1, keepdim=True)
         return x_BHTN
 
     def grad_g(self, gain_BHTG: Tensor, loss_BHTG: Tensor, through_BH1G: Tensor) -> Tensor:
-        """Add up the three parts of g's gradient.
+        """Return the gradient for g.
 
-        `gain_BHTG` is the gradient of S through reading, `loss_BHTG` that of S_T - S_j through writing to the state
-        after the chunk, and `through_BH1G` belongs to the state that decays through the full chunk. g_t is in S_i for t
-        and all tokens after it, and in S_T - S_j for the tokens j before it.
+        gain_BHTG: gradient for S_i, from the scores and from token i's reads of the state before the chunk
+        loss_BHTG: gradient for S_T - S_j, from key j's contribution to the state after the chunk (T: last token)
+        through_BH1G: gradient for S_T, from the state before the chunk, which decays over the full chunk
+
+        Within a document, g_t is a term in S_i for all i >= t, and in S_T - S_j for all j < t.
         """
         sees_B1TT = self.sees_B1TT.double()
         grad_g_BHTG = sees_B1TT.mT @ gain_BHTG + sees_B1TT.tril(-1) @ loss_BHTG
@@ -73,10 +93,10 @@ class DeltaDecay(ChunkDecay):
 
 
 class HeadDecay(DeltaDecay):
-    """One decay for all key channels of a head."""
+    """Decays with one g per head."""
 
-    def __init__(self, g_BHT1: Tensor, sight: Sight, dtype: torch.dtype) -> None:
-        super().__init__(g_BHT1, sight, dtype)
+    def __init__(self, g_BHT1: Tensor, visibility: VisibilityMask, dtype: torch.dtype) -> None:
+        super().__init__(g_BHT1, visibility, dtype)
         self.between_BHTT = decays(self.sum_BHTG - self.sum_BHTG.mT, self.sees_B1TT, dtype)
 
     def scores(self, read_2BHTN: Tensor, k_BHTN: Tensor) -> Tensor:
@@ -91,11 +111,11 @@ class HeadDecay(DeltaDecay):
 
 
 class ChannelDecay(DeltaDecay):
-    """A decay for each key channel."""
+    """Decays with one g per key channel."""
 
-    def __init__(self, g_BHTN: Tensor, sight: Sight, dtype: torch.dtype) -> None:
-        super().__init__(g_BHTN, sight, dtype)
-        self.kept_blocks = list(self.blocks())  # for backward too
+    def __init__(self, g_BHTN: Tensor, visibility: VisibilityMask, dtype: torch.dtype) -> None:
+        super().__init__(g_BHTN, visibility, dtype)
+        self.kept_blocks = list(self.blocks())  # used by the forward and the backward pass
 
     def scores(self, read_2BHTN: Tensor, k_BHTN: Tensor) -> Tensor:
         length = k_BHTN.shape[2]
@@ -126,9 +146,10 @@ class ChannelDecay(DeltaDecay):
         return PairGradients(grad_read_2BHTN, grad_k_BHTN, gain_BHTN)
 
     def _seen_in(self, block: DecayBlock, read_2BHTN: Tensor, k_BHTN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a block's readers and two tensors of decayed keys.
+        """Return a block's readers, the decayed keys before the block, and the block's own decayed keys.
 
-        The keys before the block are decayed to its first token, and its own keys to each of its readers.
+        Keys before the block are decayed up to the block's first token. The block's own keys are decayed up to each
+        token of the block, so their tensor has two axes of tokens: reader i, then key j.
         """
         k_BHSN = k_BHTN[:, :, block.tokens]
         return (

@@ -1,11 +1,28 @@
-"""The launches of the Triton kernels of the delta rule (`kernels_forward`, `kernels_pairs`, `kernels_backward`).
+"""Launches for the delta rule's Triton kernels (`kernels_forward`, `kernels_pairs`, `kernels_backward`).
 
-Backward keeps the inputs alone and walks over the chunks again. A product's factors are rounded to the type of q, k and
-v where that is bf16, summed in fp32, and what lies between kernels as factors alone is in that type too; fp16 goes
-through tf32, which holds it exactly and a state's range too; fp32 stays fp32. States, decays and the triangle that is
-inverted are fp32. The same call gives the same bits again. Right on an H200 (benchmarks/gpu.md).
+Only the inputs are saved for the backward pass, which recomputes the intermediate results. Results are deterministic.
+Checked on an H200 (benchmarks/gpu.md).
 
-Legend: as in `kernels_forward`.
+The dtype of q, k and v decides how matrices are multiplied. For bf16, both factors are cast to bf16; tensors that are
+used only as factors are also stored in bf16. For fp16, tf32 is used: it represents fp16 numbers exactly and has the
+range that states need. For fp32, factors stay fp32. Accumulations, states, decays and the triangular matrix's inverse
+are fp32.
+
+The recurrence is in `reference.py`. For each chunk of T tokens, with the state h before the chunk:
+
+    F_i, L_j, W    products of the chunk's decays: up to token i, after token j, and over all tokens
+    A_ij, P_ij     scores with the key of token j: of token i's query (A), and of token i's key (P)
+    X, Z           (I + P diag(beta))^-1 and (I + diag(beta) P)^-1
+    w, u           corrections w = X (v - h^T (k F)), and u = beta w
+    dh             state gradient after the chunk
+    M, Q           gradients for A and P
+    gain_i         gradient for the log decays' sum up to token i
+
+F, L and W multiply vectors over key channels elementwise. The gradients for y, u, q, k, v, beta and g are called dy,
+du, dq, dk, dv, dbeta and dg.
+
+Legend: B rows (sequences in the batch), L tokens per row, H heads, N key channels, P value channels, G = N or 1 (a
+decay per key channel or per head), T tokens per chunk, C chunks, S slices along the key channels.
 """
 
 from __future__ import annotations
@@ -25,14 +42,14 @@ from hybridtron.ops.gla.kernels_row import ChunkedKernelRow
 from hybridtron.ops.kernel_launch import ceil_div, power_of_2
 from hybridtron.ops.ssd.kernels_row import products_of
 
-# To a type checker a kernel is the Python function that it is written as, which can't be launched.
+# A type checker sees a kernel as a Python function, which can't be launched. `Any` turns this check off.
 forward_kernels: Any = kernels_forward
 pair_kernels: Any = kernels_pairs
 backward_kernels: Any = kernels_backward
 
 
 def delta_scan(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
-    """q, k and v in one type, the widest of theirs; steps, decays and states in fp32."""
+    """Return y and the state after the row. q, k and v are cast to their widest dtype; other inputs to fp32."""
     q_BLHN, k_BLHN, v_BLHP, beta_BLH, g_BLHG, state_BHNP, documents_BL = inputs
     shared = functools.reduce(torch.promote_types, (t.dtype for t in (q_BLHN, k_BLHN, v_BLHP)))
     q, k, v = (t.to(shared) for t in (q_BLHN, k_BLHN, v_BLHP))
@@ -43,7 +60,7 @@ def delta_scan(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
 
 
 class _TritonDelta(torch.autograd.Function):
-    """Keeps its inputs."""
+    """Autograd function around all kernels. It saves only the inputs for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, *fields: Any) -> tuple[Tensor, Tensor]:
@@ -56,7 +73,8 @@ class _TritonDelta(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y_BLHP: Tensor, grad_last_BHNP: Tensor) -> tuple[Tensor | None, ...]:
-        row, dy_BLHP = DeltaKernelRow(*ctx.saved_tensors), grad_y_BLHP.contiguous()
+        row = DeltaKernelRow(*ctx.saved_tensors)
+        dy_BLHP = grad_y_BLHP.contiguous()
         walked = row.walked()
         du_BLHP, after_BCHNP, grad_state = row.walked_back(walked, dy_BLHP, grad_last_BHNP.contiguous())
         weights, grad_v, grad_beta = row.pair_weights(walked, dy_BLHP, du_BLHP)
@@ -65,75 +83,96 @@ class _TritonDelta(torch.autograd.Function):
         return grad_q, grad_k, grad_v, grad_beta, grad_g, None if row.state_BHNP is None else grad_state, None
 
 
-Pair = tuple[Tensor, Tensor]
+Pair = tuple[Tensor, Tensor]  # a tensor for queries, and one for keys
 
 
 class Walked(NamedTuple):
-    """What forward makes before it makes outputs, and backward makes again."""
+    """Results from the forward kernels `scores`, `factors` and `walk`. The backward pass recomputes them."""
 
-    scores: Pair  # A and P
-    enter: Pair  # q F and k F
-    k_leave_BLHN: Tensor
-    whole_BCHG: Tensor
-    before_BCHNP: Tensor
-    last_BHNP: Tensor
-    w_BLHP: Tensor
+    scores: Pair  # A, P
+    enter: Pair  # q F, k F
+    k_leave_BLHN: Tensor  # k L
+    whole_BCHG: Tensor  # W
+    before_BCHNP: Tensor  # h, the state before each chunk
+    last_BHNP: Tensor  # the state after the row
+    w_BLHP: Tensor  # corrections
 
 
 class DeltaKernelRow(ChunkedKernelRow, DeltaInputs):
-    """The launches of one row."""
+    """The op's inputs, contiguous, with a method for each kernel launch."""
 
     @property
     def tiles(self) -> DeltaTiles:
+        """Tile sizes for v's dtype."""
         return tiles(self.v_BLHP.dtype)
 
     @property
     def by_head(self) -> bool:
+        """True for one decay per head, False for one per key channel."""
         return self.g_BLHG.shape[3] == 1
 
     @property
     def tokens(self) -> tuple[Tensor, Tensor]:
+        """Queries and keys."""
         return self.q_BLHN, self.k_BLHN
 
     @property
     def decays(self) -> tuple[Tensor, Tensor]:
+        """Log decays, and a mask for tokens that begin a document."""
         return self.g_BLHG, self.starts
 
     @property
     def starts(self) -> Tensor:
-        """Without documents something to point at."""
+        """A mask for tokens that begin a document. Without documents this is g, which no kernel reads as a mask.
+
+        The field `documents_BL` has this mask, not document numbers.
+        """
         return self.g_BLHG if self.documents_BL is None else self.documents_BL
 
     @property
     def blocks(self) -> dict[str, int]:
+        """Sizes along a head's channels, as kernel constants by name.
+
+        BLOCK_N, BLOCK_P: how many key channels and value channels, padded to a power of two
+        KEYS, VALUES: key channels and value channels per slice
+        """
         keys, values = (max(16, power_of_2(t.shape[3])) for t in (self.k_BLHN, self.v_BLHP))
         of = self.tiles
         return {"BLOCK_N": keys, "BLOCK_P": values, "KEYS": min(of.keys, keys), "VALUES": min(of.values, values)}
 
     def constants(self, *names: str) -> dict[str, Any]:
-        """Sizes of tiles, and of others those that are named."""
+        """Return a kernel's constants and compiler options.
+
+        These are the constants that `names` lists, CHUNK, `num_warps` and `num_stages`.
+        """
         return self.named(names, {**products_of(self.v_BLHP.dtype), "BY_HEAD": self.by_head})
 
     @property
     def of_pairs(self) -> dict[str, int]:
-        """What is different for kernels of pairs where every channel has a decay."""
+        """Constants only for a decay per key channel in `kernels_pairs`; they override those of `constants`."""
         if self.by_head:
             return {}
         halvings = self.tiles.chunk.bit_length() - 1
         return {"HALVINGS": halvings, "KEYS": min(self.tiles.decayed_keys, self.blocks["BLOCK_N"])} | WIDE
 
     def factor(self, *sizes: int) -> Tensor:
-        """An empty tensor of what is a factor of products alone."""
+        """Return an uninitialized tensor (B, *sizes) for factors of matrix multiplications.
+
+        It is fp32 if v is fp16, and has v's dtype otherwise.
+        """
         dtype = torch.float32 if self.v_BLHP.dtype == torch.float16 else self.v_BLHP.dtype
         return self.v_BLHP.new_empty(len(self.v_BLHP), *sizes, dtype=dtype)
 
     def walked(self) -> Walked:
-        scores, (q_enter, k_enter, k_leave, whole) = self.scores(), self.factors()
+        """Run the kernels `scores`, `factors`, `inverse` and `walk`, which compute the forward pass except y."""
+        scores = self.scores()
+        q_enter, k_enter, k_leave, whole = self.factors()
         X_BHLT = self.inverse(scores[1], of_rows=False)
         length, heads, keys = self.k_BLHN.shape[1:]
         values = self.v_BLHP.shape[3]
         before_BCHNP = self.g_BLHG.new_empty(len(self.g_BLHG), self.chunks, heads, keys, values)
-        last_BHNP, w_BLHP = torch.empty_like(before_BCHNP[:, 0]).contiguous(), self.factor(length, heads, values)
+        last_BHNP = torch.empty_like(before_BCHNP[:, 0]).contiguous()
+        w_BLHP = self.factor(length, heads, values)
         start = last_BHNP if self.state_BHNP is None else self.state_BHNP
         forward_kernels.walk[self.walks](
             self.v_BLHP, self.beta_BLH, self.starts, k_enter, k_leave, whole, X_BHLT, start, last_BHNP,
@@ -144,28 +183,29 @@ class DeltaKernelRow(ChunkedKernelRow, DeltaInputs):
 
     @property
     def carried(self) -> dict[str, int]:
+        """Constants for the kernels `walk` and `walk_back`, which loop over a row's chunks."""
         return {"VALUES": self.tiles.walk} | WIDE
 
     @property
     def walks(self) -> tuple[int, int, int]:
+        """Grid for the kernels `walk` and `walk_back`: value slices, heads, rows."""
         rows, _, heads, values = self.v_BLHP.shape
         return ceil_div(values, self.carried["VALUES"]), heads, rows
 
     def scores(self) -> Pair:
+        """Return A and P (B, H, L, T)."""
         length, heads = self.lengths
-        made = (
-            self.factor(heads, length, self.tiles.chunk),
-            self.g_BLHG.new_empty(len(self.g_BLHG), heads, length, self.tiles.chunk),
-        )
+        A_BHLT = self.factor(heads, length, self.tiles.chunk)
+        P_BHLT = self.g_BLHG.new_empty(len(self.g_BLHG), heads, length, self.tiles.chunk)
         kernel = pair_kernels.scores_by_head if self.by_head else pair_kernels.scores_by_channel
         kernel[self.grid(1, 1)](
-            *self.tokens, *self.decays, *made, length, heads,
+            *self.tokens, *self.decays, A_BHLT, P_BHLT, length, heads,
             **self.constants("DOCUMENTS", "N", "BLOCK_N", "KEYS", "PRODUCT", "PRECISION") | self.of_pairs,
         )  # fmt: skip
-        return made
+        return A_BHLT, P_BHLT
 
     def factors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q F, k F, k L and W."""
+        """Return q F, k F, k L and W."""
         length, heads, keys = self.k_BLHN.shape[1:]
         q_enter, k_enter, k_leave = (self.factor(length, heads, keys) for _ in range(3))
         whole_BCHG = self.g_BLHG.new_empty(len(self.g_BLHG), self.chunks, heads, self.g_BLHG.shape[3])
@@ -176,8 +216,9 @@ class DeltaKernelRow(ChunkedKernelRow, DeltaInputs):
         return q_enter, k_enter, k_leave, whole_BCHG
 
     def inverse(self, P_BHLT: Tensor, of_rows: bool) -> Tensor:
-        """X, or with the steps of rows Z."""
-        inverse_BHLT, merges = self.factor(*P_BHLT.shape[1:]), (self.tiles.chunk // self.tiles.part).bit_length() - 1
+        """Return Z if `of_rows` is True, else X. In Z, beta multiplies P's rows; in X, P's columns."""
+        inverse_BHLT = self.factor(*P_BHLT.shape[1:])
+        merges = (self.tiles.chunk // self.tiles.part).bit_length() - 1
         forward_kernels.inverse[self.grid(1, 1)](
             P_BHLT,
             self.beta_BLH,
@@ -190,6 +231,7 @@ class DeltaKernelRow(ChunkedKernelRow, DeltaInputs):
         return inverse_BHLT
 
     def outputs(self, walked: Walked) -> Tensor:
+        """Return y."""
         y_BLHP = torch.empty_like(self.v_BLHP)
         forward_kernels.outputs[self.grid(1, self.slices[1])](
             walked.scores[0], self.beta_BLH, walked.w_BLHP, walked.enter[0], self.starts, walked.before_BCHNP, y_BLHP,
@@ -198,9 +240,10 @@ class DeltaKernelRow(ChunkedKernelRow, DeltaInputs):
         return y_BLHP
 
     def walked_back(self, walked: Walked, dy_BLHP: Tensor, grad_last_BHNP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """du, and the gradients of the states after the chunks and before the row."""
+        """Return du, dh after each chunk, and the state gradient before the row."""
         Z_BHLT = self.inverse(walked.scores[1], of_rows=True)
-        du, after = torch.empty_like(walked.w_BLHP), torch.empty_like(walked.before_BCHNP)
+        du = torch.empty_like(walked.w_BLHP)
+        after = torch.empty_like(walked.before_BCHNP)
         grad_state = torch.empty_like(grad_last_BHNP)
         backward_kernels.walk_back[self.walks](
             dy_BLHP, self.beta_BLH, walked.scores[0], Z_BHLT, *walked.enter, walked.k_leave_BLHN,
@@ -210,31 +253,33 @@ class DeltaKernelRow(ChunkedKernelRow, DeltaInputs):
         return du, after, grad_state
 
     def pair_weights(self, walked: Walked, dy_BLHP: Tensor, du_BLHP: Tensor) -> tuple[Pair, Tensor, Tensor]:
-        """M and Q, and the gradients of v and beta."""
-        weights = torch.empty_like(walked.scores[0]), torch.empty_like(walked.scores[0])
-        grads = torch.empty_like(self.v_BLHP), torch.empty_like(self.beta_BLH)
+        """Return M, Q, dv and dbeta."""
+        M_BHLT = torch.empty_like(walked.scores[0])
+        Q_BHLT = torch.empty_like(walked.scores[0])
+        grad_v = torch.empty_like(self.v_BLHP)
+        grad_beta = torch.empty_like(self.beta_BLH)
         backward_kernels.pair_weights[self.grid(1, 1)](
-            dy_BLHP, self.beta_BLH, walked.w_BLHP, du_BLHP, *weights, *grads, *self.lengths,
+            dy_BLHP, self.beta_BLH, walked.w_BLHP, du_BLHP, M_BHLT, Q_BHLT, grad_v, grad_beta, *self.lengths,
             **self.constants("P", "BLOCK_P", "VALUES", "PRODUCT", "PRECISION"),
         )  # fmt: skip
-        return weights, *grads
+        return (M_BHLT, Q_BHLT), grad_v, grad_beta
 
     def pair_gradients(self, scores: Pair, weights: Pair) -> tuple[Tensor, Tensor, Tensor]:
-        """What queries and keys get through pairs, in fp32, and the gain."""
+        """Return the terms in dq and dk that come from scores, in fp32, and the gain from scores."""
         of_q, of_k = (torch.empty_like(t, dtype=torch.float32) for t in self.tokens)
-        made = of_q, of_k, torch.empty_like(self.g_BLHG)
-        given = (*self.tokens, *self.decays, *scores) if self.by_head else (*self.tokens, *self.decays)
+        gain = torch.empty_like(self.g_BLHG)
         kernel = pair_kernels.pairs_by_head if self.by_head else pair_kernels.pairs_by_channel
         constants = self.constants("DOCUMENTS", "N", "BLOCK_N", "KEYS", "PRODUCT", "PRECISION") | self.of_pairs
         kernel[self.grid(1, constants["BLOCK_N"] // constants["KEYS"])](
-            *given, *weights, *made, *self.lengths, **constants
-        )
-        return made
+            *self.tokens, *self.decays, *(scores if self.by_head else ()), *weights, of_q, of_k, gain, *self.lengths,
+            **constants,
+        )  # fmt: skip
+        return of_q, of_k, gain
 
     def token_gradients(
         self, walked: Walked, dy: Tensor, du: Tensor, after: Tensor, pairs: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dg."""
+        """Return dq, dk and dg."""
         shares = self.slices[0] if self.by_head else 1
         grad_q, grad_k = map(torch.empty_like, self.tokens)
         grad_g_SBLHG = self.g_BLHG.new_empty(shares, *self.g_BLHG.shape)

@@ -1,17 +1,27 @@
-"""Triton kernels of the delta rule, backward: the walk back over chunks, gradients of pairs, of tokens and of decays.
+"""Triton kernels for the delta rule, backward: gradients for states, corrections, scores, tokens and decays.
 
-With dh the gradient of the state after a chunk (`delta/chunked` derives this):
+The forward pass (`kernels_forward`) defines, for a chunk with the state h before it:
+
+    F_i, L_j, W    products of the chunk's decays: up to token i, after token j, and over all tokens
+    A_ij, P_ij     scores with the key of token j: of token i's query (A), and of token i's key (P)
+    Z              (I + diag(beta) P)^-1
+    w, u           corrections w_i (value minus the value that the state stores for the key), and u = beta w
+
+Let dh be the state gradient after the chunk, and dh' the state gradient before it. The kernels compute
 
     walk_back          du = Z^T (A^T dy + (k L) dh),   x = beta du,
-                       dh before = W dh + (q F)^T dy - (k F)^T x        from the last chunk to the first
+                       dh' = W dh + (q F)^T dy - (k F)^T x        in a loop from the last chunk to the first
     pair_weights       M_ij = dy_i . u_j for j <= i,   Q_ij = -x_i . u_j for j < i,   dv = x,   dbeta = w . du
     token_gradients    dq += F (h dy),   dk += L (dh u) - F (h x)
-                       dg_t = sum_{i >= t} gain_i + sum_{j < t} k_j L_j dh u_j + W sum over values of h dh
+                       dg_t = sum_{i >= t} gain_i + sum_{j < t} k_j L_j dh u_j + W sum_p h dh
 
-where the gain of i is that of `kernels_pairs` and what i's query and key get from h, times them. Over pairs the sum is
-that over t's document in the chunk.
+M and Q are the gradients for A and P. `+=` adds to the terms of dq and dk that come from scores, which `kernels_pairs`
+has computed. gain_i is the gradient for the log decays' sum up to token i. It is the sum of two terms. The term from
+scores also comes from `kernels_pairs`, and in dg_t it is summed over the tokens i >= t of t's document. The term from h
+is q_i F_i (h dy_i) - k_i F_i (h x_i). `delta/chunked.py` derives the equations.
 
-Legend: as in `kernels_forward`; S slices of keys.
+Legend: B rows (sequences in the batch), L tokens per row, H heads, N key channels, P value channels, G = N or 1 (a
+decay per key channel or per head), T tokens per chunk, C chunks, S slices along the key channels, p a value channel.
 """
 
 from __future__ import annotations
@@ -32,8 +42,13 @@ def walk_back(
     BY_HEAD: tl.constexpr, N: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
     VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The gradient of the state after every chunk and before the first, and du; some values of one head."""
-    n_N, p_P = tl.arange(0, BLOCK_N), tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    """Store du, the state gradients dh after each chunk, and the state gradient before the row.
+
+    A program computes VALUES value channels of one head, with all key channels. Grid: value slices, heads, rows. The
+    state gradient (BLOCK_N, VALUES) stays in registers over the loop.
+    """
+    n_N = tl.arange(0, BLOCK_N)
+    p_P = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     at_NP = n_N[:, None] * P + p_P[None, :]
     there_NP = tl.expand_dims(n_N < N, 1) & tl.expand_dims(p_P < P, 0)
@@ -41,7 +56,8 @@ def walk_back(
     grad_NP = tl.load(grad_end_BHNP + border + at_NP, mask=there_NP, other=0.0)
     for step in range(chunks):
         chunk = chunks - 1 - step
-        token_T, index = chunk * CHUNK + tl.arange(0, CHUNK), (row * chunks + chunk) * heads + head
+        token_T = chunk * CHUNK + tl.arange(0, CHUNK)
+        index = (row * chunks + chunk) * heads + head
         tl.store(after_BCHNP + index * N * P + at_NP, grad_NP, mask=there_NP)
         dy_TP = tokens_by_channel(dy_BLHP, row, token_T, head, p_P, length, heads, P)
         score_TT = tl.trans(scores_of_chunk(A_BHLT, row, head, token_T, length, heads, CHUNK))
@@ -65,12 +81,14 @@ def pair_weights(
     Q_BHLT: tl.tensor, grad_v_BLHP: tl.tensor, grad_beta_BLH: tl.tensor, length: int, heads: int, P: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """M and Q of a chunk, and the gradients of its values and steps."""
+    """Store M, Q, and the gradients for v and beta, for one chunk and head. Grid: chunks, heads, rows."""
     chunk, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     place_T = tl.arange(0, CHUNK)
     token_T = chunk * CHUNK + place_T
-    inside_T, beta_T1 = token_T < length, beta_of_chunk(beta_BLH, row, head, token_T, length, heads)[:, None]
-    M_TT, Q_TT = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+    inside_T = token_T < length
+    beta_T1 = beta_of_chunk(beta_BLH, row, head, token_T, length, heads)[:, None]
+    M_TT = tl.zeros([CHUNK, CHUNK], tl.float32)
+    Q_TT = tl.zeros([CHUNK, CHUNK], tl.float32)
     grad_beta_T = tl.zeros([CHUNK], tl.float32)
     for start in range(0, BLOCK_P, VALUES):
         p_P = start + tl.arange(0, VALUES)
@@ -78,7 +96,8 @@ def pair_weights(
         du_TP = tokens_by_channel(du_BLHP, row, token_T, head, p_P, length, heads, P).to(tl.float32)
         dy_TP = tokens_by_channel(dy_BLHP, row, token_T, head, p_P, length, heads, P)
         grad_beta_T += tl.sum(w_TP * du_TP, axis=1)
-        x_TP, u_PT = beta_T1 * du_TP, tl.trans(beta_T1 * w_TP)
+        x_TP = beta_T1 * du_TP
+        u_PT = tl.trans(beta_T1 * w_TP)
         M_TT += product(dy_TP, u_PT, PRODUCT, PRECISION)
         Q_TT -= product(x_TP, u_PT, PRODUCT, PRECISION)
         at_TP = ((row * length + token_T) * heads + head)[:, None] * P + p_P[None, :]
@@ -91,7 +110,6 @@ def pair_weights(
     tl.store(Q_BHLT + at_TT, Q_TT, mask=inside_T[:, None])
 
 
-# One long function, as all three gradients need the same products with the states; in parts it spills registers.
 @triton.jit
 def token_gradients(
     q_BLHN: tl.tensor, k_BLHN: tl.tensor, beta_BLH: tl.tensor, g_BLHG: tl.tensor, starts_BL: tl.tensor,
@@ -101,26 +119,35 @@ def token_gradients(
     DOCUMENTS: tl.constexpr, N: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """dq, dk and dg of a chunk's tokens, some keys of one head; dg of a head is that slice's share."""
+    """Store dq, dk and dg for a chunk's tokens and KEYS key channels.
+
+    Grid: chunks, heads times key slices, rows. With one decay per head, each program stores dg summed over its own key
+    channels, and torch adds up the slices. All three gradients are computed in one long function, because they share
+    the matrix multiplications with the states, and registers spilled when the function was divided.
+    """
     across: tl.constexpr = BLOCK_N // KEYS
     G: tl.constexpr = 1 if BY_HEAD else N  # pyrefly: ignore[bad-assignment]
     chunk, head, row = tl.program_id(0), tl.program_id(1) // across, tl.program_id(2).to(tl.int64)
     part = tl.program_id(1) % across
     n_N = part * KEYS + tl.arange(0, KEYS)
     n_G = tl.arange(0, 1) if BY_HEAD else n_N
-    token_T, end = chunk * CHUNK + tl.arange(0, CHUNK), tl.minimum((chunk + 1) * CHUNK, length)
-    index, inside_T = (row * tl.num_programs(0) + chunk) * heads + head, token_T < length
+    token_T = chunk * CHUNK + tl.arange(0, CHUNK)
+    end = tl.minimum((chunk + 1) * CHUNK, length)
+    index = (row * tl.num_programs(0) + chunk) * heads + head
+    inside_T = token_T < length
     of_q_TN, of_k_TN, left_TN, through_N = _through_states(
         beta_BLH, dy_BLHP, w_BLHP, du_BLHP, before_BCHNP, after_BCHNP, row, head, index, token_T, n_N, length, heads,
         N, P, CHUNK, BLOCK_P, KEYS, VALUES, PRODUCT, PRECISION,
     )  # fmt: skip
     since_TG = since_start(g_BLHG, starts_BL, row, token_T, inside_T, head, n_G, length, heads, DOCUMENTS, G)
     left_TN *= to_end(g_BLHG, starts_BL, row, token_T, end, head, n_G, length, heads, DOCUMENTS, G)
-    of_q_TN, of_k_TN = of_q_TN * since_TG, of_k_TN * since_TG
-    if DOCUMENTS:  # a state may be infinite, which 0 does not silence
+    of_q_TN *= since_TG
+    of_k_TN *= since_TG
+    if DOCUMENTS:  # masked here, since a state may be infinite, and 0 times infinity is NaN
         begins_T = begins(starts_BL, row, token_T, length)
         first_T1 = (tl.cumsum(begins_T, axis=0) == 0)[:, None]
-        of_q_TN, of_k_TN = tl.where(first_T1, of_q_TN, 0.0), tl.where(first_T1, of_k_TN, 0.0)
+        of_q_TN = tl.where(first_T1, of_q_TN, 0.0)
+        of_k_TN = tl.where(first_T1, of_k_TN, 0.0)
         through_N = tl.where(tl.sum(begins_T, axis=0) == 0, through_N, 0.0)
     q_TN = tokens_by_channel(q_BLHN, row, token_T, head, n_N, length, heads, N).to(tl.float32)
     k_TN = tokens_by_channel(k_BLHN, row, token_T, head, n_N, length, heads, N).to(tl.float32)
@@ -139,7 +166,7 @@ def token_gradients(
         q_TN * of_q_TN + k_TN * of_k_TN, k_TN * left_TN, whole_1G * through_N[None, :], of_pairs_TG, starts_BL, row,
         token_T, length, BY_HEAD, DOCUMENTS,
     )  # fmt: skip
-    apart = tl.num_programs(2).to(tl.int64) * length * heads if BY_HEAD else 0  # between the shares of slices
+    apart = tl.num_programs(2).to(tl.int64) * length * heads if BY_HEAD else 0  # elements per slice of grad_g
     tl.store(grad_g_SBLHG + part * apart + at_TG, grad_TG, mask=there_TG)
 
 
@@ -150,9 +177,11 @@ def _through_states(
     length: int, heads: int, N: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr, BLOCK_P: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tuple:  # fmt: skip
-    """h dy, -h x and dh u of a chunk's tokens, and the sum over values of h dh."""
-    of_q_TN, of_k_TN = tl.zeros([CHUNK, KEYS], tl.float32), tl.zeros([CHUNK, KEYS], tl.float32)
-    left_TN, through_N = tl.zeros([CHUNK, KEYS], tl.float32), tl.zeros([KEYS], tl.float32)
+    """Return h dy, -h x and dh u (T, KEYS) for a chunk's tokens, and sum_p h dh (KEYS)."""
+    of_q_TN = tl.zeros([CHUNK, KEYS], tl.float32)
+    of_k_TN = tl.zeros([CHUNK, KEYS], tl.float32)
+    left_TN = tl.zeros([CHUNK, KEYS], tl.float32)
+    through_N = tl.zeros([KEYS], tl.float32)
     beta_T1 = beta_of_chunk(beta_BLH, row, head, token_T, length, heads)[:, None]
     for start in range(0, BLOCK_P, VALUES):
         p_P = start + tl.arange(0, VALUES)
@@ -174,12 +203,22 @@ def _decay_gradients(
     gain_TN: tl.tensor, loss_TN: tl.tensor, through_1N: tl.tensor, of_pairs_TG: tl.tensor, starts_BL: tl.tensor,
     row: tl.tensor, token_T: tl.tensor, length: int, BY_HEAD: tl.constexpr, DOCUMENTS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """dg from its terms, whose sums through states are over tokens of one document alone: others have zeros there."""
+    """Return dg as the sum of its four terms.
+
+    gain: q F (h dy) - k F (h x) for each token, from reading the state before the chunk
+    loss: k L (dh u) for each token, from the contribution to the state after the chunk
+    through: W sum_p h dh, from the state that decays through the chunk
+    of_pairs: the gain from scores for each token
+
+    The first three are already 0 for documents that do not read or write the state, so they are summed without a mask.
+    `of_pairs` is summed within documents.
+    """
     if BY_HEAD:
-        gain_TN, loss_TN = tl.sum(gain_TN, axis=1, keep_dims=True), tl.sum(loss_TN, axis=1, keep_dims=True)
+        gain_TN = tl.sum(gain_TN, axis=1, keep_dims=True)
+        loss_TN = tl.sum(loss_TN, axis=1, keep_dims=True)
         through_1N = tl.sum(through_1N, axis=1, keep_dims=True)
     grad_TG = summed(gain_TN, True) + summed(loss_TN, False) - loss_TN + through_1N
-    sums_TT = token_T[:, None] <= token_T[None, :]  # of t over s, where s does not come before t
+    sums_TT = token_T[:, None] <= token_T[None, :]  # (t, i) with i >= t
     if DOCUMENTS:
         document_T = tl.cumsum(begins(starts_BL, row, token_T, length), axis=0)
         sums_TT = sums_TT & (document_T[:, None] == document_T[None, :])

@@ -1,27 +1,33 @@
-"""Triton kernels of the delta rule, forward: decayed tokens, the triangle's inverse, the walk over chunks, outputs.
+"""Triton kernels for the delta rule, forward: decayed queries and keys, triangular inverses, states, and outputs.
 
-With F_i the product of the decays over a chunk's tokens up to i, L_j that over the tokens after j, W over all, and the
-scores A and P of `kernels_pairs`, a chunk takes the state h before it through (`delta/chunked` derives this)
+h is the state before a chunk of tokens. Three products of the chunk's decays multiply vectors over key channels
+elementwise: F_i over the tokens up to i, L_j over the tokens after j, and W over all tokens. `kernels_pairs` has
+computed the scores A (queries with keys) and P (keys with keys). The kernels here compute
 
-    factors    q F, k F and k L, rounded once, and W
+    factors    q F, k F and k L, stored in the dtype of matrix multiplications; and W
     inverse    X = (I + P diag(beta))^-1
-    walk       w = X (v - h^T (k F)),   u = beta w,   h after = W h + (k L)^T u      one chunk after another
+    walk       w = X (v - h^T (k F)),   u = beta w,   next state = W h + (k L)^T u      in a loop over the chunks
     outputs    y_i = sum_{j <= i} A_ij u_j + h^T (q F)_i
 
-The triangle I + N with N = P diag(beta), strictly lower, is inverted by forward substitution in its diagonal blocks of
-PART tokens, all of them at once. Two neighbours a and b of them, c below a, are one of twice the size by
+`delta/chunked.py` derives the equations. The backward pass also needs Z = (I + diag(beta) P)^-1, which the kernel
+`inverse` computes as well.
+
+`inverse` inverts a lower triangular matrix. First it inverts all diagonal blocks (PART tokens each) by forward
+substitution. Then it repeatedly merges two neighboring diagonal blocks a and b, with the block c below a and left of b,
+into a block twice as large:
 
     [a 0; c b]^-1 = [a^-1 0; -b^-1 c a^-1 b^-1]
 
-again and again, in fp32, whose products run as three of tf32. Backward takes Z = (I + diag(beta) P)^-1 besides, by the
-same kernel with the other factor.
+The inverse is computed in fp32; each fp32 matrix multiplication is computed as three in tf32 ("tf32x3").
 
-Where a document begins the log decay counts as minus infinity: what leads over it is 0, in F, L, W, A and P, and so in
-X. A state that is not finite is taken out of the products, since 0 times infinity is no zero, and comes back as no
-number in what its own document sees of it. No kernel adds up in an order that depends on the schedule.
+Where a document begins, the log decay is set to minus infinity. So F, L and W are 0 if they include this decay, and A,
+P and X are 0 between tokens of different documents. Because 0 times infinity is NaN, a state with infinite or NaN
+entries must not be multiplied by these zeros. In the affected value channels the state is replaced by 0. Outputs and
+later states of the document to which the state belongs are then set to NaN. No kernel uses atomics, so results are
+deterministic.
 
-Legend: as in `kernels_pairs`; G = N, or 1 where all keys of a head decay alike. States between chunks are
-(B, chunks, H, N, P).
+Legend: B rows (sequences in the batch), L tokens per row, H heads, N key channels, P value channels, G = N or 1 (a
+decay per key channel or per head), T tokens per chunk, C chunks. Scores are (B, H, L, T), states (B, C, H, N, P).
 """
 
 from __future__ import annotations
@@ -40,14 +46,15 @@ def factors(
     BY_HEAD: tl.constexpr, DOCUMENTS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """q F, k F and k L of a chunk, some keys of one head, and W."""
+    """Store q F, k F, k L and W for one chunk and KEYS key channels. Grid: chunks, heads times key slices, rows."""
     across: tl.constexpr = BLOCK_N // KEYS
     G: tl.constexpr = 1 if BY_HEAD else N  # pyrefly: ignore[bad-assignment]
     chunk, head, row = tl.program_id(0), tl.program_id(1) // across, tl.program_id(2).to(tl.int64)
     part = tl.program_id(1) % across
     n_N = part * KEYS + tl.arange(0, KEYS)
     n_G = tl.arange(0, 1) if BY_HEAD else n_N
-    token_T, end = chunk * CHUNK + tl.arange(0, CHUNK), tl.minimum((chunk + 1) * CHUNK, length)
+    token_T = chunk * CHUNK + tl.arange(0, CHUNK)
+    end = tl.minimum((chunk + 1) * CHUNK, length)
     inside_T = token_T < length
     since_TG = since_start(g_BLHG, starts_BL, row, token_T, inside_T, head, n_G, length, heads, DOCUMENTS, G)
     left_TG = to_end(g_BLHG, starts_BL, row, token_T, end, head, n_G, length, heads, DOCUMENTS, G)
@@ -68,12 +75,16 @@ def inverse(
     P_BHLT: tl.tensor, beta_BLH: tl.tensor, X_BHLT: tl.tensor, length: int, heads: int, OF_ROWS: tl.constexpr,
     CHUNK: tl.constexpr, PART: tl.constexpr, MERGES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """X of a chunk, or with steps OF_ROWS Z. Legend: K blocks, I and J tokens of one."""
+    """Store Z if OF_ROWS is True, else X, for one chunk and head. Grid: chunks, heads, rows.
+
+    Axes: K diagonal blocks, I rows and J columns of a block.
+    """
     chunk, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    first_K11, i_1I1 = (tl.arange(0, CHUNK // PART) * PART)[:, None, None], tl.arange(0, PART)[None, :, None]
+    first_K11 = (tl.arange(0, CHUNK // PART) * PART)[:, None, None]
+    i_1I1 = tl.arange(0, PART)[None, :, None]
     X_KIJ = tl.where(i_1I1 == tl.arange(0, PART)[None, None, :], 1.0, 0.0)
     X_KIJ += tl.zeros([CHUNK // PART, PART, PART], tl.float32)
-    for j in range(PART - 1):  # the rows below j lose what they have of it
+    for j in range(PART - 1):  # forward substitution: subtract multiples of row j from the rows below it
         column_KI1 = _triangle(
             P_BHLT, beta_BLH, row, head, chunk, first_K11 + i_1I1, first_K11 + j, length, heads, OF_ROWS, CHUNK
         )
@@ -81,7 +92,8 @@ def inverse(
     for merge in tl.static_range(MERGES):
         pair_K11 = (tl.arange(0, CHUNK // (PART * 2 ** (merge + 1))) * (PART * 2 ** (merge + 1)))[:, None, None]
         within = tl.arange(0, PART * 2**merge)
-        below_KI1, before_K1J = pair_K11 + PART * 2**merge + within[None, :, None], pair_K11 + within[None, None, :]
+        below_KI1 = pair_K11 + PART * 2**merge + within[None, :, None]
+        before_K1J = pair_K11 + within[None, None, :]
         c_KIJ = _triangle(P_BHLT, beta_BLH, row, head, chunk, below_KI1, before_K1J, length, heads, OF_ROWS, CHUNK)
         X_KIJ = _merged(X_KIJ, c_KIJ, CHUNK // (PART * 2 ** (merge + 1)), PART * 2**merge)
     place_T = tl.arange(0, CHUNK)
@@ -95,16 +107,19 @@ def _triangle(
     P_BHLT: tl.tensor, beta_BLH: tl.tensor, row: tl.tensor, head: tl.tensor, chunk: tl.tensor, i: tl.tensor,
     j: tl.tensor, length: int, heads: int, OF_ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """P times the step of j, or of i if OF_ROWS, at places i and j of a chunk; zeros on the diagonal and above it."""
-    there = (j < i) & (chunk * CHUNK + i < length)
-    P = tl.load(P_BHLT + ((row * heads + head) * length + chunk * CHUNK + i) * CHUNK + j, mask=there, other=0.0)
+    """Return P_ij beta_i if OF_ROWS is True, else P_ij beta_j, for tokens i and j of a chunk; 0 unless j < i."""
+    below = (j < i) & (chunk * CHUNK + i < length)
+    P = tl.load(P_BHLT + ((row * heads + head) * length + chunk * CHUNK + i) * CHUNK + j, mask=below, other=0.0)
     token = chunk * CHUNK + (i if OF_ROWS else j)
     return P * tl.load(beta_BLH + (row * length + token) * heads + head, mask=token < length, other=0.0)
 
 
 @triton.jit
 def _merged(X_KIJ: tl.tensor, c_KIJ: tl.tensor, PAIRS: tl.constexpr, SIZE: tl.constexpr) -> tl.tensor:
-    """The inverses of blocks of twice the size, c below the first half of each."""
+    """Merge pairs (a, b) of inverted diagonal blocks in X into inverses twice as large.
+
+    c is the block below a in the matrix that is inverted.
+    """
     a_KIJ, b_KIJ = tl.split(tl.permute(tl.reshape(X_KIJ, [PAIRS, 2, SIZE, SIZE]), [0, 2, 3, 1]))
     c_KIJ = tl.dot(b_KIJ, tl.dot(c_KIJ, a_KIJ, input_precision="tf32x3"), input_precision="tf32x3")
     above_KI2J = tl.permute(tl.join(a_KIJ, tl.zeros_like(a_KIJ)), [0, 1, 3, 2])
@@ -116,14 +131,14 @@ def _merged(X_KIJ: tl.tensor, c_KIJ: tl.tensor, PAIRS: tl.constexpr, SIZE: tl.co
 def beta_of_chunk(
     beta_BLH: tl.tensor, row: tl.tensor, head: tl.tensor, token_T: tl.tensor, length: int, heads: int,
 ) -> tl.tensor:  # fmt: skip
-    """Steps of a chunk's tokens, zeros beyond the row."""
+    """Load beta for a chunk's tokens; beyond the row's end, beta is 0."""
     return tl.load(beta_BLH + (row * length + token_T) * heads + head, mask=token_T < length, other=0.0)
 
 
 @triton.jit
 def kept(whole_BCHG: tl.tensor, index: tl.tensor, state_NP: tl.tensor, n_N: tl.tensor, BY_HEAD: tl.constexpr,
          N: tl.constexpr) -> tl.tensor:  # fmt: skip
-    """W h."""
+    """Return W h, with 0 where W is 0, even if h is infinite."""
     if BY_HEAD:
         whole_N = tl.load(whole_BCHG + index) + tl.zeros_like(n_N).to(tl.float32)
     else:
@@ -139,8 +154,13 @@ def walk(
     DOCUMENTS: tl.constexpr, N: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
     VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The state before every chunk and after the last, and w; some values of one head."""
-    n_N, p_P = tl.arange(0, BLOCK_N), tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    """Store w, the state before each chunk, and the state after the row.
+
+    A program computes VALUES value channels of one head, with all key channels. Grid: value slices, heads, rows. The
+    state (BLOCK_N, VALUES) stays in registers over the loop.
+    """
+    n_N = tl.arange(0, BLOCK_N)
+    p_P = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     at_NP = n_N[:, None] * P + p_P[None, :]
     there_NP = tl.expand_dims(n_N < N, 1) & tl.expand_dims(p_P < P, 0)
@@ -149,7 +169,8 @@ def walk(
     if START:
         state_NP = tl.load(start_BHNP + border + at_NP, mask=there_NP, other=0.0)
     for chunk in range(chunks):
-        token_T, index = chunk * CHUNK + tl.arange(0, CHUNK), (row * chunks + chunk) * heads + head
+        token_T = chunk * CHUNK + tl.arange(0, CHUNK)
+        index = (row * chunks + chunk) * heads + head
         tl.store(before_BCHNP + index * N * P + at_NP, state_NP, mask=there_NP)
         lost_1P = tl.zeros([1, VALUES], tl.int32)
         if DOCUMENTS:
@@ -172,7 +193,7 @@ def walk(
 
 @triton.jit
 def lost(state_NP: tl.tensor) -> tl.tensor:
-    """1 for values that some key leads to no finite number (1, P), else 0."""
+    """Return a tensor (1, P): 1 for each value channel of the state with an infinite or NaN entry, else 0."""
     return tl.expand_dims(tl.max(tl.where(tl.abs(state_NP) < float("inf"), 0, 1), axis=0), 0)
 
 
@@ -183,13 +204,14 @@ def outputs(
     P: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, KEYS: tl.constexpr,
     VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """y of a chunk's tokens, some values of one head."""
+    """Store y for a chunk's tokens and VALUES value channels. Grid: chunks, heads times value slices, rows."""
     across: tl.constexpr = BLOCK_P // VALUES
     chunk, head, row = tl.program_id(0), tl.program_id(1) // across, tl.program_id(2).to(tl.int64)
     p_P = tl.program_id(1) % across * VALUES + tl.arange(0, VALUES)
     token_T = chunk * CHUNK + tl.arange(0, CHUNK)
     index = (row * tl.num_programs(0) + chunk) * heads + head
-    y_TP, lost_1P = tl.zeros([CHUNK, VALUES], tl.float32), tl.zeros([1, VALUES], tl.int32)
+    y_TP = tl.zeros([CHUNK, VALUES], tl.float32)
+    lost_1P = tl.zeros([1, VALUES], tl.int32)
     for start in range(0, BLOCK_N, KEYS):
         n_N = start + tl.arange(0, KEYS)
         q_TN = tokens_by_channel(q_enter_BLHN, row, token_T, head, n_N, length, heads, N)

@@ -1,31 +1,39 @@
-"""Triton kernels of the delta rule: pairs of tokens inside a chunk, as scores and as gradients.
+"""Triton kernels for the delta rule: scores between tokens in a chunk, and the gradients through these scores.
 
-Queries and keys read the keys of their own document's tokens, with E_ijn the product of the decays after j up to i:
+In these equations, i and j are tokens in one document and one chunk. Token i's query reads the keys of the tokens j <=
+i, and its key reads the keys of the tokens j < i. E_ijn is the product of key channel n's decays from token j + 1 to
+token i. The scores are
 
-    A_ij = sum over n of q_in E_ijn k_jn  for j <= i,      P_ij = sum over n of k_in E_ijn k_jn  for j < i
+    A_ij = sum_n q_in E_ijn k_jn  for j <= i,      P_ij = sum_n k_in E_ijn k_jn  for j < i
 
-and with M_ij = dy_i . u_j for j <= i and Q_ij = -x_i . u_j for j < i, the gradients of A and P (`kernels_backward`),
+Let M and Q be the gradients for A and P, which `kernels_backward` has computed. Then the terms in dq and dk that come
+from scores are
 
-    dq_i = sum_j M_ij E_ij k_j,    dk_j = sum_i E_ij (M_ij q_i + Q_ij k_i) + sum_i E_ji Q_ji k_i
+    dq_i = sum_j M_ij E_ij k_j,    dk_i = sum_j Q_ij E_ij k_j + sum_j E_ji (M_ji q_j + Q_ji k_j)
 
-The log decays up to i gain by what i reads and lose by what reads i: "gain" is the first less the second, whose sum
-over i >= t is the gradient of t's log decay through pairs (`kernels_backward.token_gradients`). A token's pair with
-itself has no decay and is in neither.
+The first sum in dk_i is for i as a reader, and the second for i as a token that is read. Let S_i be the log decays' sum
+up to token i, so that E_ij = exp(S_i - S_j). The kernels also store the gradient for S_i, called gain_i: q_i dq_i, plus
+k_i times the first sum in dk_i, minus k_i times the second. The gradient for t's log decay contains the sum of gain_i
+over i >= t. A_ii contains no decay, so it is left out of the gain.
 
-With one decay for a head E_ij is a matrix. Its exponents are differences of sums in float64, in which a few strong
-decays do not blur the weak ones; what is not seen is masked in the exponent. Gains are then the sums of A M + P Q over
-rows less those over columns, the same numbers twice, so that what cancels leaves nothing behind.
+With one decay per head, E is a matrix (T, T). The sums S are float64: in fp32, after a few strong decays, weak ones
+would be lost by rounding. If i does not see j, the exponent is -inf. gain_i is the sum over row i of the matrix A M + P
+Q (elementwise), minus the sum over column i. So in the sum of gain_i over i >= t, an entry of this matrix whose tokens
+are both at or after t is added once and subtracted once, and cancels.
 
-With a decay for each channel E stands inside the sum over n. So a chunk is halved again and again: two tokens are in
-different halves of one block, of 2, 4, 8... tokens, and just one. With m the first token of the second half,
+With a decay per channel, E depends on n and has to stay inside the sum over n. The kernels therefore divide the chunk
+into blocks of 2 tokens, then of 4, 8 and so on. For any two tokens there is exactly one block that has them in
+different halves. With m the first token of this block's second half,
 
-    E_ijn = F_in L_jn        F_i: the product of the decays from m to i,   L_j: that of those after j and before m
+    E_ijn = F_in L_jn        F_i: decays' product from m to i,   L_j: decays' product after j and before m
 
-so all pairs of one block size are a matrix product of q F and k L, no exponent is above 0, and no difference of sums is
-taken. F and L of the next size are those of this one, times the whole of the other half: F in later halves, L in
-earlier ones. Where a document begins the decay is 0.
+so that for each block size the scores are a matrix multiplication between q F and k L. No exponent is above 0, and no
+sums of log decays are subtracted. When the block size doubles, two blocks become the halves of one block. Then F in the
+second half is multiplied by the product of the first half's decays, and L in the first half by the product of the
+second half's decays. Where a document begins, the decay is 0.
 
-Legend: as in `reference`; T tokens of a chunk; K blocks of it, I tokens of a half. Scores are (B, H, L, T).
+Legend: B rows (sequences in the batch), L tokens per row, H heads, N key channels n, T tokens per chunk, K blocks per
+chunk, I tokens per half block. Scores are (B, H, L, T).
 """
 
 from __future__ import annotations
@@ -42,7 +50,7 @@ def _between(
     g_BLH1: tl.tensor, starts_BL: tl.tensor, row: tl.tensor, token_T: tl.tensor, head: tl.tensor, length: int,
     heads: int, DOCUMENTS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """E of a head whose channels decay alike (T, T), 0 where nothing is seen."""
+    """Return the matrix E (T, T) for one decay per head; E_ij is 0 where token i does not see token j."""
     g_T = tl.load(g_BLH1 + (row * length + token_T) * heads + head, mask=token_T < length, other=0.0)
     sum_T = tl.cumsum(g_T.to(tl.float64), axis=0)
     exponent_TT = (sum_T[:, None] - sum_T[None, :]).to(tl.float32)
@@ -59,10 +67,11 @@ def scores_by_head(
     P_BHLT: tl.tensor, length: int, heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr, KEYS: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A and P of a chunk."""
+    """Store A and P for one chunk and head, for one decay per head. Grid: chunks, heads, rows."""
     chunk, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     token_T = chunk * CHUNK + tl.arange(0, CHUNK)
-    of_q_TT, of_k_TT = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+    of_q_TT = tl.zeros([CHUNK, CHUNK], tl.float32)
+    of_k_TT = tl.zeros([CHUNK, CHUNK], tl.float32)
     for start in range(0, BLOCK_N, KEYS):
         n_N = start + tl.arange(0, KEYS)
         q_TN = tokens_by_channel(q_BLHN, row, token_T, head, n_N, length, heads, N)
@@ -83,12 +92,13 @@ def scores_by_channel(
     P_BHLT: tl.tensor, length: int, heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
     HALVINGS: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A and P of a chunk."""
+    """Store A and P for one chunk and head, for a decay per key channel. Grid: chunks, heads, rows."""
     chunk, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     place_T = tl.arange(0, CHUNK)
     token_T = chunk * CHUNK + place_T
     inside_T = token_T < length
-    of_q_TT, of_k_TT = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+    of_q_TT = tl.zeros([CHUNK, CHUNK], tl.float32)
+    of_k_TT = tl.zeros([CHUNK, CHUNK], tl.float32)
     own_T = tl.zeros([CHUNK], tl.float32)
     for start in range(0, BLOCK_N, KEYS):
         n_N = start + tl.arange(0, KEYS)
@@ -111,7 +121,10 @@ def scores_by_channel(
 
 @triton.jit
 def _in_other_half(place_T: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
-    """Whether i is in the second half of a block and j in the first, halves being this large (T, T)."""
+    """Return a mask (T, T) that is True if j is in the first half of a block and i in the second half of this block.
+
+    A half has SIZE tokens.
+    """
     half_T = place_T // SIZE
     return (half_T[:, None] == half_T[None, :] + 1) & (half_T[None, :] % 2 == 0)
 
@@ -120,7 +133,7 @@ def _in_other_half(place_T: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
 def _of_larger_halves(
     F_TN: tl.tensor, L_TN: tl.tensor, SIZE: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr,
 ) -> tuple:  # fmt: skip
-    """F and L of halves twice as large."""
+    """Return F and L for halves with 2 SIZE tokens, given F and L for halves with SIZE tokens."""
     second_121 = (tl.arange(0, 2) == 1)[None, :, None]
     last_11I1 = (tl.arange(0, SIZE) == SIZE - 1)[None, None, :, None]
     F_K2IN = tl.reshape(F_TN, [CHUNK // (2 * SIZE), 2, SIZE, KEYS])
@@ -140,12 +153,18 @@ def pairs_by_head(
     gain_BLH1: tl.tensor, length: int, heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr, KEYS: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """What queries and keys of a chunk get through pairs, some channels of them, and the gain."""
+    """Store the terms in dq and dk that come from scores, and the gain, for one chunk and KEYS key channels.
+
+    This kernel is for one decay per head, and `pairs_by_channel` for a decay per key channel.
+
+    Grid: chunks, heads times key slices, rows.
+    """
     across: tl.constexpr = BLOCK_N // KEYS
     chunk, head, row = tl.program_id(0), tl.program_id(1) // across, tl.program_id(2).to(tl.int64)
     n_N = tl.program_id(1) % across * KEYS + tl.arange(0, KEYS)
     token_T = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside_T, place_T = token_T < length, tl.arange(0, CHUNK)
+    inside_T = token_T < length
+    place_T = tl.arange(0, CHUNK)
     M_TT = scores_of_chunk(M_BHLT, row, head, token_T, length, heads, CHUNK).to(tl.float32)
     Q_TT = scores_of_chunk(Q_BHLT, row, head, token_T, length, heads, CHUNK).to(tl.float32)
     worth_TT = M_TT * scores_of_chunk(A_BHLT, row, head, token_T, length, heads, CHUNK).to(tl.float32)
@@ -175,10 +194,16 @@ def pairs_by_channel(
     DOCUMENTS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, HALVINGS: tl.constexpr, BLOCK_N: tl.constexpr,
     KEYS: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """What queries and keys of a chunk get through pairs, some channels of them, and the gain."""
+    """Store the terms in dq and dk that come from scores, and the gain, for one chunk and KEYS key channels.
+
+    This kernel is for a decay per key channel, and `pairs_by_head` for one decay per head.
+
+    Grid: chunks, heads times key slices, rows.
+    """
     across: tl.constexpr = BLOCK_N // KEYS
     chunk, head, row = tl.program_id(0), tl.program_id(1) // across, tl.program_id(2).to(tl.int64)
-    n_N, place_T = tl.program_id(1) % across * KEYS + tl.arange(0, KEYS), tl.arange(0, CHUNK)
+    n_N = tl.program_id(1) % across * KEYS + tl.arange(0, KEYS)
+    place_T = tl.arange(0, CHUNK)
     token_T = chunk * CHUNK + place_T
     inside_T = token_T < length
     q_TN = tokens_by_channel(q_BLHN, row, token_T, head, n_N, length, heads, N)
@@ -186,7 +211,8 @@ def pairs_by_channel(
     at_TT = ((row * heads + head) * length + token_T)[:, None] * CHUNK + place_T[None, :]
     F_TN = tl.exp(log_decays(g_BLHN, starts_BL, row, token_T, inside_T, head, n_N, length, heads, DOCUMENTS, N))
     L_TN = tl.full([CHUNK, KEYS], 1.0, tl.float32)
-    of_q_TN, of_reader_TN = tl.zeros([CHUNK, KEYS], tl.float32), tl.zeros([CHUNK, KEYS], tl.float32)
+    of_q_TN = tl.zeros([CHUNK, KEYS], tl.float32)
+    of_reader_TN = tl.zeros([CHUNK, KEYS], tl.float32)
     of_read_TN = tl.zeros([CHUNK, KEYS], tl.float32)
     for halving in tl.static_range(HALVINGS):
         pairs_TT = _in_other_half(place_T, 2**halving) & tl.expand_dims(inside_T, 1)

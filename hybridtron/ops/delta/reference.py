@@ -1,17 +1,22 @@
-"""The delta rule with decays: a key's value is replaced instead of added to. Gated DeltaNet, Yang et al. 2024; KDA.
+"""The delta rule with decays: a token replaces the value that is stored for its key, instead of adding to this value.
 
     s_t = diag(exp(g_t)) h_{t-1},   g_t <= 0
     u_t = beta_t (v_t - s_t^T k_t)
     h_t = s_t + k_t u_t^T,   y_t = h_t^T q_t
 
-g has one entry for each key channel (KDA), or one for all of a head (Gated DeltaNet). Keys are expected to have length
-1: then beta = 1 replaces the value stored for k_t by v_t, and any beta up to 2 keeps the state bounded. Where a new
-document begins, nothing of the document before it remains.
+h_t is the state after token t, and s_t the decayed state before it. The log decays g have one entry for each key
+channel (Kimi Delta Attention, KDA) or one per head (Gated DeltaNet, Yang et al. 2024).
 
-Not here but in the mixers: projections, the normalization of q and k, how g and beta are computed, a scale of the
-queries, and norms.
+s_t^T k_t is the value that the state stores for the key k_t, and u_t is added to this value. The caller normalizes keys
+to length 1. Then beta = 1 replaces the stored value by v_t. For beta from 0 to 2 the factor I - beta k_t k_t^T never
+enlarges the state, since its eigenvalues are 1 and 1 - beta. Where a new document begins, the state is set to zero
+before the first token.
 
-Legend: B rows, L tokens, H heads, N key size, P value size; G = N, or 1 where all keys of a head decay alike.
+The mixers (sub-layers that use this op) compute everything else: projections, the normalization of q and k, g, beta, a
+scale of q, and norms.
+
+Legend: B rows (sequences in the batch), L tokens per row, H heads, N key channels, P value channels, G = N or 1 (a
+decay per key channel or per head).
 """
 
 from __future__ import annotations
@@ -22,11 +27,14 @@ import torch
 from torch import Tensor
 
 from hybridtron.ops.documents import document_starts
-from hybridtron.ops.precision import state_before, wide_type
+from hybridtron.ops.precision import state_or_zeros, wide_type
 
 
 class DeltaInputs(NamedTuple):
-    """A row's tokens and the state before it (None: zeros). Without documents the row is one stream."""
+    """Rows of tokens, and the state before each row.
+
+    If `state_BHNP` is None, the state is zero. If `documents_BL` is None, every row is one document.
+    """
 
     q_BLHN: Tensor
     k_BLHN: Tensor
@@ -38,7 +46,7 @@ class DeltaInputs(NamedTuple):
 
 
 def delta_scan(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
-    """Return y in the dtype of v, and the state after the last token in fp32 (float64 for float64 inputs)."""
+    """Return y in v's dtype, and the state after the row in fp32 (float64 for float64 inputs)."""
     wide = wide_type(inputs.v_BLHP)
     q, k, v, beta, g = (t.to(wide) for t in inputs[:5])
     h_BHNP = initial_state(inputs)
@@ -56,5 +64,5 @@ def delta_scan(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
 
 
 def initial_state(inputs: DeltaInputs) -> Tensor:
-    """Return the state before the row, in the dtype to compute in."""
-    return state_before(inputs.state_BHNP, inputs.v_BLHP, *inputs.k_BLHN.shape[2:], inputs.v_BLHP.shape[3])
+    """Return the state before the row in fp32 (float64 for float64 inputs); zeros if `state_BHNP` is None."""
+    return state_or_zeros(inputs.state_BHNP, inputs.v_BLHP, *inputs.k_BLHN.shape[2:], inputs.v_BLHP.shape[3])

@@ -1,6 +1,9 @@
-"""Dropout by Triton: each value is read once and written once, its draw is made in between.
+"""Triton kernel for dropout: each element is read once and written once.
 
-Legend: R tokens (of any leading axes), C channels.
+Each token and each channel has an int32 number. A hash of both numbers decides if an element is dropped; `reference.py`
+has the formula.
+
+Legend: R tokens (all leading axes of x, flattened), C channels.
 """
 
 from __future__ import annotations
@@ -16,17 +19,17 @@ from torch.autograd.function import once_differentiable
 from hybridtron.ops.dropout.reference import DropoutInputs, threshold
 from hybridtron.ops.kernel_launch import ceil_div, launch
 
-BLOCK = 1024  # channels that a program has: 8 to a thread
+BLOCK = 1024  # channels per program: 8 per thread
 WARPS = 4
 
 
 def dropout(inputs: DropoutInputs) -> Tensor:
-    """y, with a backward pass."""
+    """Return x after dropout. Gradients with respect to x are supported."""
     return _Dropout.apply(*inputs)
 
 
 class _Dropout(torch.autograd.Function):
-    """Keeps the numbers, and draws again."""
+    """Autograd function that saves only token and channel numbers; the backward pass recomputes the hashes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tokens: Tensor, channels: Tensor, share: float) -> Tensor:
@@ -42,9 +45,11 @@ class _Dropout(torch.autograd.Function):
 
 
 def dropped(x: Tensor, tokens: Tensor, channels: Tensor, share: float) -> Tensor:
-    """y."""
-    x, tokens = x.contiguous(), tokens.contiguous()
-    y, size = torch.empty_like(x), x.shape[-1]
+    """Return x with the dropped elements set to 0 and the remaining elements scaled by 1 / (1 - share)."""
+    x = x.contiguous()
+    tokens = tokens.contiguous()
+    y = torch.empty_like(x)
+    size = x.shape[-1]
     grid = (tokens.numel(), ceil_div(size, BLOCK))
     launch(_drop, grid, x, tokens, channels, y, size, threshold(share), 1 / (1 - share), BLOCK, warps=WARPS)
     return y
@@ -57,10 +62,15 @@ def _drop(
     channels_C: tl.tensor,
     y_RC: tl.tensor,
     size: int,
-    least: int,
+    minimum: int,
     scale: float,
     BLOCK: tl.constexpr,
 ) -> None:
+    """Store the result y for one token and BLOCK channels. Grid: tokens, channel blocks.
+
+    The numbers of the token and the channel are hashed to 32 bits. The element is kept if these bits, as a signed
+    int32, are at least `minimum`.
+    """
     row = tl.program_id(0).to(tl.int64)
     channel_C = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there_C = channel_C < size
@@ -69,5 +79,5 @@ def _drop(
     bits_C = (bits_C ^ (bits_C >> 13)) * 0xC2B2AE35
     bits_C = bits_C ^ (bits_C >> 16)
     x_C = tl.load(x_RC + row * size + channel_C, there_C, 0.0).to(tl.float32)
-    y_C = tl.where(bits_C.to(tl.int32, bitcast=True) >= least, x_C * scale, 0.0)
+    y_C = tl.where(bits_C.to(tl.int32, bitcast=True) >= minimum, x_C * scale, 0.0)
     tl.store(y_RC + row * size + channel_C, y_C, there_C)

@@ -1,19 +1,29 @@
-"""The gated norm of Mamba-2: in full, and as two steps with a possible sum over ranks between them.
+"""Mamba-2's gated norm, as one op and as two ops for groups that are divided over ranks; and a norm before a gate.
 
-    v = y silu(z);   out = v / sqrt(mean of v^2 over the channels of a group + eps) * weight      (gate, then norm)
+    v = y silu(z);   out = v / sqrt(mean of v^2 over a group's channels + eps) * weight
 
-`gated_norm` computes this if a rank has all channels of its groups. Otherwise `gated_squares` returns the sum of v^2
-over each head, and `gated_scale` computes `out` from v and one factor for each head. The small step between the two,
-from the heads' sums to the groups' means and back, belongs to the mixer, as a group's heads may lie on several ranks.
-All compute in fp32 at least.
+`gated_norm` computes `out` in one op, if a tensor-parallel rank has all channels in its groups. If a group's heads are
+divided over ranks, there are two ops. First, `gated_squares` returns each head's sum of v^2. The caller adds up these
+sums over a group's heads on all ranks, and computes each head's factor 1 / sqrt(mean + eps). Then `gated_scale`
+computes `out` from y, z, these factors (`scale`) and the weight. All three ops compute in fp32, or in float64 for
+float64 inputs.
 
-Backward, with dv the gradient of v: dy = dv silu(z), and dz = dv y silu'(z), where
+Other mixers norm each head first, and then multiply by the gate. That is the op `norm_before_gate`, with a weight for
+each channel that all heads share or that each head has:
 
-    of the squares     dv = 2 v dsquares
-    of the output      dv = dout weight scale
-                       dscale = sum over the head of dout weight v,   dweight = sum over tokens of dout v scale
+    out = n weight g(z);   n = y / sqrt(mean of y^2 over the head's channels + eps);   g is silu or the sigmoid
+    dz = dout n weight g'(z),   dn = dout weight g(z),   dy = (dn - n mean(dn n)) / sqrt(mean + eps),
+    dweight = sum over tokens (and heads, if they share it) of dout n g(z)
 
-Legend: B rows, L tokens, E channels, H heads, P head size.
+Backward pass of the other ops, with dv the gradient for v: dy = dv silu(z), and dz = dv y silu'(z), where
+
+    gated_squares    dv = 2 v dsquares
+    gated_scale      dv = dout weight scale
+                     dscale = sum over the head's channels of dout weight v
+                     dweight = sum over tokens of dout v scale
+
+Legend: B rows (sequences in the batch), L tokens per row, E channels, H heads, P channels per head, G channel groups, K
+channels per group.
 """
 
 from __future__ import annotations
@@ -28,7 +38,7 @@ from hybridtron.ops.precision import at_least_fp32
 
 
 class GatedNormInputs(NamedTuple):
-    """Values y, their gate z before its SiLU, a weight for each channel, and the number of channel groups."""
+    """Activations y, gate z before SiLU, a weight for each channel, and the number of channel groups."""
 
     y_BLE: Tensor
     z_BLE: Tensor
@@ -38,14 +48,14 @@ class GatedNormInputs(NamedTuple):
 
 
 class GatedSquaresInputs(NamedTuple):
-    """Values y, and their gate z before its SiLU."""
+    """Activations y, and gate z before SiLU."""
 
     y_BLHP: Tensor
     z_BLHP: Tensor
 
 
 class GatedScaleInputs(NamedTuple):
-    """Values y, their gate z before its SiLU, a factor for every head at each token, and a weight for each channel."""
+    """Activations y, gate z before SiLU, a factor for each head and token, and a weight for each channel."""
 
     y_BLHP: Tensor
     z_BLHP: Tensor
@@ -53,24 +63,43 @@ class GatedScaleInputs(NamedTuple):
     weight_HP: Tensor
 
 
+class NormBeforeGateInputs(NamedTuple):
+    """Activations y, gate z before SiLU or the sigmoid, a weight (P,) or (H, P), eps, and whether `sigmoid` is used."""
+
+    y_BLHP: Tensor
+    z_BLHP: Tensor
+    weight: Tensor
+    eps: float
+    sigmoid: bool = False
+
+
 def gated_norm(inputs: GatedNormInputs) -> Tensor:
-    """Divide y silu(z) by its root mean square in each group, times the weight; return it in the dtype of y."""
+    """Return the gated norm in y's dtype."""
     v_BLGK = gated(inputs.y_BLE, inputs.z_BLE).unflatten(-1, (inputs.groups, -1))
     normed_BLGK = v_BLGK * torch.rsqrt(v_BLGK.square().mean(-1, keepdim=True) + inputs.eps)
     return (normed_BLGK.flatten(2) * inputs.weight_E.to(v_BLGK.dtype)).to(inputs.y_BLE.dtype)
 
 
 def gated_squares(inputs: GatedSquaresInputs) -> Tensor:
-    """Return the sum of (y silu(z))^2 over each head (B, L, H), in fp32 or float64."""
+    """Return each head's sum of (y silu(z))^2 (B, L, H), in fp32 (float64 for float64 inputs)."""
     return gated(*inputs).square().sum(-1)
 
 
 def gated_scale(inputs: GatedScaleInputs) -> Tensor:
-    """Return y silu(z) times a factor for each head and a weight for each channel, in the dtype of y."""
+    """Return y silu(z) times each head's factor and each channel's weight, in y's dtype."""
     v_BLHP = gated(inputs.y_BLHP, inputs.z_BLHP)
     return (v_BLHP * inputs.scale_BLH.unsqueeze(-1) * inputs.weight_HP.to(v_BLHP.dtype)).to(inputs.y_BLHP.dtype)
 
 
+def norm_before_gate(inputs: NormBeforeGateInputs) -> Tensor:
+    """Return each head's norm times the weight and the gate, in z's dtype."""
+    y_BLHP = at_least_fp32(inputs.y_BLHP)
+    z_BLHP = at_least_fp32(inputs.z_BLHP)
+    normed_BLHP = y_BLHP * torch.rsqrt(y_BLHP.square().mean(-1, keepdim=True) + inputs.eps)
+    gate_BLHP = torch.sigmoid(z_BLHP) if inputs.sigmoid else F.silu(z_BLHP)
+    return (normed_BLHP * inputs.weight.to(y_BLHP.dtype) * gate_BLHP).to(inputs.z_BLHP.dtype)
+
+
 def gated(y: Tensor, z: Tensor) -> Tensor:
-    """Return v = y silu(z), in fp32 at least."""
+    """Return v = y silu(z), in fp32 (float64 for float64 inputs)."""
     return at_least_fp32(y) * F.silu(at_least_fp32(z))

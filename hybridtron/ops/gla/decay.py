@@ -1,10 +1,17 @@
-"""Decays within a chunk of tokens, and the blocks into which decays by key channel cut it.
+"""Decays between the tokens of a chunk and its states, and the blocks in which decays per key channel are computed.
 
-With S_i the sum of g over the tokens of i's document in the chunk, up to i itself, and T the last token, a token reads
-the state before the chunk by exp(S_i), writes to the state after it by exp(S_T - S_i), and sees token j by
-exp(S_i - S_j). S is float64, and pairs that do not see each other are masked in the exponent.
+Let S_i be the sum of the log decays g over the tokens of i's document in the chunk, up to i itself, and T the last
+token of the chunk. There are three kinds of decay factors:
 
-Legend: as in `reference`; T tokens of one chunk, S of one block, K tokens before it; G the decays of a head, N or 1.
+    exp(S_i)         token i reads the state before the chunk
+    exp(S_T - S_j)   token j is added to the state after the chunk
+    exp(S_i - S_j)   token i reads token j
+
+S is float64. If token i does not see token j or a state, because they belong to different documents or j is after i,
+the exponent is replaced by -inf.
+
+Legend: B rows (sequences in the batch), H heads, N key channels, G = N or 1 (a decay per key channel or per head), T
+tokens per chunk, S tokens per block, K tokens in the chunk before the block. The axis S is not related to the sums S_i.
 """
 
 from __future__ import annotations
@@ -15,38 +22,42 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtron.ops.ssd.decay import Sight, decays
+from hybridtron.ops.ssd.decay import VisibilityMask, decays
 
-SUB = 16  # tokens of a block, whose pairs have exponents of their own
+SUB = 16  # tokens of a block; inside a block, an exponent is computed for each pair of tokens
 
 
 class DecayBlock(NamedTuple):
-    """A block's tokens, the tokens before it, and the decays between them; 0 where nothing is seen."""
+    """A block of a chunk's tokens, with decays. A decay is 0 if its later token does not see its earlier one."""
 
-    tokens: slice
-    past: slice
-    from_first_BHSN: Tensor  # exp(S_i - S_f) for its tokens i, the first of which is f
-    to_first_BHKN: Tensor  # exp(S_f - S_j) for the tokens j before it
-    inside_BHSSN: Tensor  # exp(S_i - S_j) for its own pairs
+    tokens: slice  # the tokens i of the block; f is the first
+    past: slice  # the tokens j of the chunk before the block
+    from_first_BHSN: Tensor  # exp(S_i - S_f)
+    to_first_BHKN: Tensor  # exp(S_f - S_j)
+    inside_BHSSN: Tensor  # exp(S_i - S_j) where j is also in the block
 
 
 class ChunkDecay:
-    """Decays of a chunk: from the state before it to each token, and from each token to the state after it.
+    """Decays in a chunk.
 
-    They are 0 for tokens of other documents than the state's.
+    since_start_BHTG: from the state before the chunk to each token
+    to_end_BHTG: from each token to the state after the chunk
+    whole_BHG1: from the state before the chunk to the state after it
+
+    A decay is 0 if a document begins in between.
     """
 
-    def __init__(self, g_BHTG: Tensor, sight: Sight, dtype: torch.dtype) -> None:
+    def __init__(self, g_BHTG: Tensor, visibility: VisibilityMask, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.sees_B1TT = sight.tokens_BTT.unsqueeze(1)
+        self.sees_B1TT = visibility.tokens_BTT.unsqueeze(1)
         self.sum_BHTG = self.sees_B1TT.double() @ g_BHTG.double()
         last_BH1G = self.sum_BHTG[:, :, -1:]
-        self.since_start_BHTG = self._by_token(self.sum_BHTG, sight.first_BT)
-        self.to_end_BHTG = self._by_token(last_BH1G - self.sum_BHTG, sight.last_BT)
-        self.whole_BHG1 = self._by_token(last_BH1G, sight.through_B1).mT
+        self.since_start_BHTG = self._by_token(self.sum_BHTG, visibility.first_BT)
+        self.to_end_BHTG = self._by_token(last_BH1G - self.sum_BHTG, visibility.last_BT)
+        self.whole_BHG1 = self._by_token(last_BH1G, visibility.through_B1).mT
 
     def blocks(self) -> Iterator[DecayBlock]:
-        """Yield the chunk's blocks of tokens, from the first to the last; for decays by key channel."""
+        """Yield the chunk's blocks, from the first to the last; only for a decay per key channel (G = N)."""
         length = self.sum_BHTG.shape[2]
         sees_B1TT = self.sees_B1TT
         sum_BHTN = self.sum_BHTG
@@ -56,8 +67,8 @@ class ChunkDecay:
             first = slice(start, start + 1)
             sum_BHSN = sum_BHTN[:, :, tokens]
             first_BH1N = sum_BHTN[:, :, first]
-            # Sums of different documents can't be compared. A token of another document than the block's first token
-            # sees nothing before the block.
+            # If i is in another document than f, S_i - S_f is meaningless, and from_first is masked to 0. This is
+            # correct, since then i sees no token before the block.
             yield DecayBlock(
                 tokens,
                 past,

@@ -1,10 +1,17 @@
-"""The launches of the Triton kernels of gated linear attention (`kernels_forward`, `kernels_backward`).
+"""Launches for gated linear attention's Triton kernels (`kernels_forward`, `kernels_backward`).
 
-Backward keeps the inputs alone and computes scores and the states between chunks again. A product's factors are
-rounded to the type of q, k and v where that is bf16, summed in fp32; fp16 goes through tf32, which holds it exactly and
-a state's range too; fp32 stays fp32. The same call gives the same bits again. Right on an H200 (benchmarks/gpu.md).
+Only the inputs are saved for the backward pass, which recomputes the scores and the states between chunks. Results are
+deterministic. Checked on an H200 (benchmarks/gpu.md).
 
-Legend: as in `kernels_forward`.
+The dtype of q, k and v decides how matrices are multiplied. For bf16, both factors are cast to bf16. For fp16, tf32 is
+used: it represents fp16 numbers exactly and has the range that states need. For fp32, factors stay fp32. Accumulations
+are always fp32.
+
+For each chunk of T tokens, h is the state before the chunk, dh the state gradient after it, W the product of the
+chunk's decays, A the scores of queries with keys, and M the gradient for A.
+
+Legend: B rows (sequences in the batch), L tokens per row, H heads, N key channels, P value channels, C chunks, T tokens
+per chunk.
 """
 
 from __future__ import annotations
@@ -24,22 +31,27 @@ from hybridtron.ops.gla.reference import GLAInputs
 from hybridtron.ops.kernel_launch import ceil_div, power_of_2
 from hybridtron.ops.ssd.kernels_row import products_of
 
-# To a type checker a kernel is the Python function that it is written as, which can't be launched.
+# A type checker sees a kernel as a Python function, which can't be launched. `Any` turns this check off.
 forward_kernels: Any = kernels_forward
 backward_kernels: Any = kernels_backward
 
-ROWS, ENTRIES = 16, 4096  # of a state that one program carries through the row, at most
+# A program of the kernel `pass_states` keeps some key channels of a state in registers, with all value channels.
+ROWS = 16  # maximum number of these key channels
+ENTRIES = 4096  # maximum number of state entries in these registers
 
 
 def tiles(dtype: torch.dtype) -> ChunkTiles:
-    """Chosen so that ptxas spills no registers for an H100; fp32's products run without tensor cores."""
+    """Return tile sizes for which ptxas spills no registers on an H100.
+
+    For fp32 they are smaller, since fp32 matrix multiplications run without tensor cores and need more registers.
+    """
     if dtype == torch.float32:
         return ChunkTiles(32, 16, 32, 32)
     return ChunkTiles(64, 16, 32, 64 if dtype == torch.bfloat16 else 32)
 
 
 def gla_scan(inputs: GLAInputs) -> tuple[Tensor, Tensor]:
-    """q, k and v in one type, the widest of theirs; decays and states in fp32."""
+    """Return y and the state after the row. q, k and v are cast to their widest dtype, g and the state to fp32."""
     q_BLHN, k_BLHN, v_BLHP, g_BLHN, state_BHNP, documents_BL = inputs
     shared = functools.reduce(torch.promote_types, (t.dtype for t in (q_BLHN, k_BLHN, v_BLHP)))
     q, k, v = (t.to(shared) for t in (q_BLHN, k_BLHN, v_BLHP))
@@ -49,7 +61,7 @@ def gla_scan(inputs: GLAInputs) -> tuple[Tensor, Tensor]:
 
 
 class _TritonGLA(torch.autograd.Function):
-    """Keeps its inputs."""
+    """Autograd function around all kernels. It saves only the inputs for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, *fields: Any) -> tuple[Tensor, Tensor]:
@@ -62,7 +74,8 @@ class _TritonGLA(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y_BLHP: Tensor, grad_last_BHNP: Tensor) -> tuple[Tensor | None, ...]:
-        row, dy_BLHP = GLAKernelRow(*ctx.saved_tensors), grad_y_BLHP.contiguous()
+        row = GLAKernelRow(*ctx.saved_tensors)
+        dy_BLHP = grad_y_BLHP.contiguous()
         before_BCHNP, whole_BCHN, _ = row.states_before()
         after_BCHNP, through_BCHN, grad_state = row.gradients_after(
             dy_BLHP, before_BCHNP, whole_BCHN, grad_last_BHNP.contiguous()
@@ -75,7 +88,7 @@ class _TritonGLA(torch.autograd.Function):
 
 
 class GLAKernelRow(ChunkedKernelRow, GLAInputs):
-    """The launches of one row."""
+    """The op's inputs, contiguous, with a method for each kernel launch."""
 
     @property
     def tiles(self) -> ChunkTiles:
@@ -83,16 +96,26 @@ class GLAKernelRow(ChunkedKernelRow, GLAInputs):
 
     @property
     def state_grid(self) -> tuple[int, int, int]:
+        """Grid for `pass_states`: key slices, heads, rows."""
         rows, _, heads, keys = self.k_BLHN.shape
         return ceil_div(keys, self._state_blocks["ROWS"]), heads, rows
 
     @property
     def decays(self) -> tuple[Tensor, Tensor]:
-        """Log decays and starts; without documents something to point at."""
+        """Log decays, and a mask for tokens that begin a document.
+
+        The field `documents_BL` has this mask, not document numbers. Without documents, g is passed in place of the
+        mask, and no kernel reads it there.
+        """
         return self.g_BLHN, self.g_BLHN if self.documents_BL is None else self.documents_BL
 
     @property
     def blocks(self) -> dict[str, int]:
+        """Sizes along a head's channels, as kernel constants by name.
+
+        BLOCK_N, BLOCK_P: how many key channels and value channels, padded to full slices
+        KEYS, VALUES: key channels and value channels per slice
+        """
         sizes = self.k_BLHN.shape[3], self.v_BLHP.shape[3]
         slices = self.tiles.keys, self.tiles.values
         keys, values = (min(most, max(16, power_of_2(size))) for size, most in zip(sizes, slices, strict=True))
@@ -101,21 +124,28 @@ class GLAKernelRow(ChunkedKernelRow, GLAInputs):
 
     @property
     def _state_blocks(self) -> dict[str, int]:
-        keys, values = self.k_BLHN.shape[3], self.v_BLHP.shape[3]
+        """Sizes for `pass_states`: each program has ROWS key channels, with all value channels."""
+        keys = self.k_BLHN.shape[3]
+        values = self.v_BLHP.shape[3]
         block = power_of_2(values)
         return {"N": keys, "P": values, "ROWS": min(ROWS, ENTRIES // block), "BLOCK_P": block}
 
     def constants(self, *names: str) -> dict[str, Any]:
-        """Sizes of tiles and the type of products, and of others those that are named."""
+        """Return a kernel's constants and compiler options.
+
+        These are the constants that `names` lists, CHUNK, PRODUCT, PRECISION, `num_warps` and `num_stages`.
+        """
         return self.named(names, {}) | products_of(self.v_BLHP.dtype)
 
     def empty(self, *sizes: int) -> Tensor:
+        """Return an uninitialized fp32 tensor (B, *sizes)."""
         return self.g_BLHN.new_empty(len(self.g_BLHN), *sizes)
 
     def states_before(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The state before every chunk, the decays of whole chunks, and the state after the row."""
+        """Return the state before each chunk, W for each chunk, and the state after the row."""
         heads, keys, values = *self.k_BLHN.shape[2:], self.v_BLHP.shape[3]
-        states_BCHNP, whole_BCHN = self.empty(self.chunks, heads, keys, values), self.empty(self.chunks, heads, keys)
+        states_BCHNP = self.empty(self.chunks, heads, keys, values)
+        whole_BCHN = self.empty(self.chunks, heads, keys)
         last_BHNP = self.empty(heads, keys, values)
         self._added(self.k_BLHN, self.v_BLHP, states_BCHNP, whole_BCHN, reverse=False)
         start = last_BHNP if self.state_BHNP is None else self.state_BHNP
@@ -128,8 +158,13 @@ class GLAKernelRow(ChunkedKernelRow, GLAInputs):
     def gradients_after(
         self, dy_BLHP: Tensor, before_BCHNP: Tensor, whole_BCHN: Tensor, grad_last_BHNP: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the state after every chunk, what decays of whole chunks are worth, and the first state's."""
-        states_BCHNP, through_BCHN = torch.empty_like(before_BCHNP), torch.empty_like(whole_BCHN)
+        """Return the results of the recurrence over state gradients, from the last chunk to the first.
+
+        These are dh after each chunk, W sum_p h dh for each chunk (p: value channels), and the state gradient before
+        the row.
+        """
+        states_BCHNP = torch.empty_like(before_BCHNP)
+        through_BCHN = torch.empty_like(whole_BCHN)
         grad_state_BHNP = torch.empty_like(grad_last_BHNP)
         self._added(self.q_BLHN, dy_BLHP, states_BCHNP, whole_BCHN, reverse=True)
         forward_kernels.pass_states[self.state_grid](
@@ -139,13 +174,17 @@ class GLAKernelRow(ChunkedKernelRow, GLAInputs):
         return states_BCHNP, through_BCHN, grad_state_BHNP
 
     def _added(self, left: Tensor, right: Tensor, states: Tensor, whole: Tensor, reverse: bool) -> None:
+        """Store in `states` each chunk's addition to the state, and W in `whole`.
+
+        With `reverse`, store each chunk's addition to the state gradient, and leave `whole` unchanged.
+        """
         forward_kernels.chunk_states[self.grid(1, math.prod(self.slices))](
             left, right, *self.decays, states, whole, *self.lengths, REVERSED=reverse,
             **self.constants("DOCUMENTS", "N", "P", "BLOCK_N", "BLOCK_P", "KEYS", "VALUES"),
         )  # fmt: skip
 
     def scores(self) -> Tensor:
-        """A (B, H, L, T)."""
+        """Return A (B, H, L, T)."""
         length, heads = self.lengths
         scores_BHLT = self.empty(heads, length, self.tiles.chunk)
         forward_kernels.scores[self.grid(self.tiles.chunk // self.tiles.part, 1)](
@@ -155,6 +194,7 @@ class GLAKernelRow(ChunkedKernelRow, GLAInputs):
         return scores_BHLT
 
     def outputs(self, scores_BHLT: Tensor, before_BCHNP: Tensor) -> Tensor:
+        """Return y."""
         y_BLHP = torch.empty_like(self.v_BLHP)
         forward_kernels.outputs[self.grid(1, self.slices[1])](
             scores_BHLT, self.q_BLHN, *self.decays, self.v_BLHP, before_BCHNP, y_BLHP, *self.lengths,
@@ -163,6 +203,7 @@ class GLAKernelRow(ChunkedKernelRow, GLAInputs):
         return y_BLHP
 
     def value_gradients(self, scores_BHLT: Tensor, dy_BLHP: Tensor, after_BCHNP: Tensor) -> Tensor:
+        """Return dv."""
         grad_v_BLHP = torch.empty_like(self.v_BLHP)
         backward_kernels.value_gradients[self.grid(1, self.slices[1])](
             scores_BHLT, self.k_BLHN, *self.decays, dy_BLHP, after_BCHNP, grad_v_BLHP, *self.lengths,
@@ -171,7 +212,7 @@ class GLAKernelRow(ChunkedKernelRow, GLAInputs):
         return grad_v_BLHP
 
     def pair_weights(self, dy_BLHP: Tensor) -> Tensor:
-        """M (B, H, L, T)."""
+        """Return M (B, H, L, T)."""
         length, heads = self.lengths
         weights_BHLT = self.empty(heads, length, self.tiles.chunk)
         backward_kernels.pair_weights[self.grid(1, 1)](
@@ -180,7 +221,7 @@ class GLAKernelRow(ChunkedKernelRow, GLAInputs):
         return weights_BHLT
 
     def pair_gradients(self, weights_BHLT: Tensor) -> tuple[Tensor, Tensor]:
-        """What queries and keys get through pairs of different tokens, in fp32."""
+        """Return the terms in dq and dk that come from scores between two different tokens, in fp32."""
         grads = torch.empty_like(self.g_BLHN), torch.empty_like(self.g_BLHN)
         kernels = backward_kernels.query_pairs, backward_kernels.key_pairs
         for kernel, other, grad in zip(kernels, (self.k_BLHN, self.q_BLHN), grads, strict=True):
@@ -193,7 +234,7 @@ class GLAKernelRow(ChunkedKernelRow, GLAInputs):
     def token_gradients(
         self, dy: Tensor, before: Tensor, after: Tensor, through: Tensor, pairs: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """dq, dk and dg."""
+        """Return dq, dk and dg."""
         grads = tuple(map(torch.empty_like, (self.q_BLHN, self.k_BLHN, self.g_BLHN)))
         backward_kernels.token_gradients[self.grid(1, self.slices[0])](
             self.q_BLHN, self.k_BLHN, self.v_BLHP, *self.decays, dy, before, after, through, *pairs, *grads,

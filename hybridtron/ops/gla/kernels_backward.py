@@ -1,16 +1,33 @@
-"""Triton kernels of gated linear attention, backward: of values, of queries and keys through pairs, and of decays.
+"""Triton kernels for gated linear attention, backward: gradients for values, queries, keys and log decays.
 
-With M_ij = dy_i . v_j for j <= i, h the state before a chunk and dh the gradient of the state after it (both from
-`kernels_forward`, whose `chunk_states` and `pass_states` run backward too):
+The gradients are computed for one chunk of tokens at a time. h is the state before the chunk, and dh the state gradient
+after it; `chunk_states` and `pass_states` in `kernels_forward` compute both. Four products of decays are used, for each
+key channel, over these tokens of the chunk:
 
-    dv_j = sum_i A_ij dy_i + dh^T (L_j k_j)
-    dq_i = sum_j M_ij E_ij k_j + F_i h dy_i,   dk_j = sum_i M_ij E_ij q_i + L_j dh v_j
-    dg_t = sum over pairs i >= t > j of M_ij q_i E_ij k_j
-           + sum_{i >= t} F_i q_i h dy_i + sum_{j < t} L_j k_j dh v_j + W sum over values of h dh
+    F_i     over the tokens up to i
+    L_j     over the tokens after j
+    E_ij    over the tokens after j, up to i
+    W       over all tokens
 
-The first sum of dg is that over all i >= t less that over all j >= t, of t's document in the chunk.
+F, L, E and W multiply vectors over key channels elementwise. The scores are A_ij = sum_n q_in E_ijn k_jn for j <= i.
+The kernels here compute
 
-Not here: anything forward. The order of every sum is fixed by the shapes. Legend: as in `kernels_forward`.
+    pair_weights       M_ij = dy_i . v_j for j <= i: the gradient for A_ij
+    value_gradients    dv_j = sum_i A_ij dy_i + dh^T (L_j k_j)
+    query_pairs        sum_j M_ij E_ij k_j over j < i
+    key_pairs          sum_i M_ij E_ij q_i over i > j
+    token_gradients    dq_i = sum_j M_ij E_ij k_j + F_i h dy_i
+                       dk_j = sum_i M_ij E_ij q_i + L_j dh v_j
+                       dg_t = sum_{i >= t > j} M_ij q_i E_ij k_j
+                              + sum_{i >= t} F_i q_i h dy_i + sum_{j < t} L_j k_j dh v_j + W sum_p h dh
+
+`token_gradients` reads the sums of `query_pairs` and `key_pairs`, and adds the terms with i = j, in which E is 1. The
+first sum in dg_t is computed as a difference: the sum over all pairs with i >= t, minus the sum over all pairs with j
+>= t. Both sums are over pairs in t's document and chunk. No kernel uses atomics, so results are deterministic.
+
+Legend: B rows (sequences in the batch), L tokens per row, H heads, N key channels n, P value channels p, C chunks, T
+tokens per chunk, O tokens per part (a chunk is divided into parts of PART tokens). Scores are (B, H, L, T), states (B,
+C, H, N, P).
 """
 
 from __future__ import annotations
@@ -35,7 +52,7 @@ def pair_weights(
     dy_BLHP: tl.tensor, v_BLHP: tl.tensor, weights_BHLT: tl.tensor, length: int, heads: int, P: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """M of a chunk, zeros above the diagonal."""
+    """Store M for one chunk and head, with zeros above the diagonal. Grid: chunks, heads, rows."""
     chunk, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     token_T = chunk * CHUNK + tl.arange(0, CHUNK)
     weight_TT = tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -53,7 +70,10 @@ def pair_weights(
 def ends_later(
     starts_BL: tl.tensor, row: tl.tensor, token_T: tl.tensor, end: tl.tensor, length: int,
 ) -> tl.tensor:  # fmt: skip
-    """How many documents begin after each token and before `end`: 0 for what the state after the chunk remembers."""
+    """Return for each token the number of document starts after it and before `end`.
+
+    A token contributes to the state after the chunk only if this number is 0.
+    """
     next_T = token_T + 1
     return tl.cumsum(tl.where(next_T < end, begins(starts_BL, row, next_T, length), 0), axis=0, reverse=True)
 
@@ -65,11 +85,12 @@ def value_gradients(
     P: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, KEYS: tl.constexpr,
     VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """dv of a chunk's tokens, some values of one head."""
+    """Store dv for a chunk's tokens and VALUES value channels. Grid: chunks, heads times value slices, rows."""
     across: tl.constexpr = BLOCK_P // VALUES
     chunk, head, row = tl.program_id(0), tl.program_id(1) // across, tl.program_id(2).to(tl.int64)
     p_P = tl.program_id(1) % across * VALUES + tl.arange(0, VALUES)
-    token_T, end = chunk * CHUNK + tl.arange(0, CHUNK), tl.minimum((chunk + 1) * CHUNK, length)
+    token_T = chunk * CHUNK + tl.arange(0, CHUNK)
+    end = tl.minimum((chunk + 1) * CHUNK, length)
     index = (row * tl.num_programs(0) + chunk) * heads + head
     kept_TP = tl.zeros([CHUNK, VALUES], tl.float32)
     for start in range(0, BLOCK_N, KEYS):
@@ -91,12 +112,21 @@ def _part_of_chunk(
     weights_BHLT: tl.tensor, length: int, heads: int, CHUNK: tl.constexpr, PART: tl.constexpr, BLOCK_N: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> tuple:  # fmt: skip
-    """Row, head and keys of a program, its part's first token, that part's tokens and its chunk's, and the head's M."""
+    """Return seven values for a program that computes one part.
+
+    row, head: indices
+    n_N: indices of the program's key channels
+    first: the part's first token
+    token_O: the part's tokens
+    token_T: the tokens of the part's chunk
+    weights: pointer to M for this row and head
+    """
     across: tl.constexpr = BLOCK_N // KEYS
     head, row = tl.program_id(1) // across, tl.program_id(2).to(tl.int64)
     n_N = tl.program_id(1) % across * KEYS + tl.arange(0, KEYS)
     first, chunk = tl.program_id(0) * PART, tl.program_id(0) // (CHUNK // PART)
-    token_O, token_T = first + tl.arange(0, PART), chunk * CHUNK + tl.arange(0, CHUNK)
+    token_O = first + tl.arange(0, PART)
+    token_T = chunk * CHUNK + tl.arange(0, CHUNK)
     return row, head, n_N, first, token_O, token_T, weights_BHLT + (row * heads + head) * length * CHUNK
 
 
@@ -106,11 +136,16 @@ def query_pairs(
     grad_q_BLHN: tl.tensor, length: int, heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
     PART: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """What queries of a part's tokens get through pairs with earlier ones."""
+    """Store the terms in dq_i with j < i, for the queries i in one part and KEYS key channels.
+
+    Terms with keys in earlier parts are one matrix multiplication; terms with keys in the same part are computed in a
+    loop over these keys. Grid: parts, heads times key slices, rows.
+    """
     row, head, n_N, first, token_O, token_T, weights = _part_of_chunk(
         weights_BHLT, length, heads, CHUNK, PART, BLOCK_N, KEYS
     )
-    inside_O, begin = token_O < length, first // CHUNK * CHUNK
+    inside_O = token_O < length
+    begin = first // CHUNK * CHUNK
     k_TN = tokens_by_channel(k_BLHN, row, token_T, head, n_N, length, heads, N).to(tl.float32)
     until_TN = to_end(g_BLHN, starts_BL, row, token_T, first, head, n_N, length, heads, DOCUMENTS, N)
     k_TN = tl.where((token_T < first)[:, None], k_TN * until_TN, 0.0)
@@ -123,7 +158,8 @@ def query_pairs(
         other = first + PART - 1 - step
         decay_1N = one_decay(g_BLHN, starts_BL, row, other + 1, head, n_N, length, heads, DOCUMENTS, N)
         between_ON = tl.where((token_O == other)[:, None], 1.0, between_ON * decay_1N)
-        at_O, paired_O = token_O * CHUNK + other - begin, inside_O & (token_O != other)
+        at_O = token_O * CHUNK + other - begin
+        paired_O = inside_O & (token_O != other)
         weight_O = tl.load(weights + at_O, mask=paired_O, other=0.0)
         k_1N = one_token(k_BLHN, row, other, head, n_N, length, heads, N)
         grad_ON += weight_O[:, None] * between_ON * k_1N
@@ -137,11 +173,16 @@ def key_pairs(
     grad_k_BLHN: tl.tensor, length: int, heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
     PART: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """What keys of a part's tokens get through pairs with later ones."""
+    """Store the terms in dk_j with i > j, for the keys j in one part and KEYS key channels.
+
+    Terms with queries in later parts are one matrix multiplication; terms with queries in the same part are computed in
+    a loop over these queries. Grid: parts, heads times key slices, rows.
+    """
     row, head, n_N, first, token_O, token_T, weights = _part_of_chunk(
         weights_BHLT, length, heads, CHUNK, PART, BLOCK_N, KEYS
     )
-    end, column_O = tl.minimum(first + PART, length), first % CHUNK + tl.arange(0, PART)
+    end = tl.minimum(first + PART, length)
+    column_O = first % CHUNK + tl.arange(0, PART)
     later_T = (token_T >= end) & (token_T < length)
     q_TN = tokens_by_channel(q_BLHN, row, token_T, head, n_N, length, heads, N).to(tl.float32)
     since_TN = since_start(g_BLHN, starts_BL, row, token_T, later_T, head, n_N, length, heads, DOCUMENTS, N)
@@ -173,11 +214,12 @@ def token_gradients(
     P: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, KEYS: tl.constexpr,
     VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """dq, dk and dg of a chunk's tokens, some keys of one head."""
+    """Store dq, dk and dg for a chunk's tokens and KEYS key channels. Grid: chunks, heads times key slices, rows."""
     across: tl.constexpr = BLOCK_N // KEYS
     chunk, head, row = tl.program_id(0), tl.program_id(1) // across, tl.program_id(2).to(tl.int64)
     n_N = tl.program_id(1) % across * KEYS + tl.arange(0, KEYS)
-    token_T, index = chunk * CHUNK + tl.arange(0, CHUNK), (row * tl.num_programs(0) + chunk) * heads + head
+    token_T = chunk * CHUNK + tl.arange(0, CHUNK)
+    index = (row * tl.num_programs(0) + chunk) * heads + head
     inside_T = token_T < length
     seen_TN, kept_TN = _through_states(
         g_BLHN, starts_BL, v_BLHP, dy_BLHP, before_BCHNP, after_BCHNP, row, index, head, token_T, n_N, length, heads,
@@ -208,9 +250,14 @@ def _through_states(
     length: int, heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_P: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tuple:  # fmt: skip
-    """F h dy and L dh v, summed over slices of values; zeros for tokens of other documents than the state's."""
+    """Return F h dy and L dh v (T, KEYS), summed over all value channels.
+
+    The first is 0 for tokens outside the chunk's first document, since only this document reads h. The second is 0 for
+    tokens outside the chunk's last document, since only that document contributes to the state after the chunk.
+    """
     end = tl.minimum(tl.program_id(0) * CHUNK + CHUNK, length)
-    seen_TN, kept_TN = tl.zeros([CHUNK, KEYS], tl.float32), tl.zeros([CHUNK, KEYS], tl.float32)
+    seen_TN = tl.zeros([CHUNK, KEYS], tl.float32)
+    kept_TN = tl.zeros([CHUNK, KEYS], tl.float32)
     for start in range(0, BLOCK_P, VALUES):
         p_P = start + tl.arange(0, VALUES)
         dy_TP = tokens_by_channel(dy_BLHP, row, token_T, head, p_P, length, heads, P)
@@ -233,12 +280,19 @@ def _decay_gradients(
     starts_BL: tl.tensor, seen_TN: tl.tensor, kept_TN: tl.tensor, pairs_TN: tl.tensor, through_N: tl.tensor,
     row: tl.tensor, token_T: tl.tensor, length: int, DOCUMENTS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """dg, from what each token gives it by the state before, by that after, by pairs, and from what passes them all."""
-    one_TT = tl.expand_dims(token_T, 1) <= tl.expand_dims(token_T, 0)  # t and s, where s does not come before t
+    """Return dg as the sum of its four terms, given for each token or (`through`) for the chunk.
+
+    seen: q F h dy for each token, from reading the state before the chunk
+    kept: k L dh v for each token, from the contribution to the state after the chunk
+    pairs: q dq - k dk for each token, where dq and dk come from scores between two different tokens
+    through: W sum_p h dh, from the state that decays through the chunk
+    """
+    one_TT = tl.expand_dims(token_T, 1) <= tl.expand_dims(token_T, 0)  # (t, i) with i >= t
     if DOCUMENTS:
         document_T = tl.cumsum(begins(starts_BL, row, token_T, length), axis=0)
         one_TT = one_TT & (tl.expand_dims(document_T, 1) == tl.expand_dims(document_T, 0))
-    # what may not be finite, as the states, is summed in its own document alone
+    # `seen` and `kept` may be infinite. They are not multiplied by the mask `one_TT`, since its zeros would turn them
+    # into NaN. They need no mask: `seen` is already 0 outside the chunk's first document, `kept` outside its last.
     grad_TN = tl.cumsum(seen_TN, axis=0, reverse=True)
     grad_TN += tl.cumsum(kept_TN, axis=0) - kept_TN
     grad_TN += tl.dot(one_TT.to(tl.float32), pairs_TN, input_precision="tf32x3")

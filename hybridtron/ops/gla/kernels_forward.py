@@ -1,22 +1,35 @@
-"""Triton kernels of gated linear attention, forward: states of chunks, scores inside them, outputs.
+"""Triton kernels for gated linear attention, forward: states between chunks, scores inside chunks, and outputs.
 
-With F_i the product of the decays over a chunk's tokens up to i, L_j that over the tokens after j, E_ij that after j up
-to i, and W over all, entry by entry of the key:
+`reference.py` has the recurrence over tokens. Here, h is the state before a chunk of tokens. Four products of decays
+are used, for each key channel, over these tokens of the chunk:
 
-    chunk_states    what a chunk adds to the state:      sum_j (L_j k_j) v_j^T
-    pass_states     h after = W h before + added         one chunk after another, each put in the place of the last
-    scores          A_ij = sum over n of q_in E_ijn k_jn
+    F_i     over the tokens up to i
+    L_j     over the tokens after j
+    E_ij    over the tokens after j, up to i
+    W       over all tokens
+
+F, L, E and W multiply vectors over key channels elementwise. The kernels compute
+
+    chunk_states    the chunk's addition to the state:   sum_j (L_j k_j) v_j^T
+    pass_states     next state = W h + addition          in a loop over the chunks
+    scores          A_ij = sum_n q_in E_ijn k_jn
     outputs         y_i = sum_{j <= i} A_ij v_j + h^T (F_i q_i)
 
-A sum of log decays runs over just the tokens that it is for, so that no difference of sums is taken and no exponent is
-above 0. For scores a chunk is cut into parts: with r the first token of i's part, E_ij is F since r times what is left
-of j before r, which is a matrix product; inside a part E grows from token to token by a factor.
+F, L and W are exponentials of sums over exactly their log decays. Log decays are at most 0, and no sum is subtracted
+from another. So no exponent is above 0.
 
-Where a document begins the log decay counts as minus infinity: all that leads over it is 0. What the state gives is
-masked besides, as 0 times infinity is no zero. No kernel adds up in an order that depends on the schedule.
+For the scores, a chunk is divided into parts of PART tokens. Let r be the first token of i's part. If j is before r,
+E_ij has two factors: the product of the decays from r to i, and the product of those after j and before r. q_i is
+multiplied by the first factor and k_j by the second, and a matrix multiplication computes all these scores. If j is in
+i's part, the kernel loops over j from the part's last token to its first, and multiplies E_ij by one more decay in each
+step.
 
-Legend: B rows, L tokens, H heads, N key size, P value size; T tokens of a chunk, O of a part. Scores are (B, H, L, T),
-states between chunks (B, chunks, H, N, P).
+Where a document begins, the log decay is set to minus infinity, so every product that includes this decay is 0. But h
+may have infinite entries, and 0 times infinity is NaN. Therefore the term h^T (F_i q_i) is set to 0 after the
+multiplication, if a document begins in the chunk at or before i. No kernel uses atomics, so results are deterministic.
+
+Legend: B rows (sequences in the batch), L tokens per row, H heads, N key channels n, P value channels p, C chunks, T
+tokens per chunk, O tokens per part. Scores are (B, H, L, T), states (B, C, H, N, P).
 """
 
 from __future__ import annotations
@@ -29,7 +42,7 @@ from hybridtron.ops.ssd.kernels_forward import product, tokens_by_channel
 
 @triton.jit
 def begins(starts_BL: tl.tensor, row: tl.tensor, token_T: tl.tensor, length: int) -> tl.tensor:
-    """1 where a token begins a document, else 0."""
+    """Return (T,): 1 where a token begins a document, else 0."""
     return tl.load(starts_BL + row * length + token_T, mask=token_T < length, other=0).to(tl.int32)
 
 
@@ -38,7 +51,7 @@ def log_decays(
     g_BLHN: tl.tensor, starts_BL: tl.tensor, row: tl.tensor, token_T: tl.tensor, wanted_T: tl.tensor, head: tl.tensor,
     n_N: tl.tensor, length: int, heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """g of the wanted tokens, minus infinity where a document begins, and 0 for the others."""
+    """Load g (T, N). Set it to minus infinity where a document begins, and to 0 where `wanted_T` is False."""
     g_TN = tokens_by_channel(g_BLHN, row, token_T, head, n_N, length, heads, N).to(tl.float32)
     if DOCUMENTS:
         g_TN = tl.where(begins(starts_BL, row, token_T, length)[:, None] != 0, float("-inf"), g_TN)
@@ -47,7 +60,10 @@ def log_decays(
 
 @triton.jit
 def summed(g_TN: tl.tensor, FROM_END: tl.constexpr) -> tl.tensor:
-    """Sums over tokens, up to each or from each on. Triton 3.6 can sum a single column as a vector alone."""
+    """Return the cumulative sum over tokens; with FROM_END it runs from the last token to the first.
+
+    A tensor with one column is summed as a vector, because Triton 3.6 can't compute its cumulative sum as a matrix.
+    """
     columns: tl.constexpr = g_TN.shape[1]  # pyrefly: ignore
     if columns == 1:
         summed_TN = tl.cumsum(tl.ravel(g_TN), axis=0, reverse=FROM_END)[:, None]
@@ -61,7 +77,7 @@ def since_start(
     g_BLHN: tl.tensor, starts_BL: tl.tensor, row: tl.tensor, token_T: tl.tensor, wanted_T: tl.tensor, head: tl.tensor,
     n_N: tl.tensor, length: int, heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The product of the decays of the wanted tokens up to each."""
+    """Return F (T, N): for each token, the decays' product over all wanted tokens up to it."""
     g_TN = log_decays(g_BLHN, starts_BL, row, token_T, wanted_T, head, n_N, length, heads, DOCUMENTS, N)
     return tl.exp(summed(g_TN, False))
 
@@ -71,7 +87,7 @@ def to_end(
     g_BLHN: tl.tensor, starts_BL: tl.tensor, row: tl.tensor, token_T: tl.tensor, end: tl.tensor, head: tl.tensor,
     n_N: tl.tensor, length: int, heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The product of the decays after each token and before `end`."""
+    """Return L (T, N): for each token, the decays' product over all tokens after it and before `end`."""
     next_T = token_T + 1
     g_TN = log_decays(g_BLHN, starts_BL, row, next_T, next_T < end, head, n_N, length, heads, DOCUMENTS, N)
     return tl.exp(summed(g_TN, True))
@@ -81,7 +97,7 @@ def to_end(
 def state_block(
     states_BCHNP: tl.tensor, index: tl.tensor, n_N: tl.tensor, p_P: tl.tensor, N: tl.constexpr, P: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Of the state of one head at one chunk (N, P), zeros beyond."""
+    """Load a tile (N, P) of one state. `index` counts states over rows, chunks and heads. Padding is set to 0."""
     there_NP = tl.expand_dims(n_N < N, 1) & tl.expand_dims(p_P < P, 0)
     return tl.load(states_BCHNP + index * N * P + n_N[:, None] * P + p_P[None, :], mask=there_NP, other=0.0)
 
@@ -93,12 +109,19 @@ def chunk_states(
     P: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, KEYS: tl.constexpr,
     VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """sum_j (L_j k_j) v_j^T, and W; reversed, from q and dy: sum_i (F_i q_i) dy_i^T."""
+    """Store a chunk's addition to the state in `states`, and W in `whole`.
+
+    The addition is sum_j (L_j k_j) v_j^T, with k in `left` and v in `right`. With REVERSED, the kernel stores the
+    chunk's addition to the state gradient instead: sum_i (F_i q_i) dy_i^T, with q in `left` and dy in `right`. W is
+    then not stored. A program computes a tile (KEYS, VALUES). Grid: chunks, heads times key slices times value slices,
+    rows.
+    """
     across: tl.constexpr = BLOCK_P // VALUES
     chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     slices: tl.constexpr = BLOCK_N // KEYS * across
     head, place = tl.program_id(1) // slices, tl.program_id(1) % slices
-    n_N, p_P = place // across * KEYS + tl.arange(0, KEYS), place % across * VALUES + tl.arange(0, VALUES)
+    n_N = place // across * KEYS + tl.arange(0, KEYS)
+    p_P = place % across * VALUES + tl.arange(0, VALUES)
     token_T = chunk * CHUNK + tl.arange(0, CHUNK)
     inside_T = token_T < length
     since_TN = since_start(g_BLHN, starts_BL, row, token_T, inside_T, head, n_N, length, heads, DOCUMENTS, N)
@@ -123,11 +146,18 @@ def pass_states(
     before_BCHNP: tl.tensor, through_BCHN: tl.tensor, chunks: int, heads: int, START: tl.constexpr,
     REVERSED: tl.constexpr, N: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, BLOCK_P: tl.constexpr,
 ) -> None:  # fmt: skip
-    """In the place of what every chunk adds, the state that it starts from; and the state after the last one.
+    """Replace each chunk's addition in `states` by the state before the chunk, and store the state after the row.
 
-    Reversed, these are gradients, from the last chunk to the first; `through` gets W times the sum of h dh.
+    `start` is the state before the row (without START it is not read, and zeros are used). `end` is the output for the
+    state after the row. Grid: slices with ROWS key channels, heads, rows.
+
+    With REVERSED, the same recurrence is computed for state gradients, from the last chunk to the first. Then `start`
+    is the state gradient after the row, `end` gets the state gradient before the row, and `states` gets
+    dh, the state gradient after each chunk. `before` is an input: the states h before the chunks. `through` is an
+    output: W sum_p h dh for each key channel. Without REVERSED, `before` and `through` are not used.
     """
-    n_N, p_P = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_P)
+    n_N = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    p_P = tl.arange(0, BLOCK_P)
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     there_NP = tl.expand_dims(n_N < N, 1) & tl.expand_dims(p_P < P, 0)
     at_NP = n_N[:, None] * P + p_P[None, :]
@@ -156,10 +186,15 @@ def scores(
     heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr,
     BLOCK_N: tl.constexpr, KEYS: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A of the tokens of a part, with all tokens of its chunk."""
+    """Store the scores A for one part's queries with all keys in the chunk. Grid: parts, heads, rows.
+
+    Scores with keys in earlier parts are one matrix multiplication for each slice with KEYS key channels. Scores with
+    keys in the same part are computed in a loop over these keys, from the last to the first.
+    """
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     first, chunk = tl.program_id(0) * PART, tl.program_id(0) // (CHUNK // PART)
-    token_O, token_T = first + tl.arange(0, PART), chunk * CHUNK + tl.arange(0, CHUNK)
+    token_O = first + tl.arange(0, PART)
+    token_T = chunk * CHUNK + tl.arange(0, CHUNK)
     score_OT = tl.zeros([PART, CHUNK], tl.float32)
     for start in range(0, BLOCK_N, KEYS):
         n_N = start + tl.arange(0, KEYS)
@@ -188,7 +223,7 @@ def one_token(
     x_BLHN: tl.tensor, row: tl.tensor, token: tl.tensor, head: tl.tensor, n_N: tl.tensor, length: int, heads: int,
     N: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """x of a token (1, N), zeros beyond."""
+    """Load x at one token as (1, N), in fp32; entries out of range are 0."""
     at_N = ((row * length + token) * heads + head) * N + n_N
     return tl.load(x_BLHN + at_N, mask=(n_N < N) & (token < length), other=0.0).to(tl.float32)[None, :]
 
@@ -198,7 +233,7 @@ def one_decay(
     g_BLHN: tl.tensor, starts_BL: tl.tensor, row: tl.tensor, token: tl.tensor, head: tl.tensor, n_N: tl.tensor,
     length: int, heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The decay of a token (1, N), 0 where it begins a document."""
+    """Return one token's decay (1, N); it is 0 if the token begins a document."""
     decay_1N = tl.exp(one_token(g_BLHN, row, token, head, n_N, length, heads, N))
     if DOCUMENTS:
         begun = tl.load(starts_BL + row * length + token, mask=token < length, other=0)
@@ -211,7 +246,7 @@ def scores_of_chunk(
     scores_BHLT: tl.tensor, row: tl.tensor, head: tl.tensor, token_T: tl.tensor, length: int, heads: int,
     CHUNK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """All of a chunk (T, T), zeros beyond the row."""
+    """Load a chunk's scores (T, T); the scores of queries beyond the row's end are 0."""
     at_TT = ((row * heads + head) * length + token_T)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     return tl.load(scores_BHLT + at_TT, mask=tl.expand_dims(token_T < length, 1), other=0.0)
 
@@ -223,7 +258,7 @@ def outputs(
     P: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, KEYS: tl.constexpr,
     VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """y of a chunk's tokens, some values of one head."""
+    """Store y for a chunk's tokens and VALUES value channels. Grid: chunks, heads times value slices, rows."""
     across: tl.constexpr = BLOCK_P // VALUES
     chunk, head, row = tl.program_id(0), tl.program_id(1) // across, tl.program_id(2).to(tl.int64)
     p_P = tl.program_id(1) % across * VALUES + tl.arange(0, VALUES)

@@ -1,14 +1,20 @@
-"""The recurrence with one log-decay for each key channel: gated linear attention, Yang et al. 2024.
+"""Gated linear attention (Yang et al. 2024): a recurrence with one decay for each key channel.
 
     h_t = diag(exp(g_t)) h_{t-1} + k_t v_t^T,   y_t = h_t^T q_t,   g_t <= 0
 
-With the same g for all key channels of a head it is the core of SSD (`ssd/decay`), and if g is also constant, retention
-(RetNet). A mixer that reads the state before a token's own step (RWKV-6) passes the queries of the next tokens. Where a
-new document begins, nothing of the document before it remains.
+h_t is the state after token t; q, k and v are queries, keys and values; g has the log decays. If g is equal for all key
+channels in a head, this is the recurrence of SSD (`ops/ssd`). If g is also constant over tokens, it is the recurrence
+of RetNet.
 
-Not here but in the mixers: projections, how g is computed, a scale of the queries, and norms.
+In RWKV-6, token t + 1 reads the state h_t with its own query. RWKV-6's sub-layer therefore passes the query of token
+t + 1 as q_t. y_t is then a term in the output of token t + 1.
 
-Legend: B rows, L tokens, H heads, N key size, P value size.
+If a document begins within a row, the state is set to zero before the document's first token. The row's first token
+never resets the state, since it may continue the document of the initial state.
+
+The sub-layers that use this op compute everything else: projections, g, a scale of q, and norms.
+
+Legend: B rows (sequences in the batch), L tokens per row, H heads, N key channels, P value channels.
 """
 
 from __future__ import annotations
@@ -19,11 +25,14 @@ import torch
 from torch import Tensor
 
 from hybridtron.ops.documents import document_starts
-from hybridtron.ops.precision import state_before, wide_type
+from hybridtron.ops.precision import state_or_zeros, wide_type
 
 
 class GLAInputs(NamedTuple):
-    """A row's tokens and the state before it (None: zeros). Without documents the row is one stream."""
+    """Rows of tokens, the state before each row, and each token's document index.
+
+    If `state_BHNP` is None, the state before each row is zero. If `documents_BL` is None, every row is one document.
+    """
 
     q_BLHN: Tensor
     k_BLHN: Tensor
@@ -34,7 +43,7 @@ class GLAInputs(NamedTuple):
 
 
 def gla_scan(inputs: GLAInputs) -> tuple[Tensor, Tensor]:
-    """Return y in the dtype of v, and the state after the last token in fp32 (float64 for float64 inputs)."""
+    """Return y in v's dtype, and the state after the row in fp32 (float64 for float64 inputs)."""
     wide = wide_type(inputs.v_BLHP)
     q, k, v, g = (t.to(wide) for t in inputs[:4])
     h_BHNP = initial_state(inputs)
@@ -49,5 +58,5 @@ def gla_scan(inputs: GLAInputs) -> tuple[Tensor, Tensor]:
 
 
 def initial_state(inputs: GLAInputs) -> Tensor:
-    """Return the state before the row, in the dtype to compute in."""
-    return state_before(inputs.state_BHNP, inputs.v_BLHP, *inputs.k_BLHN.shape[2:], inputs.v_BLHP.shape[3])
+    """Return the state before the row in fp32 (float64 for float64 inputs); zeros if `state_BHNP` is None."""
+    return state_or_zeros(inputs.state_BHNP, inputs.v_BLHP, *inputs.k_BLHN.shape[2:], inputs.v_BLHP.shape[3])

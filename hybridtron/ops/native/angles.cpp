@@ -1,10 +1,10 @@
-// Angles that add up from where a row or a document begins:
+// Angles as running sums since the start of a row or a document:
 //
 //     theta_t = theta_{t-1} + step_t rate_t   modulo a full turn, by head and angle
 //     with G_t the sum of dtheta from t to the end of its document,
 //     dstep_t = sum over angles of G_t rate_t,   drate_t = sum over heads of G_t step_t
 //
-// Sums are in float64: a row may be long. A row is one unit, as few numbers are read and written.
+// Sums are float64, since a row may be long. A unit is a full row, since few numbers are read and written.
 #include "numbers.h"
 #include "threads.h"
 #include <cmath>
@@ -14,7 +14,7 @@ constexpr double FULL_TURN = 6.283185307179586;
 template <class S> struct Angles {
   int64_t rows, length, heads, angles;
   Tokens steps, rates, y, grad_y, grad_steps, grad_rates;
-  const bool *starts;  // (rows, length), or none
+  const bool *starts;  // (rows, length), or null
 
   int64_t turned() const { return heads * angles; }
   bool begins(int64_t r, int64_t t) const { return starts && starts[r * length + t]; }

@@ -1,7 +1,7 @@
-// Attention as C functions; equations in attention.h. 0 means done, 1 that memory was short.
+// Attention as C functions, which return 0, or 1 if out of memory; equations in attention.h.
 #include "attention.h"
 
-// Scores become weights, relative to the greatest score so far; what was made before is brought to that.
+// Turns scores into weights relative to the largest score so far, and rescales earlier sums to it.
 template <class S> static void weigh(PieceOfHead<S> &p) {
   for (int64_t i = p.low; i < p.high; i += Lanes<S>::W) {
     const V<S> before = load(p.most + i);
@@ -21,7 +21,7 @@ template <class S> static void weigh(PieceOfHead<S> &p) {
   }
 }
 
-// The next tile of a single query, whose sum is in grad_rows
+// Adds the next tile for a single query, whose weighted sum is in grad_rows.
 template <class S> static void weigh_alone(PieceOfHead<S> &p) {
   constexpr int64_t W = Lanes<S>::W;
   const int64_t padded = p.padded, filled = lanes<S>(p.tile_keys);
@@ -76,7 +76,7 @@ template <class S> static void forward_piece(void *task, int unit, char *scratch
   }
 }
 
-// From the weights and the values' products: what comes back to the scores
+// Computes weights p and score gradients ds, from scores and dy . v.
 template <class S> static void weigh_again(PieceOfHead<S> &p) {
   for (int64_t t = 0; t < p.tile_keys; t++)
     for (int64_t i = p.low; i < p.high; i += Lanes<S>::W) {
@@ -88,7 +88,7 @@ template <class S> static void weigh_again(PieceOfHead<S> &p) {
 }
 
 template <class S> static void add_to(const Tokens &to, PieceOfHead<S> &p, const S *rows) {
-  S *sum = p.key_rows;  // read no more in this tile
+  S *sum = p.key_rows;  // no longer needed in this tile
   for (int64_t t = 0; t < p.tile_keys; t++) {
     read(sum, to, p.row, p.tile + t, p.group * p.of.size, p.of.size);
     for (int64_t d = 0; d < p.of.size; d++) sum[d] += rows[t * p.padded + d];
@@ -111,7 +111,7 @@ template <class S> static void backward_tile(PieceOfHead<S> &p) {
   add_to(of.grad_v, p, p.of_values);
 }
 
-// All pieces of a row, in the heads that share their keys: they add to the same gradients.
+// Takes all pieces of a row in the heads that share keys, since these add to the same gradients.
 template <class S> static void backward_group(void *task, int unit, char *scratch) {
   const Attention<S> &of = *(const Attention<S> *)task;
   PieceOfHead<S> p(of, scratch);

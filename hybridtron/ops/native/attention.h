@@ -1,20 +1,18 @@
-// Causal softmax attention of pieces of a row over the keys that they read, a tile of keys at a time:
+// Causal softmax attention for pieces of a row, over tiles of the keys that they read:
 //
 //     s_ij = scale q_i . k_j,   p_ij = exp(s_ij - lse_i),   y_i = sum over the visible j of p_ij v_j
 //     D_i = dy_i . y_i,   ds_ij = p_ij (dy_i . v_j - D_i)
 //     dq_i = scale sum over j of ds_ij k_j,   dk_j = scale sum over i of ds_ij q_i,   dv_j = sum over i of p_ij dy_i
 //
-// A piece is at most QUERIES tokens of a row. It reads chosen blocks of keys, all of them visible to all its queries,
-// and then its own keys, of which query i sees those from first_i to its own. Both ends only grow along a row, so of a
-// tile of keys a run of queries sees any, and only these are computed. The lanes of vectors are queries: keys and
-// values are read as they lie, and maxima and sums over keys need nothing across lanes. lse comes from maxima and sums
-// that are scaled again whenever a greater score comes.
+// A piece is at most QUERIES tokens of a row. It reads chosen blocks of keys, all visible to all its queries, and then
+// its own keys, of which query i sees those from first_i to itself. Both ends only grow along a row, so the queries
+// that see any key of a tile are a range, and only these are computed. Vector lanes are queries: keys and values are
+// read in place, and maxima and sums over keys need no exchange between lanes. lse comes from an online softmax.
 //
-// Where a piece is a single query, as in decoding, forward has channels as lanes instead: a vector of queries would be
-// all but empty.
+// For a single query, as in decoding, forward has channels as lanes instead: a vector of queries would be almost empty.
 //
-// The order of all sums is fixed by the sizes: tiles in their order, keys one by one, and in backward pieces and the
-// heads of a group in theirs.
+// Sizes fix the order of all sums: tiles in order, keys one by one, and in backward pieces and a group's heads in
+// order.
 #pragma once
 #include <cmath>
 #include <initializer_list>
@@ -23,14 +21,14 @@
 
 constexpr int64_t QUERIES = 64, KEYS = 32;
 
-// heads lie side by side in a token; `length` tokens of a row are the last ones of its keys.
+// A token's heads are contiguous; a row's `length` queries are the last of its keys.
 template <class S> struct Attention {
   int64_t rows, length, keys, heads, groups, size, block;
   Tokens q, k, v, y, grad_y, grad_q, grad_k, grad_v;
-  const int64_t *pieces;  // (number, 5): row, first token, tokens, place of its chosen blocks, how many these are
-  const int64_t *begins;  // (rows + 1): where a row's pieces begin
+  const int64_t *pieces;  // (number, 5): row, first token, tokens, index of its chosen blocks, their number
+  const int64_t *begins;  // (rows + 1): index of each row's first piece
   const int64_t *first;   // (rows, length)
-  const int64_t *chosen;  // (places, groups): the first key of a block; below 0 there is none
+  const int64_t *chosen;  // (indices, groups): first key of a block; negative for no block
   S *lse;                 // (rows, heads, length)
   double scale;
 
@@ -38,7 +36,7 @@ template <class S> struct Attention {
   int64_t share() const { return heads / groups; }
 };
 
-// What one thread works with: the queries of a piece in one head, and a tile of keys that they read.
+// A thread's workspace: a piece's queries in one head, and a tile of their keys.
 template <class S> struct PieceOfHead {
   const Attention<S> &of;
   const int64_t padded;
@@ -46,7 +44,7 @@ template <class S> struct PieceOfHead {
   S *query_rows, *grad_rows;                      // (QUERIES, padded)
   S *key_rows, *value_rows, *of_keys, *of_values; // (KEYS, padded)
   S *scores, *of_scores;                          // (KEYS, QUERIES)
-  S *first, *last, *most, *sum;                   // (QUERIES); the first two count keys from the piece's first own key
+  S *first, *last, *most, *sum;                   // (QUERIES); the first two count from the piece's first own key
   int64_t row, start, count, head, group, tile, tile_keys, low, high;
   const int64_t *chosen;
   int64_t blocks;
@@ -73,14 +71,14 @@ template <class S> struct PieceOfHead {
     const int64_t *about = of.pieces + 5 * piece;
     row = about[0], start = about[1], count = about[2], blocks = about[4];
     head = number, group = head / of.share(), chosen = of.chosen + about[3] * of.groups + group;
-    for (int64_t i = 0; i < lanes<S>(count); i++) {  // lanes behind the last query see what it sees
+    for (int64_t i = 0; i < lanes<S>(count); i++) {  // padding lanes see the same keys as the last query
       const int64_t real = i < count ? i : count - 1;
       first[i] = (S)(of.first[row * of.length + start + real] - own_key(0)), last[i] = (S)real;
     }
     for (int64_t i = 0; i < lanes<S>(count); i++) read_turned(query, of.q, i, query_rows, (S)of.scale);
   }
 
-  // A query's numbers as one lane of all rows, and as they lie; zeros behind the last query
+  // Reads a query into a row, and transposed into a lane; zeros beyond the last query.
   void read_turned(S *lanes_of, const Tokens &from, int64_t i, S *rows, S factor) {
     S *to = rows + i * padded;
     for (int64_t d = i < count ? of.size : 0; d < padded; d++) to[d] = 0;
@@ -88,7 +86,7 @@ template <class S> struct PieceOfHead {
     for (int64_t d = 0; d < of.size; d++) to[d] *= factor, lanes_of[d * QUERIES + i] = to[d];
   }
 
-  // visit() for every tile that is read, in its order
+  // Calls visit() for every tile that the piece reads, in order.
   template <class Visit> void over_tiles(const Visit &visit) {
     own = false;
     for (int64_t c = 0; c < blocks; c++) {
@@ -101,7 +99,7 @@ template <class S> struct PieceOfHead {
       if (enter_tile(key, own_key(count))) visit();
   }
 
-  // Which lanes see any of it; false where none does.
+  // Loads a tile, and finds the range of lanes that see any of it; returns false if none does.
   bool enter_tile(int64_t key, int64_t stop) {
     tile = key, tile_keys = stop - key < KEYS ? stop - key : KEYS, low = 0, high = count;
     if (own) {

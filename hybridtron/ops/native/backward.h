@@ -1,8 +1,8 @@
-// The recurrence's gradients, from the last token to the first; equations in recurrence.h.
+// Backward pass of the recurrence; equations in recurrence.h.
 #pragma once
 #include "forward.h"
 
-// What comes back through the states of TILE n and one vector of channels, over a chunk.
+// Runs the gradients for TILE n of the state and one vector of channels back over a chunk.
 template <class S>
 static void retreat(Workspace<S> &w, int64_t tile, int64_t i, const V<S> *a, V<S> *grad_state, V<S> *grad_a,
                     bool added) {
@@ -34,7 +34,7 @@ static void retreat(Workspace<S> &w, int64_t tile, int64_t i, const V<S> *a, V<S
   for (int n = 0; n < TILE; n++) grad_state[n] = g[n], grad_a[n] = of_a[n];
 }
 
-// Gradients of y before the gate
+// Computes g, the gradients of y before the gate.
 template <class S> static void read_gradients(Workspace<S> &w) {
   const Recurrence<S> &of = w.of;
   for (int64_t t = 0; t < w.tokens; t++) {
@@ -51,7 +51,7 @@ template <class S> static void read_gradients(Workspace<S> &w) {
   }
 }
 
-// Gradients of x, dt and z, and the sums for D and bias
+// Stores the gradients of x, dt and z, and adds to those of D and bias.
 template <class S> static void write_gradients(Workspace<S> &w) {
   const Recurrence<S> &of = w.of;
   const int64_t W = Lanes<S>::W;

@@ -4,17 +4,17 @@
 //     g_t = dy_t silu'(p_t),   dx_s = sum over k of weight_{width-1-k} g_{s+k}
 //     dweight_{width-1-k} = sum over t of g_t x_{t-k}
 //
-// k reaches no further back than the token's document does. What is before the row is its tail, of the first document.
+// k stops where the token's document begins. The row's tail comes before it, and belongs to its first document.
 #include "blocks.h"
 
 constexpr int MOST_TAPS = 32;
 
 template <class S> struct Convolution {
   int64_t rows, length, channels, width, activation;
-  Tokens x, tail, y, grad_y, grad_x, grad_tail;  // tail.data is null where zeros come before the row
+  Tokens x, tail, y, grad_y, grad_x, grad_tail;  // tail.data is null if zeros precede the row
   const uint8_t *starts;                         // (rows, length), or null
   const S *weight, *bias;                        // (width, channels), (channels)
-  S *grad_weight;                                // (rows, blocks, width + 1, channels): the last is the bias's
+  S *grad_weight;                                // (rows, blocks, width + 1, channels), the bias last
 
   int64_t blocks() const { return parts(length, BLOCK); }
   int64_t groups() const { return parts(channels, GROUP); }
@@ -22,13 +22,13 @@ template <class S> struct Convolution {
   int64_t scratch() const { return 2 * (BLOCK + 2 * MOST_TAPS) * GROUP * sizeof(S); }
 };
 
-// A block of tokens and a group of channels. WIDTH: the number of taps where the compiler should know it, else 0.
+// A block of tokens and a group of channels. WIDTH: the number of taps if fixed at compile time, else 0.
 template <class S, int WIDTH> struct ConvolutionBlock {
-  typedef V<S> Taps[WIDTH ? WIDTH : MOST_TAPS];  // by how far back a tap reaches
+  typedef V<S> Taps[WIDTH ? WIDTH : MOST_TAPS];  // by a tap's distance
   const Convolution<S> &of;
   const int reach;
   int64_t row, block, first, count, padded, start, stop;
-  S *x, *g;                             // of each token; x begins `reach` tokens before the block
+  S *x, *g;                             // by token; x begins `reach` tokens before the block
   int8_t backs[BLOCK + MOST_TAPS];      // how far back each token's document reaches
 
   ConvolutionBlock(const Convolution<S> &of, int unit, char *scratch) : of(of), reach((WIDTH ? WIDTH : of.width) - 1) {
@@ -96,7 +96,7 @@ template <class S, int WIDTH> static void forward_block(void *task, int unit, ch
   for (int64_t t = c.start; t < c.stop; t++) write(c.at(c.g, t), of.y, c.row, t, c.first, c.count);
 }
 
-// g of the block and of the tokens behind it whose taps reach into it; the weight's gradient of the block alone
+// Computes g for the block and for later tokens whose taps reach into it, and the weight's gradient for the block.
 template <class S, int WIDTH>
 static void make_g(ConvolutionBlock<S, WIDTH> &c, const V<S> *weight, int64_t i, int64_t end) {
   const Convolution<S> &of = c.of;
@@ -135,7 +135,7 @@ template <class S, int WIDTH> static void backward_block(void *task, int unit, c
     typename ConvolutionBlock<S, WIDTH>::Taps weight;
     c.taps(weight, i);
     make_g(c, weight, i, end);
-    for (int64_t s = begin; s < c.stop; s++) {  // x of this token is not needed any more
+    for (int64_t s = begin; s < c.stop; s++) {  // this token's x is no longer needed
       V<S> sum = V<S>{};
 #pragma GCC unroll 4
       for (int k = 0; k <= c.reach; k++)

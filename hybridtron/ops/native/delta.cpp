@@ -1,4 +1,4 @@
-// The delta rule as C functions; 0 means done, 1 that memory was short.
+// The delta rule as C functions, which return 0, or 1 if out of memory.
 #include "delta_backward.h"
 
 template <class S> static int run(void (*work)(void *, int, char *), Delta<S> *of, int threads) {

@@ -1,26 +1,26 @@
-// The delta rule with decays, a segment of tokens at a time, by a triangular system and products in the cache:
+// The delta rule with decays, by a triangular system and matrix products over segments of tokens, in the cache:
 //
 //     s_t = diag(exp(g_t)) h_{t-1},   u_t = beta_t (v_t - s_t^T k_t),   h_t = s_t + k_t u_t^T,   y_t = h_t^T q_t
 //
 // A segment is at most CHUNK tokens of one document, of one head. With L_t the sum of g up to t, T the last token, and
 //
-//     A_ij = sum over n of q_in k_jn exp(L_in - L_jn)  for j <= i,   P_ij the same of k_i for j < i
+//     A_ij = sum over n of q_in k_jn exp(L_in - L_jn)  for j <= i,   P_ij likewise with k_i for q_i, j < i
 //
-// it is (`ops/delta/chunked.py` derives it, and the gradients)
+// the segment is (`ops/delta/chunked.py` derives this, and the gradients)
 //
-//     w_i   = v_i - (k_i exp(L_i)) h_in - sum_j P_ij u_j,   u_i = beta_i w_i         forwards, from the first token on
+//     w_i   = v_i - (k_i exp(L_i)) h_in - sum_j P_ij u_j,   u_i = beta_i w_i         from the first token on
 //     y_i   = (q_i exp(L_i)) h_in + sum_j A_ij u_j
 //     h_out = exp(L_T) h_in + sum_j (k_j exp(L_T - L_j)) u_j^T
 //     du_j  = sum_i A_ij dy_i + (k_j exp(L_T - L_j)) dh - sum_i P_ij x_i,   x_j = beta_j du_j   from the last token on
 //     dv_j  = x_j,   dbeta_j = w_j . du_j,   dA_ij = dy_i . u_j,   dP_ij = - x_i . u_j
 //
-// Everything but A and P is the same for one decay a head and for one a key channel: decays are rows of key channels.
-// By head, the pairs' decays are one matrix. By channel, a segment is cut into bands of BAND tokens: what a band sees
-// before it is a product of queries decayed since the band's first token and of keys decayed up to it, and what it sees
-// of itself is made token by token. Keys decay there by multiplication, at most BAND times, so that no exponent is ever
+// Apart from A and P, one decay per head and one per key channel share all code: decays are rows of key channels. By
+// head, the pairs' decays are one matrix. By channel, a segment is cut into bands of BAND tokens: a band's scores with
+// earlier tokens are a product of queries decayed since the band's first token and keys decayed up to it; those inside
+// the band are computed token by token. Keys decay there by multiplication, at most BAND times, so that no exponent is
 // above 0 and no sum of strong decays blurs a weak one. L is float64 for the same reason.
 //
-// The order of all sums is fixed by the sizes; backward reads the states that forward kept, one for each chunk.
+// Sizes fix the order of all sums; backward reads the states that forward kept, one per chunk.
 #pragma once
 #include <initializer_list>
 #include "products.h"
@@ -28,13 +28,13 @@
 
 constexpr int64_t BAND = 16;
 
-// States are dense, in the type to compute in: (rows, heads, states, padded).
+// States are dense, (rows, heads, states, padded), in the type that computes.
 template <class S> struct Delta {
-  int64_t rows, length, heads, size, states, gates;  // gates: 1 by head, or as many as states
+  int64_t rows, length, heads, size, states, gates;  // gates: decays per head, 1 or `states`
   Tokens q, k, v, beta, g, y;
-  const uint8_t *starts;  // (rows, length), or null where no document begins in a row
-  S *state;               // the first on entry, the last on return; backward: of the gradients
-  S *kept;                // (rows, chunks, heads, states, padded); null where no gradient will be asked for
+  const uint8_t *starts;  // (rows, length), or null if no document begins in a row
+  S *state;               // first state on entry, last one on return; in backward, their gradients
+  S *kept;                // (rows, chunks, heads, states, padded); null if no gradient will be asked for
   Tokens grad_y, grad_q, grad_k, grad_v, grad_beta, grad_g;
 
   int64_t chunks() const { return parts(length, CHUNK); }
@@ -43,14 +43,14 @@ template <class S> struct Delta {
   int64_t sums() const { return gates == 1 ? 1 : across(); }
 };
 
-// What one thread works with: a segment of tokens of a head.
+// A thread's workspace: a segment of tokens in one head.
 template <class S> struct SegmentOfDelta {
   static constexpr int64_t C = CHUNK, W = Lanes<S>::W;
   const Delta<S> &of;
   const int64_t padded, across;
   S *q, *k, *since, *to_end, *q_from, *minus_k_from, *k_to;  // (C, across), as the next three lines
   S *of_q, *of_found, *of_k, *made_keys;
-  S *step, *band, *fade, *faded;  // exp(g), since a band's first token, and up to it: decays, and keys
+  S *step, *band, *fade, *faded;  // exp(g); decays since a band's first token, and up to it; keys with the latter
   S *band_q, *minus_band_k;       // decayed since a band's first token
   S *scores, *minus_found, *of_scores, *of_finding, *between;  // (C, C): A, -P, dA, dP
   S *w, *u, *made, *grad, *grad_u, *x;                         // (C, padded)
@@ -61,7 +61,7 @@ template <class S> struct SegmentOfDelta {
   S *turned;                                                   // (padded, across): a state
   double *sums, *of_g;                                         // (C, sums)
   int64_t row, head, start, tokens, filled;
-  bool sees, feeds;  // whether there is a state before it, and one after it
+  bool sees, feeds;  // a state enters the segment; one leaves it
 
   static int64_t size(const Delta<S> &of) {
     const int64_t floats = C * (19 * of.across() + 7 * of.padded() + 5 * C + 2) + of.across() * (of.padded() + 2);
@@ -90,12 +90,12 @@ template <class S> struct SegmentOfDelta {
   bool by_head() const { return of.gates == 1; }
   int64_t band_end(int64_t i) const { return i / BAND * BAND + BAND < tokens ? i / BAND * BAND + BAND : tokens; }
   int64_t wide(int64_t i) const { return i / BAND * BAND + BAND < filled ? i / BAND * BAND + BAND : filled; }
-  // visit(first row, one after the last) for the bands of a segment
+  // Calls visit(first row, end) for each band of a segment.
   template <class Visit> void over_bands(const Visit &visit) const {
     for (int64_t i = 0; i < tokens; i += BAND) visit(i, band_end(i));
   }
 
-  // visit() for each segment of a chunk, in its order or from the last one on
+  // Calls visit() for each segment of a chunk, forward or backward.
   template <class Visit> void over_segments(int64_t unit, int64_t chunk, bool forward, const Visit &visit) {
     row = unit / of.heads, head = unit % of.heads;
     over_documents(of, row, chunk, forward, [&](int64_t from, int64_t to, bool before, bool after) {
@@ -122,7 +122,7 @@ template <class S> struct SegmentOfDelta {
     turn(k_turned, k, across, across);
   }
 
-  // 2^exponent(i) for a number of lanes; exponents are float64
+  // 2^exponent(i) for `count` lanes; exponents are float64
   template <class Exponent> static void powers(S *to, int64_t count, const Exponent &exponent) {
     for (int64_t at = 0; at < count; at += W) {
       S lane[W];
@@ -131,13 +131,13 @@ template <class S> struct SegmentOfDelta {
     }
   }
 
-  // Sums of g in powers of two, and the decays since the state before and up to the state after
+  // Computes sums of g in powers of two, and decays since the state before and up to the state after the segment.
   void add_decays() {
     const int64_t each = of.sums();
     for (int64_t t = 0; t < tokens; t++) {
       read_padded(g, of.g, row, start + t, head * of.gates, of.gates);
       for (int64_t n = 0; n < each; n++) {
-        const double one = (double)g[n] * LOG2E;  // from -2500 on nothing is left, and others keep their digits
+        const double one = (double)g[n] * LOG2E;  // 0 in any type; the limit keeps the sum's digits for others
         sums[t * each + n] = (t ? sums[(t - 1) * each + n] : 0) + (one < -2500 ? -2500 : one);
       }
     }
@@ -160,7 +160,7 @@ template <class S> struct SegmentOfDelta {
     }
   }
 
-  // Tokens as lanes, with zeros behind the last one
+  // Transposes: tokens become lanes, with zeros beyond the last one.
   void turn(S *to, const S *from, int64_t apart, int64_t count) const {
     for (int64_t t = 0; t < tokens; t++)
       for (int64_t n = 0; n < count; n++) to[n * C + t] = from[t * apart + n];
@@ -168,7 +168,7 @@ template <class S> struct SegmentOfDelta {
       for (int64_t t = tokens; t < filled; t++) to[n * C + t] = 0;
   }
 
-  // What is below i of the lanes from j on; zeros, or what else is given
+  // The lanes from j on that are below i; `otherwise` elsewhere
   static V<S> below(int64_t i, int64_t j, V<S> v, V<S> otherwise = V<S>{}) {
     V<S> lane;
 #pragma GCC unroll 16

@@ -1,8 +1,8 @@
-// The delta rule's gradients, from the last token to the first; equations in delta.h.
+// Backward pass of the delta rule; equations in delta.h.
 #pragma once
 #include "delta_forward.h"
 
-// du and x, from the last band to the first
+// Computes du and x, from the last band to the first.
 template <class S> static void solve_backward(SegmentOfDelta<S> &s) {
   constexpr int64_t C = CHUNK, W = Lanes<S>::W;
   const int64_t padded = s.padded;
@@ -29,7 +29,7 @@ template <class S> static void solve_backward(SegmentOfDelta<S> &s) {
   }
 }
 
-// dA and x . u, and what they send back
+// Computes dA and x . u, and the gradients through them.
 template <class S> static void through_pairs(SegmentOfDelta<S> &s) {
   constexpr int64_t C = CHUNK;
   const int64_t padded = s.padded, size = s.of.size;
@@ -53,7 +53,7 @@ template <class S> static void by_state(SegmentOfDelta<S> &s, S *to, const S *fr
   for (int64_t at = 0; at < s.tokens * s.across; at += Lanes<S>::W) store(to + at, load(to + at) * load(factor + at));
 }
 
-// To readers and keys through the states before and after the segment; g gets `gains` before its token, `losses` after
+// Gradients of readers and keys through the states. dg sums `gains` from its token on, and `losses` before it.
 template <class S> static void through_states(SegmentOfDelta<S> &s, const S *before, S *gains, S *losses) {
   const int64_t count = s.tokens * s.across;
   memset(gains, 0, count * sizeof(S)), memset(losses, 0, count * sizeof(S));
@@ -75,7 +75,7 @@ template <class S> static void through_states(SegmentOfDelta<S> &s, const S *bef
   }
 }
 
-// dh of the state before the segment; through_n is the sum over p of dh h_in, decayed through the segment
+// Replaces dh by the gradient before the segment; through_n is the sum over p of dh h_in, times the segment's decay.
 template <class S> static void previous_state(SegmentOfDelta<S> &s, const S *before) {
   S *state = s.state();
   const S *whole = s.since + (s.tokens - 1) * s.across;
@@ -95,7 +95,7 @@ template <class S> static void previous_state(SegmentOfDelta<S> &s, const S *bef
   product<S, true>(made, {s.minus_k_from, 1, s.across}, {s.x, s.padded}, s.of.states, s.padded, s.tokens);
 }
 
-// of_g, which has what comes through pairs, and what lies on the way from the state before and to the state after
+// Stores dg: of_g, which has the part through pairs, plus paths from the state before and to the state after.
 template <class S> static void gradients_of_g(SegmentOfDelta<S> &s, const S *gains, const S *losses) {
   const int64_t each = s.of.sums(), gates = s.of.gates;
   auto entry = [&](const S *row, int64_t n) {
@@ -111,7 +111,7 @@ template <class S> static void gradients_of_g(SegmentOfDelta<S> &s, const S *gai
       s.of_g[t * each + n] += before;
       before += entry(losses + t * s.across, n);
     }
-    if (!s.sees) s.of_g[n] = 0;  // exactly: what it would decay is of another document
+    if (!s.sees) s.of_g[n] = 0;  // exactly 0, since it decays another document's state
   }
   for (int64_t t = 0; t < s.tokens; t++) {
     for (int64_t n = 0; n < gates; n++) s.g[n] = (S)s.of_g[t * each + n];

@@ -1,8 +1,8 @@
-// The delta rule from the first token to the last; equations in delta.h.
+// Forward pass of the delta rule; equations in delta.h.
 #pragma once
 #include "delta_pairs.h"
 
-// A and P, and w and u, from the state before the segment
+// Computes A, P, w and u from the state before the segment.
 template <class S> static void solve(SegmentOfDelta<S> &s, S *before) {
   constexpr int64_t C = CHUNK, W = Lanes<S>::W;
   const int64_t padded = s.padded;

@@ -1,8 +1,8 @@
-// The delta rule's pairs of tokens: A and -P of a segment, and what comes back through them; equations in delta.h.
+// Pairs of tokens in the delta rule: A and -P of a segment, and the gradients through them; equations in delta.h.
 #pragma once
 #include "delta.h"
 
-// By head: products of the tokens, and the pairs' decays as a factor
+// Scores by head: products of the tokens, times the pairs' decays
 template <class S> static void scores_by_head(SegmentOfDelta<S> &s) {
   constexpr int64_t C = CHUNK, W = Lanes<S>::W;
   s.over_bands([&](int64_t from, int64_t to) {
@@ -22,10 +22,10 @@ template <class S> static void scores_by_head(SegmentOfDelta<S> &s) {
   }
 }
 
-// From dA and x . u of all pairs. The pairs that g_t lies between, i >= t > j, are summed as they stand.
+// Gradients by head, from dA and x . u. dg_t adds exactly the pairs with i >= t > j.
 template <class S> static void backward_by_head(SegmentOfDelta<S> &s) {
   constexpr int64_t C = CHUNK, W = Lanes<S>::W;
-  S *open = s.fade;  // for each j, the sum of all pairs with i from the present row on
+  S *open = s.fade;  // for each j, the sum over pairs with i from the current row on
   memset(open, 0, C * sizeof(S));
   for (int64_t i = s.tokens - 1; i >= 0; i--) {
     V<S> before = V<S>{};
@@ -49,7 +49,7 @@ template <class S> static void backward_by_head(SegmentOfDelta<S> &s) {
   });
 }
 
-// A band's tokens among themselves: lanes are keys, which decay by one step at every token that reads them
+// Scores inside a band: lanes are keys, which decay by one step at every token that reads them.
 template <class S> static void scores_in_band(SegmentOfDelta<S> &s, int64_t from, int64_t to) {
   constexpr int64_t C = CHUNK, W = Lanes<S>::W;
   for (int64_t i = from; i < to; i++)
@@ -67,14 +67,14 @@ template <class S> static void scores_in_band(SegmentOfDelta<S> &s, int64_t from
     }
 }
 
-// The decays from the first token of the band to that of the next one, as a row of keys
+// Decays from a band's first token to the next band's, as a row of keys
 template <class S> static const S *across_band(SegmentOfDelta<S> &s, int64_t from, int64_t to) {
   const double *first = s.sums + from * s.across, *next = s.sums + to * s.across;
   s.powers(s.g, s.across, [&](int64_t n) { return next[n] - first[n]; });
   return s.g;
 }
 
-// By channel: what is before a band by products, with keys decayed up to its first token in `run`
+// Scores by channel: those with tokens before a band by products, with keys in `run` decayed up to its first token
 template <class S> static void scores_by_channel(SegmentOfDelta<S> &s) {
   constexpr int64_t C = CHUNK, W = Lanes<S>::W;
   const int64_t across = s.across;
@@ -100,7 +100,7 @@ template <class S> static void scores_by_channel(SegmentOfDelta<S> &s) {
   });
 }
 
-// What comes back to a band's tokens from pairs among themselves: lanes are channels
+// Gradients through pairs inside a band; lanes are channels.
 template <class S> static void backward_in_band(SegmentOfDelta<S> &s, int64_t from, int64_t to) {
   constexpr int64_t C = CHUNK, W = Lanes<S>::W;
   for (int64_t n = 0; n < s.across; n += W)
@@ -120,7 +120,7 @@ template <class S> static void backward_in_band(SegmentOfDelta<S> &s, int64_t fr
     }
 }
 
-// What comes back between a band and all tokens before it, with decays up to its first token in `fade`
+// Gradients through pairs of a band with earlier tokens, with decays up to its first token in `fade`
 template <class S> static void backward_before_band(SegmentOfDelta<S> &s, int64_t from, int64_t to) {
   constexpr int64_t C = CHUNK, W = Lanes<S>::W;
   const int64_t across = s.across, rows = to - from, here = from * across;

@@ -1,8 +1,8 @@
-// The recurrence from the first token to the last; equations in recurrence.h.
+// Forward pass of the recurrence; equations in recurrence.h.
 #pragma once
 #include "recurrence.h"
 
-// The states of TILE n and one vector of channels, over a chunk. RETRACED: for backward, what it needs of each token.
+// Advances TILE n of the state and one vector of channels over a chunk. RETRACED: also stores values for backward.
 template <class S, bool RETRACED>
 static void advance(Workspace<S> &w, int64_t tile, int64_t i, const V<S> *a, V<S> *state, bool added) {
   const int64_t lanes = w.lanes, padded = w.padded;

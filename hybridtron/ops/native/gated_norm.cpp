@@ -1,15 +1,15 @@
-// The gated norm of Mamba-2, in its two steps and whole; v = y silu(z):
+// The gated norm of Mamba-2, as two steps and in full; v = y silu(z):
 //
 //     squares:  out = sum of v^2 over a head                      dv = 2 v dout
 //     scale:    out = v scale weight, a scale for each head       dv = dout weight scale,
 //               dscale = sum over a head of dout weight v,        dweight = sum over tokens of dout v scale
 //
-// and whole, where a head is a group, with r = 1 / sqrt(mean of v^2 over it + eps):
+// and in full, where a head is a group, with r = 1 / sqrt(mean of v^2 over it + eps):
 //
 //     norm:     out = v r weight                                  dv = r (dout weight - v r^2 mean(dout weight v)),
 //                                                                 dweight = sum over tokens of dout v r
 //
-// and in all dy = dv silu(z),   dz = dv y silu'(z).
+// and in all three dy = dv silu(z),   dz = dv y silu'(z).
 #include <cmath>
 
 #include "blocks.h"
@@ -136,14 +136,14 @@ template <class S> static void norm_backward_block(void *task, int unit, char *s
     const int64_t r = k / of.length, t = k % of.length;
     read_padded(y, of.y, r, t, 0, of.channels), read_padded(z, of.z, r, t, 0, of.channels);
     read(grad, of.grad_out, r, t, 0, of.channels);
-    for (int64_t i = 0; i < padded; i += W) {  // from here y is silu(z), and z is y silu'(z)
+    for (int64_t i = 0; i < padded; i += W) {  // from here on y is silu(z), and z is y silu'(z)
       const V<S> gate = load(z + i), open = Logistic<S>(gate).sigmoid(gate), y_i = load(y + i);
       store(v + i, y_i * gate * open), store(y + i, gate * open);
       store(z + i, y_i * open * (1 + gate * (1 - open)));
     }
     for (int64_t h = 0; h < count; h++) heads[h] = root_mean_square_inverse(of, v + h * of.head);
     over_heads(of, heads, scale);
-    for (int64_t i = 0; i < padded; i += W) {  // from here v is the normed, and grad is dout weight
+    for (int64_t i = 0; i < padded; i += W) {  // from here on v is normed, and grad is dout weight
       const V<S> normed = load(v + i) * load(scale + i), grad_i = load(grad + i);
       store(of_weight + i, load(of_weight + i) + grad_i * normed);
       store(v + i, normed), store(grad + i, grad_i * load(weight + i));

@@ -1,4 +1,4 @@
-// Gated linear attention as C functions; 0 means done, 1 that memory was short.
+// Gated linear attention as C functions, which return 0, or 1 if out of memory.
 #include "gla_backward.h"
 
 template <class S> static int forward(Gla<S> *of, int threads) {

@@ -1,16 +1,16 @@
-// The recurrence with one decay for each key channel (gated linear attention), block by block, by products in cache:
+// The recurrence with one decay per key channel (gated linear attention), by matrix products over short segments:
 //
 //     h_t = diag(a_t) h_{t-1} + k_t v_t^T,   y_t = h_t^T q_t,   a_t = exp(g_t) <= 1
 //
-// A segment is at most STEP tokens of one document, inside a chunk. With E_ij the product of a over the tokens after j
-// up to i, entry by entry of the key, F_i that over all tokens up to i, L_j that over those after j, and W over all:
+// A segment is at most STEP_TOKENS tokens of one document, inside a chunk. With E_ij the product of a over the tokens
+// after j up to i, for each key channel, F_i over all tokens up to i, L_j over those after j, and W over all:
 //
 //     y_i   = sum_{j <= i} A_ij v_j + h_in^T (F_i q_i),   A_ij = sum over n of q_in E_ijn k_jn
 //     h_out = diag(W) h_in + sum_j (L_j k_j) v_j^T
 //
-// E grows from token to token by one factor. So nothing is divided, no exponent is above 0, no sum of log-decays is
-// rounded, and there is one exponential for each token and key. Segments are short because the pairs of their tokens
-// have products of their own, and the state reaches the next one through two matrix products.
+// E grows from token to token by one factor. So nothing is divided, no exponent is above 0, no sum of log decays is
+// rounded, and there is one exponential per token and key. Segments are short because each pair of tokens needs a
+// separate product over the keys; states cross segments by two matrix products.
 //
 // Gradients, with dh that of h_out and M_ij = dy_i . v_j for j <= i:
 //
@@ -19,11 +19,11 @@
 //     dg_t = sum over pairs i >= t > j of M_ij q_i E_ij k_j                           (a_t lies between i and j)
 //            + sum_{i >= t} F_i q_i h_in dy_i + sum_{j < t} L_j k_j dh v_j + W sum over values of h_in dh
 //
-// entry by entry of the key. The first sum is that of all pairs with i >= t less those with j >= t too. A document's
-// first segment sees no h_in, and h_out is left out where a document ends.
+// for each key channel. The first sum is that over all pairs with i >= t less those that also have j >= t. A document's
+// first segment has no h_in, and h_out is skipped where a document ends.
 //
-// Every head of a row is one thread's, and all its sums have an order that its sizes fix. Forward keeps one state a
-// chunk, from which backward makes those of its segments again.
+// One thread takes a head of a row, and sizes fix the order of its sums. Forward keeps one state per chunk, from which
+// backward computes those of the segments again.
 #pragma once
 #include <initializer_list>
 #include "products.h"
@@ -31,22 +31,22 @@
 
 constexpr int64_t STEP_TOKENS = 16, MOST_STATES = CHUNK / STEP_TOKENS;
 
-// States are dense, (rows, heads, keys, padded), in the type to compute in.
+// States are dense, (rows, heads, keys, padded), in the type that computes.
 template <class S> struct Gla {
   int64_t rows, length, heads, keys, values;
   Tokens q, k, v, g, y;
-  const uint8_t *starts;  // (rows, length), or null where no document begins in a row
-  S *state;               // the first on entry, the last on return; backward: of the gradients
-  S *kept;                // (rows, chunks, heads, keys, padded); null where no gradient will be asked for
+  const uint8_t *starts;  // (rows, length), or null if no document begins in a row
+  S *state;               // first state on entry, last one on return; in backward, their gradients
+  S *kept;                // (rows, chunks, heads, keys, padded); null if no gradient will be asked for
   Tokens grad_y, grad_q, grad_k, grad_v, grad_g;
 
   int64_t chunks() const { return parts(length, CHUNK); }
   int64_t padded() const { return lanes<S>(values); }
   int64_t across() const { return lanes<S>(keys); }
-  int64_t states() const { return keys * padded(); }  // numbers of one
+  int64_t states() const { return keys * padded(); }  // numbers in a state
 };
 
-// What one thread works with: a segment of tokens of one head.
+// A thread's workspace: a segment of tokens in one head.
 template <class S> struct GlaSegment {
   static constexpr int64_t W = Lanes<S>::W, T = STEP_TOKENS;
   const Gla<S> &of;
@@ -59,9 +59,9 @@ template <class S> struct GlaSegment {
   S *through;                               // (across,): W times the sum of h_in dh
   S *scores, *inner;                        // (T, T): A and M
   S *sums;                                  // (T, T, W): A before its lanes are added up
-  S *before;                                // the states before the segments of a chunk that see one, but the first
+  S *before;                                // states before a chunk's segments that see one, except the first
   int64_t row, head, start, tokens;
-  bool sees, feeds;  // whether there is a state before it, and one after it
+  bool sees, feeds;  // a state enters the segment; one leaves it
 
   static int64_t size(const Gla<S> &of) {
     const int64_t by_token = 9 * of.across() + 3 * of.padded() + 2 * of.values + 2 * of.keys + (2 + W) * T;
@@ -88,7 +88,7 @@ template <class S> struct GlaSegment {
   bool begins(int64_t t) const { return of.starts && of.starts[row * of.length + t]; }
   int64_t filled() const { return lanes<S>(tokens); }
 
-  // The segments of a chunk by the tokens that they begin with, and behind them the chunk's end; how many they are
+  // Stores the first token of each segment in a chunk, and the chunk's end; returns their number.
   int64_t cut(int64_t chunk, int64_t *places) const {
     int64_t count = 0, end = chunk * CHUNK + tokens_of(of, chunk);
     for (int64_t t = chunk * CHUNK; t < end; t++)
@@ -97,7 +97,7 @@ template <class S> struct GlaSegment {
     return count;
   }
 
-  // Keys, values and decays; L, W and L k follow from them
+  // Reads keys, values and decays, and computes L, W and L k.
   void enter(int64_t from, int64_t end) {
     start = from, tokens = end - from;
     sees = !begins(from), feeds = end == of.length || !begins(end);
@@ -116,7 +116,7 @@ template <class S> struct GlaSegment {
     }
   }
 
-  // Queries; F and F q follow from them
+  // Reads queries, and computes F and F q.
   void enter_queries() {
     for (int64_t t = 0; t < tokens; t++)
       read_padded(q + t * across, of.q, row, start + t, head * of.keys, of.keys);
@@ -130,10 +130,10 @@ template <class S> struct GlaSegment {
     }
   }
 
-  // W of key n, after which comes nothing
+  // W of key n
   S whole(int64_t n) const { return to_end[n] * a[n]; }
 
-  // h_out from h_in, which may lie in the same place
+  // Computes h_out from h_in, possibly in place.
   void next_state(S *to, const S *from) const {
     for (int64_t n = 0; n < of.keys; n++)
       for (int64_t p = n * padded; p < (n + 1) * padded; p += W)

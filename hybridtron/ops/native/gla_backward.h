@@ -1,8 +1,8 @@
-// The gradients of gated linear attention, from the last token to the first; equations in gla.h.
+// Backward pass of gated linear attention; equations in gla.h.
 #pragma once
 #include "gla_forward.h"
 
-// Tokens as lanes, with zeros behind the last one
+// Transposes: tokens become lanes, with zeros beyond the last one.
 template <class S> static void turn_tokens(const GlaSegment<S> &s, S *to, const S *from) {
   constexpr int64_t T = STEP_TOKENS;
   for (int64_t p = 0; p < s.of.values; p++) {
@@ -11,7 +11,7 @@ template <class S> static void turn_tokens(const GlaSegment<S> &s, S *to, const 
   }
 }
 
-// A again, and what comes back to queries and keys through pairs of different tokens, of some vectors of keys
+// Computes A again, and dq and dk through pairs of different tokens, for WIDE vectors of keys.
 template <class S, int WIDE> static inline void pairs_of_keys(GlaSegment<S> &s, int64_t n) {
   constexpr int64_t W = Lanes<S>::W, T = STEP_TOKENS;
   for (int64_t t = 0; t < s.tokens; t++)
@@ -63,7 +63,7 @@ template <class S> static void gradients_of_values(GlaSegment<S> &s) {
     write(s.made + t * s.padded, s.of.grad_v, s.row, s.start + t, s.head * s.of.values, s.of.values);
 }
 
-// What queries and keys get through the states, and dh of the state before the segment
+// Computes the parts of dq and dk through the states, and replaces dh by the gradient before the segment.
 template <class S> static void through_states(GlaSegment<S> &s, const S *before) {
   constexpr int64_t W = Lanes<S>::W, T = STEP_TOKENS;
   const int64_t keys = s.of.keys, values = s.of.values, padded = s.padded;
@@ -71,7 +71,7 @@ template <class S> static void through_states(GlaSegment<S> &s, const S *before)
   if (s.sees) product<S, false>({s.found_q, T}, {before, padded, 1}, {s.grad_turned, T}, keys, s.filled(), values);
   if (s.feeds) product<S, false>({s.found_k, T}, {state, padded, 1}, {s.v_turned, T}, keys, s.filled(), values);
   for (int64_t n = 0; n < s.across; n++) s.through[n] = 0;
-  if (!s.sees) return;  // what comes before belongs to another document
+  if (!s.sees) return;  // earlier tokens belong to another document
   for (int64_t n = 0; n < keys; n++) {
     V<S> shared = V<S>{};
     for (int64_t p = n * padded; p < (n + 1) * padded; p += W) {
@@ -84,7 +84,7 @@ template <class S> static void through_states(GlaSegment<S> &s, const S *before)
   product<S, true>({state, padded}, {s.read, 1, s.across}, {s.grad, padded}, keys, padded, s.tokens);
 }
 
-// Products by key become rows by token, in the place of F and L; their sums with the pairs' are dq and dk
+// Transposes the products by key into rows by token, in the place of F and L, and adds the pairs' parts: dq, dk and dg.
 template <class S> static void add_up_gradients(GlaSegment<S> &s) {
   constexpr int64_t W = Lanes<S>::W, T = STEP_TOKENS;
   const int64_t across = s.across;
@@ -95,7 +95,7 @@ template <class S> static void add_up_gradients(GlaSegment<S> &s) {
     }
   for (int64_t n = 0; n < across; n += W) {
     V<S> before = V<S>{}, after = load(s.through + n);
-    for (int64_t t = 0; t < s.tokens; t++) {  // what leads from earlier tokens to the state behind the segment
+    for (int64_t t = 0; t < s.tokens; t++) {  // paths from earlier tokens to the state after the segment
       const int64_t at = t * across + n;
       store(s.a + at, before);
       before += load(s.k + at) * load(s.to_end + at);
@@ -112,7 +112,7 @@ template <class S> static void add_up_gradients(GlaSegment<S> &s) {
       store(s.of_k + at, of_k + load(s.to_end + at) + inner * query);
     }
   }
-  if (!s.sees) memset(s.a, 0, across * sizeof(S));  // the first token's decay had nothing to act on
+  if (!s.sees) memset(s.a, 0, across * sizeof(S));  // the first token's decay acts on nothing
 }
 
 template <class S> static void backward_segment(GlaSegment<S> &s, const S *before) {
@@ -143,7 +143,7 @@ template <class S> static void backward_head(void *task, int unit, char *scratch
     const int64_t count = s.cut(chunk, places);
     S *free = s.before;
     before[0] = s.kept(chunk);
-    for (int64_t c = 0; c + 1 < count; c++) {  // only a whole segment has one of its document behind it in the chunk
+    for (int64_t c = 0; c + 1 < count; c++) {  // a segment of the same document follows only a full one
       if (s.begins(places[c + 1])) continue;
       s.enter(places[c], places[c + 1]);
       s.next_state(free, before[c]);

@@ -1,8 +1,8 @@
-// Gated linear attention from the first token to the last; equations in gla.h.
+// Forward pass of gated linear attention; equations in gla.h.
 #pragma once
 #include "gla.h"
 
-// A of some vectors of keys, lane by lane
+// Adds WIDE vectors of keys to A, lane by lane.
 template <class S, int WIDE> static inline void scores_of_keys(GlaSegment<S> &s, int64_t n) {
   constexpr int64_t W = Lanes<S>::W, T = STEP_TOKENS;
   for (int64_t j = 0; j < s.tokens; j++) {
@@ -21,7 +21,7 @@ template <class S, int WIDE> static inline void scores_of_keys(GlaSegment<S> &s,
   }
 }
 
-// The lanes of A added up; above the diagonal are zeros
+// Adds up the lanes of A, with zeros above the diagonal.
 template <class S> static void add_lanes(GlaSegment<S> &s) {
   constexpr int64_t T = STEP_TOKENS;
   for (int64_t i = 0; i < s.tokens; i++)

@@ -1,13 +1,14 @@
-"""Build and load the compiled ops: the C++ beside this file, compiled at first use and kept in the user's cache.
+"""Build and load the library of compiled CPU ops. It is compiled at first use and stored in the user's cache.
 
-    library()            the loaded functions, or the reason why there are none and the ops run in torch alone
-    call("f", task, n)   call function f on a task structure with n threads
+    library()            the loaded functions, or the reason why they could not be built
+    call("f", task, n)   call function f with n threads; `task` is a ctypes structure with f's arguments
 
-A build's file name is a digest of everything that it depends on: sources, compiler, flags and CPU. If the compiler
-changes, or another kind of node shares the home directory, no file has that name and a new one is built. A damaged file
-is built again (`hybridtron/compiled.py`).
+The C++ sources are in this folder. An op calls them from the file `native.py` in its own folder. If the library can't
+be built, ops run in torch.
 
-Not here: the functions' mathematics (the sources), and the ops that use them (`native.py` in the ops' folders).
+The library's file name is a digest of sources, compiler, flags and CPU features. So if the compiler changes, or if a
+node with another CPU shares the home directory, a new library is built under another name. A damaged file is built
+again (`hybridtron/compiled.py`).
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ FLAGS = (
     "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions", "-fno-rtti",
     "-fPIC", "-pthread", "-w",
 )  # fmt: skip
-"""Without -ffast-math: it would fold the sums that round an exponent, and assume that no value is infinite."""
+"""Compiler flags. -ffast-math is not used: it assumes that no number is infinite or NaN, and it reorders sums."""
 
 
 @dataclass(frozen=True)
 class NativeLibrary:
-    """The loaded functions, or None, and how the library was built or why it was not."""
+    """The result of loading the library."""
 
-    functions: ctypes.CDLL | None
-    reason: str
+    functions: ctypes.CDLL | None  # None if the library could not be built or loaded
+    reason: str  # how the library was built, or why not
 
 
 @functools.cache
 def library() -> NativeLibrary:
-    """Load the library, building it if needed. Cached per process; forked children inherit it from their parent."""
+    """Load the library, and build it if needed. The result is cached; forked processes inherit it."""
     try:
         build = Build.here()
         loaded = compiled.load("native", f"{build.digest}.so", build.compile)
@@ -57,7 +58,7 @@ def library() -> NativeLibrary:
 
 
 def missing() -> str | None:
-    """Return the reason why compiled forms can't run here, or None if they can."""
+    """Return why compiled ops can't run on this machine; None if they can."""
     loaded = library()
     if loaded.functions is None:
         return loaded.reason
@@ -65,7 +66,10 @@ def missing() -> str | None:
 
 
 def call(name: str, task: ctypes.Structure, threads: int) -> None:
-    """Run a compiled function; ctypes releases the GIL meanwhile. Raises MemoryError if it gets no scratch memory."""
+    """Call the compiled function `name` with `task` as its arguments, without the GIL.
+
+    Raises MemoryError if the function can't allocate its scratch memory.
+    """
     functions = library().functions
     assert functions is not None, "missing() says whether there is a library"
     if getattr(functions, name)(ctypes.byref(task), threads) != 0:
@@ -74,20 +78,20 @@ def call(name: str, task: ctypes.Structure, threads: int) -> None:
 
 @functools.cache
 def constant(name: str) -> int:
-    """Return a size that the sources fix: `chunk_tokens` between kept states, `token_block`, `attention_piece`, ..."""
+    """Return a constant from the C++ sources, such as `chunk_tokens`, `token_block` or `attention_piece`."""
     functions = library().functions
     assert functions is not None, "missing() says whether there is a library"
     return getattr(functions, name)()
 
 
 def token_blocks(tokens: int) -> int:
-    """Return the number of token blocks: gradients of parameters are summed within each, then over all."""
+    """Return the number of blocks into which tokens are divided; each has a partial sum for parameter gradients."""
     return -(-tokens // constant("token_block"))
 
 
 @dataclass(frozen=True)
 class Build:
-    """The compiler, flags and CPU of a build, and the digest that names it."""
+    """Compiler, flags and CPU features for a build, and the digest that is the library's file name."""
 
     compiler: Path
     flags: tuple[str, ...]
@@ -95,7 +99,7 @@ class Build:
 
     @staticmethod
     def here() -> Build:
-        """Return the build for this machine. Raises NotBuilt if it has no compiler."""
+        """Return the build for this machine. Raises NotBuilt if no compiler is found."""
         if platform.machine() in ("aarch64", "arm64"):
             native = "-mcpu=native"
         else:
@@ -132,13 +136,13 @@ class Build:
 
 
 def cpu_features() -> str:
-    """Return the system's description of this CPU's features.
+    """Return the operating system's description of this CPU's features.
 
-    It is part of a build's name, because code that was compiled for one kind of CPU can crash on another.
+    A build's digest depends on this text, because code that was compiled for one CPU can crash on another.
     """
     try:
         with Path("/proc/cpuinfo").open() as file:
-            first = "".join(iter(file.readline, "\n"))  # the first core only: a node can have hundreds
+            first = "".join(iter(file.readline, "\n"))  # only the first of many cores
         wanted = ("flags", "features", "model", "cpu part", "isa")
         return "".join(line for line in first.splitlines(True) if line.lower().startswith(wanted))
     except OSError:
@@ -146,15 +150,15 @@ def cpu_features() -> str:
 
 
 def threads(worth: float) -> int:
-    """Return the number of threads for some work: at most torch's (OMP_NUM_THREADS) and the cgroup's CPU limit.
+    """Return the number of threads for a call: 1 + `worth`, limited by torch's threads and the cgroup's CPU limit.
 
-    `worth` is the amount of work, in units that repay one more thread.
+    `worth` measures the work. If `worth` is 1, a second thread just begins to gain time.
     """
     return max(1, min(torch.get_num_threads(), _allowed(), 1 + int(worth)))
 
 
 def processors() -> int:
-    """Count the processors that this process may run on at once."""
+    """Return the number of processors that this process may use at the same time."""
     if sys.platform == "linux":
         bound = len(os.sched_getaffinity(0))
     else:
@@ -169,9 +173,9 @@ def _allowed() -> int:
 
 
 def cgroups(root: Path, own: str) -> list[Path]:
-    """List the cgroup folders whose limits apply to a process; inside a container only the root is visible.
+    """Return the cgroup folders whose limits apply to a process: its own, and all folders above it up to `root`.
 
-    `own` is the text of its /proc/self/cgroup.
+    `own` is the text in the process's /proc/self/cgroup. Inside a container, only `root` itself exists.
     """
     below = next((line.removeprefix("0::/") for line in own.splitlines() if line.startswith("0::/")), "")
     folder = root / below
@@ -179,7 +183,7 @@ def cgroups(root: Path, own: str) -> list[Path]:
 
 
 def quota(root: Path) -> int:
-    """Return the number of processors that a cgroup's limit allows, rounded up; sys.maxsize without a limit."""
+    """Return the number of processors that a cgroup folder allows, rounded up; sys.maxsize without limit."""
     try:
         if (root / "cpu.max").exists():
             limit, period = (root / "cpu.max").read_text().split()
@@ -189,5 +193,5 @@ def quota(root: Path) -> int:
         if int(limit) > 0:
             return math.ceil(int(limit) / int(period))
         return sys.maxsize
-    except (OSError, ValueError):  # no cgroup, or "max"
+    except (OSError, ValueError):  # there is no such file, or its text is "max", which means no limit
         return sys.maxsize

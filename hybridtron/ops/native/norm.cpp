@@ -1,4 +1,4 @@
-// Root-mean-square norm, also of a sum:
+// Root-mean-square norm of one tensor, or of a sum:
 //
 //     s = x + added,  r = 1 / sqrt(mean of s^2 + eps),  y = s r weight
 //     u = dy weight,  dx = r (u - s r^2 mean of u s) + ds,   dweight = sum over tokens of dy s r
@@ -34,7 +34,7 @@ template <class S> static void forward_block(void *task, int unit, char *scratch
       read_padded(added, of.added, r, t, 0, of.channels);
       for (int64_t i = 0; i < of.channels; i++) x[i] += added[i];
       write(x, of.sum, r, t, 0, of.channels);
-      read(x, of.sum, r, t, 0, of.channels);  // as it was rounded
+      read(x, of.sum, r, t, 0, of.channels);  // as rounded when stored
     }
     const S root = reciprocal_root(of, x);
     for (int64_t i = 0; i < of.padded(); i += Lanes<S>::W) store(x + i, load(x + i) * root * load(weight + i));
@@ -61,7 +61,7 @@ template <class S> static void backward_block(void *task, int unit, char *scratc
     }
     if (of.grad_sum.data) {
       write(x, of.grad_x, r, t, 0, of.channels);
-      read(x, of.grad_x, r, t, 0, of.channels);  // as rounded by itself: the bits of a norm that follows a sum
+      read(x, of.grad_x, r, t, 0, of.channels);  // rounded alone first, for the bits of a norm after a separate sum
       read(grad, of.grad_sum, r, t, 0, of.channels);
       for (int64_t i = 0; i < of.channels; i++) x[i] += grad[i];
     }

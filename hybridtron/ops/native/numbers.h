@@ -1,11 +1,11 @@
-// Rows of numbers in the types that tensors have, read and written in the type to compute in.
+// Rows of numbers in a tensor's type, converted from and to the type that computes.
 #pragma once
 #include <cstdint>
 #include <cstring>
 
 enum Kind : int64_t { FLOAT = 0, DOUBLE = 1, BFLOAT16 = 2 };
 
-// A tensor of tokens: the last axis is dense, rows and tokens lie anywhere. Strides count elements.
+// A tensor of tokens: the last axis is dense, rows and tokens have any strides, in elements.
 struct Tokens {
   void *data;
   int64_t kind, row, token;
@@ -23,7 +23,7 @@ static inline float widened(uint16_t narrow) {
   return wide;
 }
 
-static inline uint16_t narrowed(float wide) {  // to nearest, ties to even; what is no number stays so
+static inline uint16_t narrowed(float wide) {  // to nearest, ties to even; NaN stays NaN
   uint32_t bits;
   memcpy(&bits, &wide, 4);
   uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;

@@ -1,24 +1,24 @@
-// Products of small matrices that lie in the cache, for ops that multiply in between: C = A B, or C += A B.
+// Products of small matrices in the cache, as steps of an op: C = A B, or C += A B.
 //
-// B and C are rows of whole vectors, dense in a row; the entries of A lie anywhere, as each is read alone and spread
-// over a vector. Sums run over the depth in its order, so a product's bits depend on nothing but its factors.
+// Rows of B and C are dense and full vectors; A has any strides, since each entry is read alone and broadcast to a
+// vector. Sums run over the depth in order, so a product's bits depend on its factors alone.
 #pragma once
 #include "vectors.h"
 
 #if defined(__AVX__) && !defined(__AVX512F__) || defined(__SSE2__) && !defined(__AVX__)
-constexpr int ACROSS = 2;  // vectors of C that are made together; with TALL rows of them they fill 16 registers
+constexpr int ACROSS = 2;  // vectors of C computed together; with TALL rows they fill 16 registers
 #else
-constexpr int ACROSS = 4;  // and these 32
+constexpr int ACROSS = 4;  // 32 registers
 #endif
 constexpr int TALL = 6;
 
-// The left factor: entry (r, k) lies at r row + k step.
+// The left factor, with entry (r, k) at r row + k step.
 template <class S> struct Left {
   const S *at;
   int64_t row, step;
 };
 
-// Rows of numbers whose beginnings lie `row` apart
+// Dense rows of numbers, with stride `row`
 template <class S> struct Matrix {
   S *at;
   int64_t row;
@@ -53,7 +53,7 @@ static void product_column(Matrix<S> c, Left<S> a, const Matrix<S> &b, int64_t r
   if (rows & 1) product_tile<S, 1, WIDE, ADD>(c, a, b, depth);
 }
 
-// `across` counts numbers, a multiple of a vector's.
+// `across` counts numbers, a multiple of the vector width.
 template <class S, bool ADD>
 static void product(Matrix<S> c, const Left<S> &a, Matrix<S> b, int64_t rows, int64_t across, int64_t depth) {
   for (int64_t left = across / Lanes<S>::W; left > 0; left -= ACROSS) {

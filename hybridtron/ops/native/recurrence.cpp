@@ -1,4 +1,4 @@
-// The recurrence as C functions; 0 means done, 1 that memory was short.
+// The recurrence as C functions, which return 0, or 1 if out of memory.
 #include "backward.h"
 
 template <class S> static int forward(Recurrence<S> *of, int threads) {

@@ -1,6 +1,6 @@
-// A linear recurrence over tokens, for many channels side by side:
+// A linear recurrence over tokens, for many channels in parallel:
 //
-//     h_t = a_t h_{t-1} + s_t b_t,   y_t = sum over n of c_t h_t + D x_t,   y_t silu(z_t) where there is a gate
+//     h_t = a_t h_{t-1} + s_t b_t,   y_t = sum over n of c_t h_t + D x_t,   times silu(z_t) if there is a gate
 //     a_t = exp(delta_t A),   s_t = delta_t x_t,   delta_t = softplus(dt_t + bias)
 //
 // h and A have an entry for each channel and each n (the selective scan of Mamba-1); all channels share b and c.
@@ -12,28 +12,28 @@
 //     ddelta_t = sum over n of A e_t + x_t ds_t,   dx_t = delta_t ds_t + D g_t
 //     dz_t = dy_t y_t silu'(z_t), with y_t before the gate
 //
-// Backward reads the states that forward kept, one of every CHUNK tokens, and makes those between them again. Where a
-// document begins, h_{t-1} is 0 and nothing returns to it.
+// Backward reads the states that forward kept, one per CHUNK tokens, and computes those between them again. Where a
+// document begins, h_{t-1} is 0 and receives no gradient.
 //
-// The order of all sums is fixed by the sizes: n by n in TILEs, tokens one by one, lanes pairwise, and then units of
-// channels in their order, whether one thread takes all units of a row or several threads do.
+// Sizes fix the order of all sums: n by n in TILEs, tokens one by one, lanes pairwise, and then units of channels in
+// order, whether one thread takes all units of a row or several threads share them.
 #pragma once
 #include <initializer_list>
 #include "shares.h"
 
 constexpr int TILE = 8;
 
-// What a call is given. Parameters and states are dense and in the type to compute in; states are (rows, n, channels).
+// Arguments of a call. Parameters and states are dense, in the type that computes; states are (rows, n, channels).
 template <class S> struct Recurrence {
   int64_t rows, length, channels, states, groups, unit, whole_rows;  // groups: 1
   Tokens x, dt, b, c, z, y;  // z.data is null without a gate
-  const uint8_t *starts;     // (rows, length), or null where no document begins in a row
+  const uint8_t *starts;     // (rows, length), or null if no document begins in a row
   const S *A, *D, *bias;     // A times log2(e): (states, channels)
-  S *state;                  // the first state on entry, the last one on return; backward: of the gradients
-  S *kept;                   // (rows, chunks, states, channels); null where no gradient will be asked for
+  S *state;                  // first state on entry, last one on return; in backward, their gradients
+  S *kept;                   // (rows, chunks, states, channels); null if no gradient will be asked for
   Tokens grad_y, grad_x, grad_dt, grad_b, grad_c, grad_z;
-  S *grad_A, *grad_D, *grad_bias;  // (rows, ...) as A, D and bias are, channel by channel; zeros on entry
-  S *shares;                       // (rows, units, length, 2, states) where units of a row are shared among threads
+  S *grad_A, *grad_D, *grad_bias;  // (rows, ...), else shaped as A, D and bias; zeros on entry
+  S *shares;                       // (rows, units, length, 2, states), used if threads share a row's units
 
   int64_t chunks() const { return parts(length, CHUNK); }
   int64_t units() const { return parts(channels, unit); }
@@ -41,7 +41,7 @@ template <class S> struct Recurrence {
   int64_t across() const { return tiles() * TILE; }
 };
 
-// What one thread works with: a chunk of tokens of one unit of channels, with zeros behind the unit's last channel.
+// A thread's workspace: a chunk of tokens for one unit of channels, with zeros beyond the unit's last channel.
 template <class S> struct Workspace {
   const Recurrence<S> &of;
   int64_t lanes, padded;  // channels and states
@@ -88,7 +88,7 @@ template <class S> struct Workspace {
     for (int64_t i = width; i < lanes; i++) channel[i] = 0;
   }
 
-  // delta, its slope, and delta x
+  // Computes delta, its slope, and delta x.
   void steps(int64_t t) {
     for (int64_t i = 0; i < lanes; i += Lanes<S>::W) {
       const int64_t at = t * lanes + i;
@@ -100,7 +100,7 @@ template <class S> struct Workspace {
     for (int64_t i = t * lanes; i < (t + 1) * lanes; i += Lanes<S>::W) store(step + i, load(delta + i) * load(x + i));
   }
 
-  // A vector of an array that ends after `count` numbers, zeros behind them
+  // Loads a vector from an array of `count` numbers, zeros beyond.
   static V<S> part(const S *from, int64_t place, int64_t count) {
     if (place + Lanes<S>::W <= count) return load(from + place);
     V<S> v = V<S>{};

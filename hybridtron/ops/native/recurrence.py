@@ -1,8 +1,11 @@
-"""One autograd function for all compiled recurrences. An op supplies its task structure, and tensors by field name.
+"""One autograd function for all compiled recurrences on CPUs: scans, linear attention and the delta rule.
 
-Forward keeps its inputs and the state before every chunk of tokens, as the chunked forms do.
+An op passes its inputs as a named tuple (`NativeRow`). The tuple's class attribute TASK is the ctypes structure with
+the arguments of the op's compiled functions. The forward pass saves the inputs and the state before each chunk of
+tokens; the backward pass recomputes each chunk from them.
 
-Legend: B rows, L tokens, K chunks. A state is (B, ...), with further axes that depend on the op.
+Legend: B rows (sequences in the batch), L tokens per row, K chunks. A state is (B, ...), with further axes that depend
+on the op.
 """
 
 from __future__ import annotations
@@ -18,34 +21,41 @@ from hybridtron.ops.native.tensors import LOG2E, Tokens, address, first_part, li
 
 
 class NativeRow(Protocol):
-    """A named tuple of the differentiable inputs: `dt_BLH` fills the task's field `dt`, its gradient `grad_dt`.
+    """A named tuple with an op's differentiable inputs.
 
-    The first field has y's shape, the last is the state. The others are values per token (`_BL` in the name), and
-    parameters in the type of the state; among these `A` is a decay rate. None marks an input that is not used.
+    Its field names follow rules. For example, an input `dt_BLH` is passed in the field `dt` of the structure TASK, and
+    its gradient in `grad_dt`. The first input has y's shape, and the last input is the state. Inputs with `_BL` in
+    their name have an entry per token. All others except the state are parameters, in the state's dtype. A parameter
+    with the name `A` is a decay rate. An input is None if the op does not use it.
     """
 
-    NAME: str  # prefix of the library's functions, before `_forward` and `_backward`
-    TASK: type[Any]  # the structure that they take
-    WORTH: int  # tokens times state entries that repay one more thread, which costs some 20 us
-    UNITS_OF: str  # the size whose units all add to the same gradients of `b` and `c`, or "" if the op has no units
+    NAME: str  # prefix of the names of the compiled functions, before `_forward` and `_backward`
+    TASK: type[Any]  # the ctypes structure with the arguments of these functions
+    # minimum work per thread, in tokens times state entries: with less, a thread saves less time than its start takes
+    WORTH: int
+    # Name of the TASK field that holds the number of channels (or heads) per row. A unit of work is `unit` of these
+    # channels (or heads), where `unit` is another field of TASK. All units of a row read the same inputs `b` and `c`,
+    # so their gradients for `b` and `c` must be added up. UNITS_OF is "" if the op has no inputs `b` and `c`.
+    UNITS_OF: str
 
     def sizes(self) -> dict[str, int]:
-        """Return the task's integer fields, among them `rows` and `length`."""
+        """Return the integer fields of TASK by name, among them `rows` and `length`."""
         ...
 
     def _asdict(self) -> dict[str, Any]: ...
 
 
 def recurrence(row: NativeRow, documents_BL: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Run a compiled recurrence; return y in the type of the first input, and the state after the last token."""
+    """Run a compiled recurrence; return y in the first input's dtype, and the state after the row."""
     fields = row._asdict().values()
     return _NativeRecurrence.apply(type(row), torch.is_grad_enabled(), starts_of(documents_BL), *fields)
 
 
 def matrix_recurrence(row: NativeRow, documents_BL: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Run a compiled recurrence over a matrix state; return y and the state after the last token.
+    """Run a compiled recurrence whose state is a matrix per head; return y and the state after the row.
 
-    The compiled code takes full SIMD vectors: the state's last axis is padded before the call and cut afterwards.
+    The compiled code reads full SIMD vectors, so the state's last axis is padded before the call, and the padding is
+    removed afterwards.
     """
     *fields, state = row._asdict().values()
     size = state.shape[-1]
@@ -56,7 +66,7 @@ def matrix_recurrence(row: NativeRow, documents_BL: Tensor | None) -> tuple[Tens
 
 
 class _NativeRecurrence(torch.autograd.Function):
-    """Autograd function that keeps the inputs and the state before each chunk."""
+    """Autograd function that saves the inputs and the state before each chunk."""
 
     @staticmethod
     def forward(ctx: Any, row_type: Any, recorded: bool, starts_BL: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
@@ -96,29 +106,33 @@ class _NativeRecurrence(torch.autograd.Function):
 
 
 def _as_read(row: Any) -> Any:
-    """Prepare the tensors for the compiled code, with decay rates for 2^x and a copy of the state to write to."""
+    """Return the inputs as the compiled code reads them.
+
+    The decay rate A is scaled, because the compiled code computes 2^x. The state is copied, because the compiled
+    code overwrites it.
+    """
     *fields, (_, state) = row._asdict().items()
     read = []
     for name, tensor in fields:
         if tensor is None or _by_token(name):
             read.append(None if tensor is None else readable(tensor))
-        elif _short(name) == "A":  # the compiled exponential takes finite numbers only
+        elif _short(name) == "A":  # clamped, because the compiled exponential needs finite arguments
             read.append((tensor * LOG2E).clamp(-1e30, 1e30).contiguous())
         else:
             read.append(tensor.contiguous())
-    return type(row)(*read, _dense_copy(state))
+    return row._make([*read, _dense_copy(state)])
 
 
 def _task(row: NativeRow, starts_BL: Tensor | None) -> Any:
-    """Return a task with the fields that forward and backward have in common."""
+    """Return a structure TASK with the arguments that the forward and the backward function share."""
     fields = {_short(name): _seen(name, tensor) for name, tensor in row._asdict().items()}
     return row.TASK(**row.sizes(), **fields, starts=address(starts_BL))
 
 
 def _room_for_gradients(row: NativeRow) -> dict[str, Tensor | None]:
-    """Allocate the gradients of all inputs but the state.
+    """Allocate the gradients for all inputs except the state.
 
-    A parameter gets one sum per row; the compiled code finally adds all of them to the first.
+    A parameter gets one gradient per row; at the end, the compiled code adds those of other rows to the first row's.
     """
     *fields, (_, state) = row._asdict().items()
     return {
@@ -128,7 +142,11 @@ def _room_for_gradients(row: NativeRow) -> dict[str, Tensor | None]:
 
 
 def _call_backward(row: NativeRow, task: Any, state: Tensor) -> None:
-    """Run the compiled backward pass; where threads share a row, each unit writes its own gradients of `b` and `c`."""
+    """Run the compiled backward pass.
+
+    If several threads compute one row, each unit of work (see UNITS_OF) writes its gradients of `b` and `c` to its own
+    memory, and the compiled code adds them up.
+    """
     crew = _crew(row, task, state)
     shares = None
     if row.UNITS_OF:
@@ -145,7 +163,7 @@ def _crew(row: NativeRow, task: Any, state: Tensor) -> int:
 
 
 def _short(name: str) -> str:
-    """Return the name of a task's field without its shape: `dt` for `dt_BLH`."""
+    """Return an input's name without its shape: `dt` for `dt_BLH`."""
     return name.partition("_")[0]
 
 

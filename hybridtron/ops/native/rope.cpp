@@ -1,4 +1,4 @@
-// Rotary positions: the pair (i, i + half) of every head of a token is rotated by the token's angle i, or back by it.
+// Rotary positions: rotates the pair (i, i + half) in every head by the token's angle i, or back by it.
 #include "blocks.h"
 
 template <class S> struct Rope {

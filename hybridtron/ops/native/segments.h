@@ -1,4 +1,4 @@
-// A row's chunks of tokens, and the segments of a chunk that are of one document.
+// A row's chunks of tokens, and a chunk's segments, each within one document.
 #pragma once
 #include "blocks.h"
 
@@ -8,8 +8,8 @@ template <class Task> static int64_t tokens_of(const Task &of, int64_t chunk) {
   return of.length - chunk * CHUNK < CHUNK ? of.length - chunk * CHUNK : CHUNK;
 }
 
-// visit(from, to, sees, feeds) for each document's tokens of a chunk, in their order or from the last one on. sees: it
-// began before `from`, and there is a state of it; feeds: the chunk ends with it, and its state is what remains.
+// Calls visit(from, to, sees, feeds) for each document's tokens in a chunk, forward or backward. sees: the document
+// began before `from`, so a state enters; feeds: the chunk ends with this document, so its state leaves.
 template <class Task, class Visit>
 static inline void over_documents(const Task &of, int64_t row, int64_t chunk, bool forward, const Visit &visit) {
   const int64_t begin = chunk * CHUNK, end = begin + tokens_of(of, chunk);

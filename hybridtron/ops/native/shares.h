@@ -1,9 +1,8 @@
-// What comes back to b and c, which many channels share: sums over units of channels, in their order.
+// Gradients of b and c, which many channels share: sums over units of channels, in order.
 //
-// A task has rows, groups of units, and chunks of tokens; Work is what one thread works with, and has of_b and of_c for
-// the tokens of a chunk when backward_chunk(work, row, unit, chunk) is done. One thread takes all units of a row and
-// adds their sums up at once, or several take a unit each, whose sums lie beside each other in `shares` until the end:
-// the same sums either way.
+// A task has rows, groups of units, and chunks of tokens. Work is a thread's workspace; backward_chunk(work, row, unit,
+// chunk) fills its of_b and of_c for the chunk's tokens. Either one thread takes all units of a row and adds up their
+// gradients at once, or threads take single units and store them in `shares` until the end. Both give the same bits.
 #pragma once
 #include "segments.h"
 
@@ -42,7 +41,7 @@ template <class S, class Task, class Work> static void backward_row(void *task, 
     }
 }
 
-// The shares of all units, a chunk of tokens at a time
+// Adds up the shares of all units, for one chunk of tokens.
 template <class S, class Task> static void add_shares(void *task, int number, char *scratch) {
   const Task &of = *(const Task *)task;
   const int64_t row = number / of.chunks(), chunk = number % of.chunks(), units = of.units() / of.groups;
@@ -58,7 +57,7 @@ template <class S, class Task> static void add_shares(void *task, int number, ch
     }
 }
 
-// False where memory is short.
+// Returns false if out of memory.
 template <class S, class Task, class Work> static bool backward_all(Task *of, int threads) {
   const size_t sums = 2 * CHUNK * of->across() * sizeof(S);
   if (of->whole_rows) return share(backward_row<S, Task, Work>, of, of->rows, threads, Work::size(*of) + sums);

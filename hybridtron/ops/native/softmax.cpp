@@ -1,18 +1,18 @@
-// Of each token's logits l: the greatest, the sum of exp(l - greatest), and the label's; and over the logits their
-// gradients exp(l - lse) (1 + 2 z lse) - [v = label], 0 in masked rows.
+// For each token's logits l: the largest, the sum of exp(l - largest), and the label's. Then the logits are overwritten
+// with their gradients exp(l - lse) (1 + 2 z lse) - [v = label], 0 in masked rows.
 #include "blocks.h"
 
 template <class S> struct Softmax {
   int64_t tokens, size;
   Tokens logits;          // one row of tokens
-  const int64_t *labels;  // counted from the first logit; others are not here
+  const int64_t *labels;  // relative to the first logit; others are in other parts
   const uint8_t *mask;
   const S *lse;
   S *greatest, *sum, *picked;
   double z_loss;
 };
 
-constexpr int FEW = 4;  // tokens of a unit, whose logits are many
+constexpr int FEW = 4;  // tokens per unit, since each has many logits
 
 template <class S> static void sums_of_few(void *task, int unit, char *scratch) {
   const Softmax<S> &of = *(const Softmax<S> *)task;

@@ -1,4 +1,4 @@
-// SSD as C functions; 0 means done, 1 that memory was short.
+// SSD as C functions, which return 0, or 1 if out of memory.
 #include "ssd_backward.h"
 
 template <class S> static int forward(Ssd<S> *of, int threads) {

@@ -1,10 +1,10 @@
-// The recurrence with one decay for each head (SSD of Mamba-2), a segment of tokens at a time, by products in cache:
+// The recurrence with one decay per head (SSD of Mamba-2), by matrix products over segments of tokens, in the cache:
 //
 //     h_t = a_t h_{t-1} + b_t (delta_t x_t)^T,   y_t = c_t h_t + D x_t
 //     a_t = exp(delta_t A),   delta_t = softplus(dt_t + bias)
 //
-// Without A, a_t = exp(g_t) of g_t in the place of dt_t, and delta_t is given for each token, or is 1. Then a token may
-// see itself otherwise than later ones see it: with w_i in the place of delta_i where j = i.
+// Without A, dt_t holds g_t and a_t = exp(g_t), and delta_t is an input per token, or 1. A token may then see itself
+// with another step than later tokens see it: w_i in the place of delta_i where j = i.
 //
 // A segment is at most CHUNK tokens of one document. With L_t the sum of delta A up to t, E_ij = exp(L_i - L_j) for
 // j <= i and zero above, and T the last token:
@@ -22,33 +22,33 @@
 //            + sum_{i >= t} exp(L_i) c_i . h_in dy_i + sum_{j < t} exp(L_T - L_j) delta_j b_j . dh x_j
 //            + exp(L_T) dh . h_in
 //
-// With w the terms of a token with itself have w_i for delta_i, and dw_i = F_ii X_ii, which ddelta_i is then without.
+// With w, a token's terms with itself have w_i for delta_i, and dw_i = F_ii X_ii is left out of ddelta_i.
 //
-// The pairs are summed as they stand: sums of all i >= t less those of all j >= t would cancel. L is float64, so that
-// a strong decay does not blur those that follow it, and the products that a segment does not need are left out: a
-// document's first segment sees no h_in, and what ends before the chunk does gives no h_out.
+// The sum over pairs adds exactly these pairs: sums over all i >= t less those over all j >= t would cancel digits. L
+// is float64, so that a strong decay does not blur later ones. Products that a segment does not need are skipped: a
+// document's first segment has no h_in, and a segment that ends before its chunk has no h_out.
 //
-// What all heads of a group share (c . b, and the sums of dc and db) is made once for a unit of heads. The order of all
-// sums is fixed by the sizes, as in recurrence.h; backward reads the states that forward kept, one for each chunk.
+// Values that a group's heads share (c . b, and the sums for dc and db) are computed once per unit of heads. Sizes fix
+// the order of all sums, as in recurrence.h; backward reads the states that forward kept, one per chunk.
 #pragma once
 #include <initializer_list>
 #include "products.h"
 #include "shares.h"
 
-constexpr int64_t STEP = 16;  // rows of a triangle that are made together
+constexpr int64_t STEP = 16;  // rows of a triangle computed together
 
-// Parameters and states are dense and in the type to compute in; states are (rows, heads, states, padded).
+// Parameters and states are dense, in the type that computes; states are (rows, heads, states, padded).
 template <class S> struct Ssd {
   int64_t rows, length, heads, size, groups, states, unit, whole_rows;
   Tokens x, dt, b, c, y;
-  Tokens step, own;       // delta and w of tokens; may both be null, and are with A
-  const uint8_t *starts;  // (rows, length), or null where no document begins in a row
+  Tokens step, own;       // delta and w per token; both may be null, and are null with A
+  const uint8_t *starts;  // (rows, length), or null if no document begins in a row
   const S *A, *D, *bias;  // A times log2(e); without A no bias, and D may be null
-  S *state;               // the first on entry, the last on return; backward: of the gradients
-  S *kept;                // (rows, chunks, heads, states, padded); null where no gradient will be asked for
+  S *state;               // first state on entry, last one on return; in backward, their gradients
+  S *kept;                // (rows, chunks, heads, states, padded); null if no gradient will be asked for
   Tokens grad_y, grad_x, grad_dt, grad_b, grad_c, grad_step, grad_own;
-  S *grad_A, *grad_D, *grad_bias;  // (rows, heads), as A, D and bias are; zeros on entry
-  S *shares;                       // (rows, units, length, 2, states) where units of a row are shared among threads
+  S *grad_A, *grad_D, *grad_bias;  // (rows, heads), for A, D and bias; zeros on entry
+  S *shares;                       // (rows, units, length, 2, states), used if threads share a row's units
 
   int64_t chunks() const { return parts(length, CHUNK); }
   int64_t units() const { return heads / unit; }
@@ -56,7 +56,7 @@ template <class S> struct Ssd {
   int64_t across() const { return lanes<S>(states); }
 };
 
-// What one thread works with: a segment of tokens, in the heads of one unit and then in one of them.
+// A thread's workspace: a segment of tokens, for the heads of one unit and then for one of them.
 template <class S> struct SegmentOfHeads {
   const Ssd<S> &of;
   const int64_t padded, across;         // channels of a head, and states
@@ -71,7 +71,7 @@ template <class S> struct SegmentOfHeads {
   double *sums;                                                // (CHUNK,)
   S whole, D;
   int64_t row, first, group, start, tokens, filled, head;
-  bool sees, feeds;  // whether there is a state before it, and one after it
+  bool sees, feeds;  // a state enters the segment; one leaves it
 
   static int64_t size(const Ssd<S> &of) {
     const int64_t states = 4 * of.across() + 5 * of.states, channels = 6 * of.padded();
@@ -96,12 +96,12 @@ template <class S> struct SegmentOfHeads {
   S *kept(int64_t chunk) const {
     return of.kept + ((row * of.chunks() + chunk) * of.heads + head) * of.states * padded;
   }
-  // How far the block of rows goes that holds row i, as depth and as lanes
+  // End of the block of rows that contains row i, limited to the depth or the lanes
   static int64_t block_end(int64_t i) { return (i / STEP + 1) * STEP; }
   int64_t deep(int64_t i) const { return block_end(i) < tokens ? block_end(i) : tokens; }
   int64_t wide(int64_t i) const { return block_end(i) < filled ? block_end(i) : filled; }
 
-  // visit() for each segment of a chunk, in its order or from the last one on
+  // Calls visit() for each segment of a chunk, forward or backward.
   template <class Visit> void over_segments(int64_t r, int64_t unit, int64_t chunk, bool forward, const Visit &visit) {
     row = r, first = unit * of.unit, group = unit * of.groups / of.units();
     over_documents(of, row, chunk, forward, [&](int64_t from, int64_t to, bool before, bool after) {
@@ -125,12 +125,12 @@ template <class S> struct SegmentOfHeads {
     steps();
   }
 
-  // visit(first row, rows) for the blocks of rows of a triangle
+  // Calls visit(first row, rows) for each block of rows in a triangle.
   template <class Visit> void over_rows(const Visit &visit) const {
     for (int64_t i = 0; i < tokens; i += STEP) visit(i, deep(i) - i);
   }
 
-  // Tokens as lanes, with zeros behind the last one
+  // Transposes: tokens become lanes, with zeros beyond the last one.
   void turn(S *to, const S *from, int64_t apart, int64_t count) const {
     for (int64_t t = 0; t < tokens; t++)
       for (int64_t k = 0; k < count; k++) to[k * CHUNK + t] = from[t * apart + k];
@@ -138,7 +138,7 @@ template <class S> struct SegmentOfHeads {
       for (int64_t t = tokens; t < filled; t++) to[k * CHUNK + t] = 0;
   }
 
-  // A number of each token and head, as rows of heads, with zeros behind the last token
+  // Reads a number per token and head into rows by head, with zeros beyond the last token.
   void read_heads(S *to, const Tokens &from) {
     for (int64_t t = 0; t < tokens; t++) {
       read(made, from, row, start + t, first, of.unit);
@@ -154,7 +154,7 @@ template <class S> struct SegmentOfHeads {
     }
   }
 
-  // delta of all heads and its slope, and w; the rows of dt go where their gradients will be
+  // Computes delta of all heads, its slope, and w; dt is read into the place of its gradients.
   void steps() {
     read_heads(of_dt, of.dt);
     for (int64_t h = 0; h < of.unit; h++)
@@ -170,14 +170,14 @@ template <class S> struct SegmentOfHeads {
     }
   }
 
-  // The next head: its decays, and its tokens
+  // Selects a head, and computes its decays and reads its tokens.
   void enter_head(int64_t number) {
     head = first + number, D = of.D ? of.D[head] : 0;
     double sum = 0;
     for (int64_t t = 0; t < tokens; t++) {
       const int64_t at = number * CHUNK + t;
       const double step = of.A ? (double)delta[at] * (double)of.A[head] : (double)of_dt[at] * LOG2E;
-      sums[t] = sum += step < -2500 ? -2500 : step;  // nothing is left, and the sum leaves others their digits
+      sums[t] = sum += step < -2500 ? -2500 : step;  // 0 in any type; keeps others' digits
     }
     for (int64_t t = tokens; t < filled; t++) sums[t] = sum;
     for (int64_t t = 0; t < filled; t++) since[t] = (S)sums[t], to_end[t] = (S)(sum - sums[t]);
@@ -190,14 +190,14 @@ template <class S> struct SegmentOfHeads {
       read_padded(x + t * padded, of.x, row, start + t, head * of.size, of.size);
   }
 
-  // E of row i, at the lanes from j on
+  // E in row i, for the lanes from j on
   V<S> between(int64_t i, int64_t j) const {
     S apart[Lanes<S>::W];
     for (int64_t k = 0; k < Lanes<S>::W; k++) apart[k] = (S)(sums[i] - sums[j + k]);
     return below(i + 1, j, power<S>(load(apart), same<S>(1)));
   }
 
-  // The lanes from j on of what is below i, zeros else
+  // The lanes from j on that are below i, zeros elsewhere
   static V<S> below(int64_t i, int64_t j, V<S> v) {
     V<S> lane;
 #pragma GCC unroll 16

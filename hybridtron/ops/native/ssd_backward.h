@@ -1,11 +1,11 @@
-// SSD's gradients, from the last token to the first; equations in ssd.h.
+// Backward pass of SSD; equations in ssd.h.
 #pragma once
 #include "ssd_forward.h"
 
-// What comes back through the pairs of a segment: to the scores, and to x . s and g of each token, and to w
+// Gradients through a segment's pairs: of the scores, of x . s and g for each token, and of w
 template <class S> static void through_pairs(SegmentOfHeads<S> &s, const S *delta, const S *own, S *of_own) {
   constexpr int64_t W = Lanes<S>::W;
-  S *open = s.scaled;  // for each j, the sum of all pairs with i from the present row on
+  S *open = s.scaled;  // for each j, the sum over pairs with i from the current row on
   for (int64_t j = 0; j < s.filled; j += W) store(s.from_pairs + j, V<S>{}), store(open + j, V<S>{});
   for (int64_t i = s.tokens - 1; i >= 0; i--) {
     V<S> before = V<S>{};
@@ -28,7 +28,7 @@ template <class S> static void through_pairs(SegmentOfHeads<S> &s, const S *delt
   }
 }
 
-// Sums over n of two (states, CHUNK), for each token
+// Dot products over n of two (states, CHUNK), for each token
 template <class S> static void dots_of_tokens(const SegmentOfHeads<S> &s, S *to, const S *one, const S *other) {
   for (int64_t t = 0; t < s.filled; t += Lanes<S>::W) {
     V<S> sum = V<S>{};
@@ -37,7 +37,7 @@ template <class S> static void dots_of_tokens(const SegmentOfHeads<S> &s, S *to,
   }
 }
 
-// to += factor_t from_nt, where a factor is given
+// to += factor_t from_nt; a null factor means 1
 template <class S> static void add_by_token(const SegmentOfHeads<S> &s, S *to, const S *from, const S *factor) {
   for (int64_t n = 0; n < s.of.states; n++)
     for (int64_t t = 0; t < s.filled; t += Lanes<S>::W) {
@@ -64,7 +64,7 @@ template <class S> static void gradients_of_x(SegmentOfHeads<S> &s, const S *del
     write(s.made + t * padded, s.of.grad_x, s.row, s.start + t, s.head * s.of.size, s.of.size);
 }
 
-// To c and b through the states before and after the segment
+// Gradients of c and b through the states before and after the segment
 template <class S> static void through_states(SegmentOfHeads<S> &s, const S *delta, const S *before) {
   const int64_t states = s.of.states, size = s.of.size;
   for (int64_t t = 0; t < s.filled; t += Lanes<S>::W) store(s.from_state + t, V<S>{}), store(s.from_next + t, V<S>{});
@@ -84,7 +84,7 @@ template <class S> static void through_states(SegmentOfHeads<S> &s, const S *del
   }
 }
 
-// dh . h_in, and dh of the state before the segment
+// Returns dh . h_in, and replaces dh by the gradient before the segment.
 template <class S> static S previous_state(SegmentOfHeads<S> &s, const S *before) {
   S *state = s.state();
   const int64_t count = s.of.states * s.padded;
@@ -94,12 +94,12 @@ template <class S> static S previous_state(SegmentOfHeads<S> &s, const S *before
     shared += s.sees ? here * load(before + k) : V<S>{};
     store(state + k, s.sees ? here : V<S>{});
   }
-  if (s.sees)  // from dy that through_states scaled
+  if (s.sees)  // with dy as scaled by through_states
     product<S, true>({state, s.padded}, {s.c, 1, s.across}, {s.scaled, s.padded}, s.of.states, s.padded, s.tokens);
   return total<S>(shared);
 }
 
-// Gradients of dt and step, and the sums for A, D and bias
+// Gradients of dt and step, and partial sums for A, D and bias
 template <class S> static void gradients_of_steps(SegmentOfHeads<S> &s, int64_t number, S carried) {
   const int64_t place = s.row * s.of.heads + s.head;
   const S *delta = s.delta + number * CHUNK, *slope = s.slope + number * CHUNK;
@@ -135,7 +135,7 @@ template <class S> static void backward_head(SegmentOfHeads<S> &s, int64_t numbe
   gradients_of_steps(s, number, previous_state(s, before));
 }
 
-// Gradients of b, c, dt, delta and w of a segment, from what all heads of the unit have added
+// Stores a segment's gradients of b, c, dt, delta and w, to which all heads of the unit have added.
 template <class S> static void end_segment(SegmentOfHeads<S> &s, int64_t chunk) {
   const int64_t across = s.across, local = (s.start - chunk * CHUNK) * across;
   S *of_b = s.of_b + local, *of_c = s.of_c + local;

@@ -1,4 +1,4 @@
-// SSD from the first token to the last; equations in ssd.h.
+// Forward pass of SSD; equations in ssd.h.
 #pragma once
 #include "ssd.h"
 

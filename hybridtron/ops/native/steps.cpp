@@ -1,10 +1,11 @@
-// The next token of each row through all sub-layers of a model, from states that are changed in place.
+// One decoding step: each row's next token through all sub-layers of a model, with states updated in place.
 //
 //     x = embedding[token];   x += mixer(norm(x)) for each sub-layer;   logits = head norm(x)
 //
-// Mixers: the selective scan with its convolution (scan/reference, conv/reference), attention in a window, whose last
-// keys and values are a ring, and the gated MLP. One call a token: every weight is read once for all rows, and nothing
-// is made but the logits. Names as in steps.py. Sizes of vectors are whole: steps.py asks for that.
+// Mixers: the selective scan with its convolution (scan/reference, conv/reference), sliding-window attention with a
+// ring buffer of keys and values, and the gated MLP. One call per token reads every weight once for all rows, and
+// allocates nothing. Names are those of inference/compiled_decode.py, which also makes sure that sizes are multiples of
+// the vector width.
 #include <cmath>
 #include "threads.h"
 #include "vectors.h"
@@ -13,7 +14,7 @@ enum StepKind : int64_t { SCAN, WINDOW, GATED };
 
 template <class S> struct SubLayer {
   int64_t kind, inner, states, taps, rank, heads, groups, size, window, rotary;
-  double stretch;  // of what is rotated
+  double stretch;  // multiplies rotated channels
   const S *norm, *in, *of_x, *of_dt, *out, *taps_WE, *conv_bias, *bias, *A, *D;
   S *h, *tail, *keys, *values;
   const double *frequencies;
@@ -24,12 +25,12 @@ template <class S> struct Steps {
   double eps;
   const SubLayer<S> *layers;
   const int64_t *tokens;
-  int64_t *seen;  // tokens of each row before this one
+  int64_t *seen;  // number of tokens in each row before this one
   const S *embedding, *norm, *head;
   S *logits, *scratch;
 };
 
-// Sums of N rows of weights with one row of numbers; two of each at a time, as a sum waits for its last addition.
+// Dot products of N weight rows with one row; two accumulators each, since an addition waits for the one before it.
 template <class S, int N> static inline void dots(S *y, const S *x, const S *w, int64_t across) {
   constexpr int64_t W = Lanes<S>::W;
   V<S> even[N] = {}, odd[N] = {};
@@ -47,7 +48,7 @@ template <class S, int N> static inline void dots(S *y, const S *x, const S *w, 
   }
 }
 
-// y (rows, out) = x w^T, where rows of x lie `apart`
+// y (rows, out) = x w^T, where rows of x have stride `apart`
 template <class S>
 static void project(S *y, const S *x, int64_t apart, const S *w, int64_t rows, int64_t out, int64_t across) {
   for (int64_t o = 0; o < out; o += 4)
@@ -81,7 +82,7 @@ template <class S> static void scan_row(const SubLayer<S> &of, int64_t r, S *x, 
   }
 }
 
-// The convolution's output instead of its input, which is the last of the next tail.
+// Replaces the convolution's input by its output, and appends the input to the tail.
 template <class S> static void convolve_row(const SubLayer<S> &of, int64_t r, S *x) {
   const int64_t E = of.inner, before = of.taps - 1;
   S *tail = of.tail + r * before * E;
@@ -108,7 +109,7 @@ template <class S> static S *scan(const Steps<S> &all, const SubLayer<S> &of, co
   return y;
 }
 
-// Channels i and i + rotary / 2 of every head, by the angle of its token's place.
+// Rotates channels i and i + rotary / 2 of every head by the angle of the token's position.
 template <class S> static void rotate(const SubLayer<S> &of, S *x, int64_t heads, int64_t place) {
   const int64_t half = of.rotary / 2;
   for (int64_t i = 0; i < half; i++) {

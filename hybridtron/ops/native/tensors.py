@@ -1,4 +1,9 @@
-"""Descriptions of tensors for the compiled functions: address, type, and the strides of rows and tokens."""
+"""Descriptions of torch tensors for the compiled CPU functions: address, dtype, and row and token strides.
+
+The first axis of a tensor has the rows (sequences in the batch), and the second axis has the tokens.
+
+Legend: B rows, L tokens per row.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +15,17 @@ from torch import Tensor
 from hybridtron.ops.documents import document_starts
 
 LOG2E = 1.4426950408889634
-"""Turns a rate of exp into one of 2^x, which is what the compiled recurrences compute."""
+"""log2(e). The compiled recurrences compute exp(x) as 2^(LOG2E x)."""
+# number of each dtype that compiled functions can read, as in the C++ code
 KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 
 
 class Tokens(ctypes.Structure):
-    """A tensor (rows, tokens, ...) with dense axes after its tokens: `Tokens` in numbers.h.
+    """Description of a tensor (rows, tokens, ...) whose further axes are contiguous: the struct `Tokens` in numbers.h.
 
-    Strides count elements. A null address marks an absent tensor.
+    data: the first element's address; null if there is no tensor
+    kind: dtype, as its number in KINDS
+    row, token: the first two axes' strides, in elements
     """
 
     _fields_ = (
@@ -35,16 +43,20 @@ class Tokens(ctypes.Structure):
 
 
 def unsupported_types(*tensors: Tensor) -> str | None:
-    """Return why compiled functions can't take tensors of these types, or None if it can."""
+    """Return a reason if the compiled functions can't read one of the tensors' dtypes, else None.
+
+    The reason is a phrase for a message, where it follows the name of an op's implementation.
+    """
     if all(tensor.dtype in KINDS for tensor in tensors):
         return None
     return "takes fp32, float64 and bf16"
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """Return the tensor in a form that `Tokens` can describe: a known type, and dense axes after rows and tokens.
+    """Return the tensor with a dtype and strides that `Tokens` can describe, without a copy if possible.
 
-    It is copied only if its type or strides require that.
+    The tensor is converted to fp32 if its dtype is not in KINDS. It is made contiguous if the axes after rows and
+    tokens are not contiguous.
     """
     if tensor.dtype not in KINDS:
         tensor = tensor.float()
@@ -57,7 +69,11 @@ def readable(tensor: Tensor) -> Tensor:
 
 
 def like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate a tensor of the same shape, with rows and tokens in the same order in memory."""
+    """Return an uninitialized tensor with the shape of `tensor`.
+
+    In memory the new tensor is token-major if `tensor` is (its row stride is smaller than its token stride), else
+    row-major. Its dtype is `dtype`; by default that of `tensor`.
+    """
     kind = dtype or tensor.dtype
     if tensor.stride(0) >= tensor.stride(1):
         return torch.empty(tensor.shape, dtype=kind)
@@ -65,14 +81,21 @@ def like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """Return a tensor with any axes before its channels as (rows, tokens, channels), if possible as a view."""
+    """Reshape a tensor (..., channels) to (rows, tokens, channels), and make it readable for `Tokens`.
+
+    A tensor with fewer than three axes becomes one row. The result is a view if possible. It is fp32 if the tensor's
+    dtype is not in KINDS.
+    """
     if tensor.dim() < 3:
         tensor = tensor.reshape(1, -1, tensor.shape[-1])
     return readable(tensor if tensor.dim() == 3 else tensor.flatten(0, -3))
 
 
 def starts_of(documents_BL: Tensor | None) -> Tensor | None:
-    """Return a dense boolean mask of the tokens that begin a document, one byte each; None without documents."""
+    """Return a contiguous boolean mask for tokens that begin a document, or None if `documents_BL` is None.
+
+    A row's first token is never marked, since it may continue a document from an earlier row.
+    """
     starts_BL = document_starts(documents_BL)
     if starts_BL is None:
         return None
@@ -80,20 +103,24 @@ def starts_of(documents_BL: Tensor | None) -> Tensor | None:
 
 
 def first_part(parts: Tensor) -> Tensor:
-    """Return the first partial sum, to which the compiled code has added all others; zeros if there is none."""
+    """Return the first partial sum, to which the compiled code has already added all other partial sums.
+
+    If there are no partial sums, return zeros.
+    """
     if len(parts):
         return parts[0]
     return parts.new_zeros(parts.shape[1:])
 
 
 def scalar(dtype: torch.dtype) -> str:
-    """Return the suffix of a compiled function's name for the type that it computes in."""
+    """Return the suffix in the names of compiled functions for a dtype: double for float64, else float."""
     if dtype == torch.float64:
         return "double"
     return "float"
 
 
 def address(tensor: Tensor | None) -> int | None:
+    """Return the address of a tensor's first element, or None if there is no tensor."""
     if tensor is None:
         return None
     return tensor.data_ptr()

@@ -1,6 +1,6 @@
-// Units of work shared among threads that live for one call: nothing is left for a forked child to wait for.
+// Units of work for threads that live for one call, so that a forked child never waits for a thread it doesn't have.
 //
-// Which thread takes a unit is left to chance, so a unit's result must not depend on it.
+// Any thread may take any unit, so a unit's result must not depend on its thread.
 #pragma once
 #include <pthread.h>
 #include <cstdlib>
@@ -8,7 +8,7 @@
 #include <immintrin.h>
 #endif
 
-// Numbers too small for full precision count as zero inside a call: a decaying state would be many times slower.
+// Flushes denormal numbers to zero during a call: with them a decaying state would be many times slower.
 struct FlushTiny {
 #if defined(__x86_64__)
   unsigned before = _mm_getcsr();
@@ -46,7 +46,7 @@ static inline void *work(void *argument) {
   return nullptr;
 }
 
-// work(task, unit, scratch) for every unit; a thread that can't be had is done without. False where memory is short.
+// Calls function(task, unit, scratch) for every unit, with fewer threads if some can't start. False if out of memory.
 static inline bool share(void (*function)(void *, int, char *), void *task, int units, int threads, size_t scratch) {
   threads = threads < units ? threads : units;
   threads = threads < MOST_THREADS ? threads : MOST_THREADS;

@@ -1,13 +1,13 @@
-// Pairs of neighbours turned by angles of each token and head, after a head's bias:
+// Rotation of adjacent channels by angles per token and head, after adding a head's bias:
 //
 //     (u, v) = (x_2i, x_2i+1) + bias,   y = (u cos - v sin, u sin + v cos)
-//     (du, dv) = dy turned back,   dangle = y_2i dy_2i+1 - y_2i+1 dy_2i,   dx = sum over the heads of a group
+//     (du, dv) = dy rotated back,   dangle = y_2i dy_2i+1 - y_2i+1 dy_2i,   dx = sum over the heads of a group
 //
-// Entries behind the last pair stay as they are.
+// Channels after the last pair are not rotated.
 #include "blocks.h"
 
 template <class S> struct Turns {
-  int64_t rows, length, heads, size, groups, angles, add;  // add: to what stands in grad_angles
+  int64_t rows, length, heads, size, groups, angles, add;  // add: accumulate in grad_angles
   Tokens x, cos, sin, y, grad_y, grad_x, grad_angles;
   const S *bias;   // (heads, size)
   S *grad_bias;    // (blocks, heads, size)

@@ -1,10 +1,10 @@
-// Vectors as wide as the CPU's registers, and the functions of them that a recurrence needs.
+// Vectors as wide as the CPU's registers, with the functions that recurrences need.
 //
-// Sums and products are plain operators on the compilers' own vector types. Exponentials are
+// Sums and products are plain operators on the compiler's vector types. Exponentials are
 //
 //     2^t = 2^n p(f),   n the integer next to t,   f = t - n in [-1/2, 1/2],   p a polynomial
 //
-// where t comes as a product, so that f is one fused multiply-add of exact factors and has a single rounding.
+// where t is a product, so that f is one fused multiply-add of exact factors, rounded once.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -52,11 +52,11 @@ template <class S> static inline V<S> same(S value) { return V<S>{} + value; }
 template <class S> static inline V<S> load(const S *from) { V<S> v; memcpy(&v, from, sizeof v); return v; }
 template <class S> static inline void store(S *to, V<S> v) { memcpy(to, &v, sizeof v); }
 
-// p(f) 2^n, where n may lie outside of what a number can hold: 0 or infinity then. What is no number stays so.
+// p(f) 2^n; 0 or infinity if n is beyond the type's exponents. NaN stays NaN.
 template <class S> static inline V<S> scaled(V<S> n_shifted, V<S> f) {
   using L = Lanes<S>;
   const V<S> low = same<S>(L::ROUND + L::LOWEST), high = same<S>(L::ROUND + L::HIGHEST), zero = same<S>(0);
-  f = (n_shifted < low) | (n_shifted > high) ? zero : f;  // p(0) is 1, whose bits make 0 and infinity of these n
+  f = (n_shifted < low) | (n_shifted > high) ? zero : f;  // p(0) is 1: with these n its bits become 0 or infinity
   n_shifted = n_shifted < low ? low - 1 : n_shifted;
   n_shifted = n_shifted > high ? high + 1 : n_shifted;
   V<S> p = same<S>(L::EXP[L::EXP_TERMS - 1]);
@@ -65,13 +65,13 @@ template <class S> static inline V<S> scaled(V<S> n_shifted, V<S> f) {
   return (V<S>)((typename L::I)p + ((typename L::I)n_shifted << L::MANTISSA));
 }
 
-// 2^(a b) of finite factors
+// 2^(a b), for finite factors
 template <class S> static inline V<S> power(V<S> a, V<S> b) {
   V<S> n_shifted = a * b + Lanes<S>::ROUND, n = n_shifted - Lanes<S>::ROUND;
   return scaled<S>(n_shifted, a * b - n);
 }
 #if defined(__AVX512F__)
-template <> inline __m512 power<float>(__m512 a, __m512 b) {  // the same, by instructions that know no limits
+template <> inline __m512 power<float>(__m512 a, __m512 b) {  // its instructions have no limits on n
   const float *c = Lanes<float>::EXP;
   __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(a, b), 8), f = _mm512_fmsub_ps(a, b, n), p = _mm512_set1_ps(c[6]);
 #pragma GCC unroll 8
@@ -80,7 +80,7 @@ template <> inline __m512 power<float>(__m512 a, __m512 b) {  // the same, by in
 }
 #endif
 
-// e^x, also of what is infinite
+// e^x, also for infinite x
 template <class S> static inline V<S> exponential(V<S> x) {
   const S log2e = (S)LOG2E;
   const V<S> far = same<S>(4096);
@@ -92,7 +92,7 @@ template <class S> static inline V<S> exponential(V<S> x) {
 }
 
 #if defined(__AVX512F__)
-// The limits are for infinities; what is no number stays so.
+// Clamped for infinities; NaN stays NaN.
 template <> inline __m512 exponential<float>(__m512 x) {
   const float *c = Lanes<float>::EXP;
   x = _mm512_min_ps(_mm512_set1_ps(4096), _mm512_max_ps(_mm512_set1_ps(-4096), x));
@@ -106,7 +106,7 @@ template <> inline __m512 exponential<float>(__m512 x) {
 }
 #endif
 
-// e^-|x| and 1 / (1 + e^-|x|): what a sigmoid, a SiLU and a softplus are made of
+// e^-|x| and 1 / (1 + e^-|x|), from which sigmoid, SiLU and softplus follow
 template <class S> struct Logistic {
   V<S> below, large;
   explicit Logistic(V<S> x) {
@@ -116,7 +116,7 @@ template <class S> struct Logistic {
   V<S> sigmoid(V<S> x) const { return x < 0 ? below * large : large; }
 };
 
-// log(1 + e^x) as max(x, 0) + 2 atanh(w / (2 + w)) with w = e^-|x|; x itself from 20 on, as torch has it
+// log(1 + e^x) as max(x, 0) + 2 atanh(w / (2 + w)) with w = e^-|x|; x itself above 20, as in torch
 template <class S> static inline V<S> softplus(V<S> x, const Logistic<S> &of) {
   using L = Lanes<S>;
   V<S> y = of.below / (2 + of.below), square = y * y, sum = same<S>((S)(1.0 / (2 * L::LOG_TERMS - 1)));

@@ -1,20 +1,23 @@
-"""Root-mean-square norm by Triton kernels, forward and backward: x is read once, and once more for backward.
+"""Triton kernels for the root-mean-square norm (RMSNorm), forward and backward; each kernel reads x once.
 
     y = x r w,   r = 1 / sqrt(mean(x^2) + eps)
     dx = r (w dy - x r^2 mean(w dy x)),   dw = sum over rows of dy x r
 
-Or of a sum, s = x + added: y is the norm of s, and x and `added` have one gradient, the norm's share of it added to
-what reaches s past the norm. So s is not read again to be normed, and the norm's share is never stored. x and s may be
-wider than the rest, as a residual stream in fp32 beside bf16: their gradient is then stored in both types.
+These equations are for the op `rms_norm`. The op `add_rms_norm` first adds a tensor to the residual stream x: s = x +
+added, y = norm(s). It returns s and y. The gradient for s has two terms: one through the norm (dx above, with s in
+place of x), and one through the output s. The backward kernel adds the two terms. Their sum is the gradient for x and
+also the gradient for `added`. If `added` has another dtype than x, the kernel stores the sum twice, once in each dtype.
 
-A program takes a tile of whole rows, so that no sum over channels leaves it: several rows where they are short, as
-those of a head. Backward keeps x or s, w and one number a row. As many programs as fit on a GPU at a time go through
-the tiles and add up dw for their own; their sums are then added up in the order of the programs, so that the same call
-gives the same bits again.
+A tile is one long row or several short rows. One program computes full rows, so that it has all terms of a row's mean
+over channels. The forward pass saves w, r (one value per row), and the tensor that was normed (x or s). The backward
+kernel has at most as many programs as an H100 runs at the same time. Each program loops over several tiles and adds up
+their terms of dw. A third kernel (`sum_kernels`) then adds up the partial sums of all programs. There are no atomics,
+so results are deterministic.
 
-Right on an H200 (benchmarks/gpu.md) when a program took one row at a time; its tiles have run in the interpreter alone.
+Tiles with one row were checked on an H200 (benchmarks/gpu.md). Tiles with several rows have run only in Triton's
+interpreter.
 
-Legend: R rows (of any leading axes), D channels, S programs of the backward pass.
+Legend: R rows (tokens, or heads of tokens: all leading axes, flattened), D channels, S programs in the backward kernel.
 """
 
 from __future__ import annotations
@@ -27,14 +30,15 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybridtron.ops.kernel_launch import ceil_div, launch, power_of_2, programs_at_once
+from hybridtron.ops.kernel_launch import ceil_div, launch, programs_at_once, tile_of_rows
 from hybridtron.ops.norm.reference import AddRMSNormInputs, RMSNormInputs
 from hybridtron.ops.precision import narrower
+from hybridtron.ops.sum_kernels import sum_of_parts
 
-TILE = 2048  # values of the rows that a program takes at a time, where one row is not longer
-WARP_VALUES = 256  # of a tile: 8 to a thread
-REGISTERS = 64  # of a thread, which hold what backward needs of 8 values
-RESIDENT_WARPS = 32  # of a multiprocessor, whose registers these are then
+TILE = 2048  # elements per tile; a longer row is a tile of its own
+WARP_VALUES = 256  # elements per warp: 8 per thread
+REGISTERS = 64  # registers per thread in the backward kernel: enough for a thread's 8 elements
+RESIDENT_WARPS = 32  # warps that a multiprocessor runs at a time, if each thread has REGISTERS registers
 
 
 @triton.jit
@@ -56,8 +60,14 @@ def _forward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Normalize a tile; where something is added, normalize the sum as it is stored, which backward reads."""
-    row_R, channel_D = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    """Store y and r for a tile (ROWS, BLOCK).
+
+    If `added` is given, the kernel norms s = x + added instead of x, and also stores s. s is rounded to x's dtype
+    before it is normed: the backward pass reads the stored s, which must equal the s that was normed. Grid: one program
+    per tile.
+    """
+    row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channel_D = tl.arange(0, BLOCK)
     there_RD = (row_R < rows)[:, None] & (channel_D < channels)[None, :]
     at_RD = row_R[:, None] * channels + channel_D[None, :]
     weight_D = tl.load(weight_ptr + channel_D, mask=channel_D < channels, other=0.0).to(tl.float32)
@@ -86,8 +96,14 @@ def _backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Compute the gradients of all tiles in this program's share; of each, all is loaded before computing."""
-    share, channel_D = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    """Store dx, and a partial sum of dw for each program. Grid: S programs.
+
+    Program p computes the tiles p, p + S, p + 2S and so on. It stores dx for each tile, and one partial sum of dw over
+    its tiles. `dsum` is the gradient through the output s. All tensors for a tile are loaded before anything is
+    computed, so that the loads overlap.
+    """
+    share = tl.program_id(0).to(tl.int64)
+    channel_D = tl.arange(0, BLOCK)
     weight_D = tl.load(weight_ptr + channel_D, mask=channel_D < channels, other=0.0).to(tl.float32)
     grad_weight_RD = tl.zeros([ROWS, BLOCK], tl.float32)
     for turn in range(tl.cdiv(tl.cdiv(rows, ROWS) - tl.program_id(0), tl.num_programs(0))):
@@ -100,7 +116,8 @@ def _backward(
         past_RD = tl.zeros([ROWS, BLOCK], tl.float32)
         if dsum_ptr is not None:
             past_RD = tl.load(dsum_ptr + at_RD, mask=there_RD, other=0.0).to(tl.float32)
-        normed_RD, dy_RD = x_RD.to(tl.float32) * scale_R1, dy_RD.to(tl.float32)
+        normed_RD = x_RD.to(tl.float32) * scale_R1
+        dy_RD = dy_RD.to(tl.float32)
         grad_weight_RD += dy_RD * normed_RD
         weighted_RD = dy_RD * weight_D[None, :]
         dx_RD = scale_R1 * (weighted_RD - normed_RD * _mean(weighted_RD * normed_RD, channels)) + past_RD
@@ -112,31 +129,43 @@ def _backward(
 
 
 def rms_norm(inputs: RMSNormInputs) -> Tensor:
-    """Over the last axis, in fp32, and returned in the narrower type of x and the weight."""
+    """Return the norm over the last axis, computed in fp32.
+
+    The result has x's or the weight's dtype: the one with the lower precision.
+    """
     return _RMSNorm.apply(inputs.x, None, inputs.weight, inputs.eps)
 
 
 def add_rms_norm(inputs: AddRMSNormInputs) -> tuple[Tensor, Tensor]:
-    """x + added, and its norm; both are alike in shape, and `added` is no wider."""
+    """Return x + added, and the norm of this sum.
+
+    `added` must have x's shape, and a dtype with the same or a lower precision.
+    """
     return _RMSNorm.apply(*inputs)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The norm, or where something is added the sum and its norm; keeps what was normed, weight, each row's scale."""
+    """Autograd function for both ops. It saves the tensor that is normed (x or s), the weight and r."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, added: Tensor | None, weight_D: Tensor, eps: float
     ) -> Tensor | tuple[Tensor, Tensor]:
-        x, weight_D = x.contiguous(), weight_D.contiguous()
+        x = x.contiguous()
+        weight_D = weight_D.contiguous()
         summed = None if added is None else torch.empty_like(x)
-        channels, y = x.shape[-1], torch.empty_like(x, dtype=narrower(x.dtype, weight_D.dtype))
+        channels = x.shape[-1]
+        y = torch.empty_like(x, dtype=narrower(x.dtype, weight_D.dtype))
         rows = x.numel() // channels
         scale_R = x.new_empty(rows, dtype=torch.float32)
-        tile_rows, block, warps = tile(channels)
-        tensors = (x, None if added is None else added.contiguous(), weight_D, summed, y, scale_R)
+        tile_rows, block, warps = tile_of_rows(channels, TILE, WARP_VALUES)
+        if added is not None:
+            added = added.contiguous()
         grid = (ceil_div(rows, tile_rows),)
-        launch(_forward, grid, *tensors, eps, rows, channels, tile_rows, block, warps=warps)
+        launch(
+            _forward, grid, x, added, weight_D, summed, y, scale_R, eps, rows, channels, tile_rows, block,
+            warps=warps,
+        )  # fmt: skip
         ctx.save_for_backward(x if summed is None else summed, weight_D, scale_R)
         ctx.added_dtype = None if added is None else added.dtype
         return y if summed is None else (summed, y)
@@ -144,9 +173,10 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of what was normed is also that of what was added."""
+        """Return the gradients for x, `added` and the weight. x and `added` have equal gradients, each in its dtype."""
         x, weight_D, scale_R = ctx.saved_tensors
-        *of_sum, dy = (grad.contiguous() for grad in grads)  # of the sum: what reaches it past the norm
+        # of_sum: a list with the gradient through the output s; an empty list if s is not an output
+        *of_sum, dy = (grad.contiguous() for grad in grads)
         dadded = None if ctx.added_dtype in (None, x.dtype) else torch.empty_like(x, dtype=ctx.added_dtype)
         dx, dweight_D = gradients(x, weight_D, scale_R, dy, of_sum[0] if of_sum else None, dadded)
         of_added = None if ctx.added_dtype is None else dx if dadded is None else dadded
@@ -162,18 +192,20 @@ def gradients(
     dadded: Tensor | None = None,
     programs: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """dx and dw, by as many programs as fit on a GPU at a time, or by another number; dx is stored in `dadded` too."""
-    dx, channels, rows = torch.empty_like(x), x.shape[-1], len(scale_R)
-    tile_rows, block, warps = tile(channels)
+    """Return dx and dw, given the normed tensor (x or s), w, r (`scale_R`) and dy.
+
+    dsum: gradient through the output s; None if s is not an output
+    dadded: output tensor for a copy of dx in another dtype
+    programs: maximum number of programs; by default as many as an H100 runs at the same time
+    """
+    dx = torch.empty_like(x)
+    channels = x.shape[-1]
+    rows = len(scale_R)
+    tile_rows, block, warps = tile_of_rows(channels, TILE, WARP_VALUES)
     shares = min(ceil_div(rows, tile_rows), programs or programs_at_once(warps, RESIDENT_WARPS))
     shares_SD = scale_R.new_empty(shares, channels)
-    given = (x, weight_D, dy, dsum, scale_R, dx, dadded, shares_SD, rows, channels, tile_rows, block)
-    launch(_backward, (shares,), *given, warps=warps, registers=REGISTERS)
-    return dx, shares_SD.sum(0).to(weight_D.dtype)
-
-
-def tile(channels: int) -> tuple[int, int, int]:
-    """The rows that a program takes at a time, the power of two that holds one, and the warps that share them."""
-    block = power_of_2(channels)
-    rows = max(1, TILE // block)
-    return rows, block, max(1, rows * block // WARP_VALUES)
+    launch(
+        _backward, (shares,), x, weight_D, dy, dsum, scale_R, dx, dadded, shares_SD, rows, channels, tile_rows, block,
+        warps=warps, registers=REGISTERS,
+    )  # fmt: skip
+    return dx, sum_of_parts(shares_SD.unsqueeze(0), weight_D.dtype).squeeze(0)

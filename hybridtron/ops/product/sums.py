@@ -1,9 +1,12 @@
-"""A matrix product that accumulates into a sum, possibly of a wider type.
+"""A matrix multiplication whose result is added to a tensor in place; this tensor may have a higher precision.
 
-On a GPU one kernel does both: the sum is read and written once, and the product is never rounded to the narrower type.
-On a CPU, and for a wider sum before torch 2.13, the product is computed first.
+On a GPU, one kernel multiplies and adds. It reads and writes the tensor once, and does not round the product to the
+dtype of its factors. There are two exceptions, in which the product is computed first and then added:
 
-Legend as in `reference`.
+    on a CPU
+    if the tensor has another dtype than the factors, and torch is older than 2.13
+
+Legend: the factors are (M, K) and (K, N).
 """
 
 from __future__ import annotations
@@ -15,11 +18,11 @@ from torch import Tensor
 from hybridtron.ops.product import ProductInputs, matrix_product
 
 SUMS_WIDER = Version(torch.__version__).release >= (2, 13)
-"""True if torch.compile can trace the shapes of a product that accumulates into a sum of another type."""
+"""True if torch.compile can trace torch.addmm with an output of another dtype than the factors."""
 
 
 def add_product(total_MN: Tensor, left_MK: Tensor, right_KN: Tensor) -> Tensor:
-    """Add left right to the sum in place, and return the sum."""
+    """Add the matrix product of left and right to `total_MN` in place, and return `total_MN`."""
     if not left_MK.is_cuda:
         return total_MN.add_(matrix_product(ProductInputs(left_MK, right_KN)))
     if total_MN.dtype == left_MK.dtype:

@@ -1,9 +1,10 @@
-"""Rotary positions by Triton: heads are read once and written once, in whatever order they lie in memory.
+"""Triton kernel for rotary positions (RoPE): x is read once, and the result is written once.
 
-The gradient of a rotation is the rotation back, so the backward pass is the same kernel with the angles' signs turned,
-and keeps no heads. fp32 inside. Right on an H200 (benchmarks/gpu.md).
+x's gradient is dy rotated by the negated angles. So the backward pass runs the same kernel, and x does not have to be
+saved. x's rows and tokens may have any order in memory. The kernel computes in fp32. Checked on an H200
+(benchmarks/gpu.md).
 
-Legend: as in `apply_rope`; k half of the channels that turn, T those that do not.
+Legend: B rows (sequences in the batch), L tokens per row, H heads, K channels per head, k half of the rotated channels.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ WARPS = 4
 
 
 def apply_rope(inputs: RopeInputs) -> Tensor:
-    """Heads rotated, with a backward pass."""
+    """Return x with all heads rotated. Gradients with respect to x are supported."""
     return _Rope.apply(*inputs)
 
 
 class _Rope(torch.autograd.Function):
-    """Keeps the angles."""
+    """Autograd function that saves only the angles' cos and sin."""
 
     @staticmethod
     def forward(ctx: Any, x_BLHK: Tensor, cos_BLk: Tensor, sin_BLk: Tensor) -> Tensor:
@@ -42,7 +43,7 @@ class _Rope(torch.autograd.Function):
 
 
 def rotated(x_BLHK: Tensor, cos_BLk: Tensor, sin_BLk: Tensor, back: bool) -> Tensor:
-    """Every head of a token by its token's angles, or back by them."""
+    """Return x with each head rotated by its token's angles, or by the negated angles if `back` is True."""
     x_BLHK = last_side_by_side(x_BLHK)
     rows, length, heads, size = x_BLHK.shape
     half = cos_BLk.shape[-1]
@@ -61,22 +62,29 @@ def _rotate(
     cos_ptr: tl.tensor, sin_ptr: tl.tensor, length: int, heads: int, BACK: tl.constexpr, HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr, STILL: tl.constexpr, STILL_PADDED: tl.constexpr, HEADS_PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
-    token, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    k, h = tl.arange(0, HALF_PADDED), tl.arange(0, HEADS_PADDED)
+    """Store all heads of one token, rotated. Grid: tokens, rows.
+
+    A head's first 2 HALF channels are rotated; channels k and HALF + k are a pair. Its last STILL channels are copied.
+    HALF_PADDED, STILL_PADDED and HEADS_PADDED are HALF, STILL and the number of heads, padded to powers of two.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
+    k = tl.arange(0, HALF_PADDED)
+    h = tl.arange(0, HEADS_PADDED)
     angle = (row * length + token) * HALF + k
     cos = tl.load(cos_ptr + angle, k < HALF, 0.0)[None, :]
     sin = tl.load(sin_ptr + angle, k < HALF, 0.0)[None, :]
     if BACK:
         sin = -sin
-    there = (h < heads)[:, None] & (k < HALF)[None, :]
+    in_half = (h < heads)[:, None] & (k < HALF)[None, :]
     x_place = x_ptr + row * x_row + token * x_token + (h * x_head)[:, None]
     y_place = y_ptr + row * y_row + token * y_token + (h * y_head)[:, None]
-    first = tl.load(x_place + k[None, :], there, 0.0).to(tl.float32)
-    second = tl.load(x_place + HALF + k[None, :], there, 0.0).to(tl.float32)
-    tl.store(y_place + k[None, :], first * cos - second * sin, there)
-    tl.store(y_place + HALF + k[None, :], second * cos + first * sin, there)
+    first = tl.load(x_place + k[None, :], in_half, 0.0).to(tl.float32)
+    second = tl.load(x_place + HALF + k[None, :], in_half, 0.0).to(tl.float32)
+    tl.store(y_place + k[None, :], first * cos - second * sin, in_half)
+    tl.store(y_place + HALF + k[None, :], second * cos + first * sin, in_half)
     if STILL > 0:
         t = tl.arange(0, STILL_PADDED)
-        there = (h < heads)[:, None] & (t < STILL)[None, :]
-        still = tl.load(x_place + 2 * HALF + t[None, :], there, 0.0)
-        tl.store(y_place + 2 * HALF + t[None, :], still, there)
+        in_rest = (h < heads)[:, None] & (t < STILL)[None, :]
+        still = tl.load(x_place + 2 * HALF + t[None, :], in_rest, 0.0)
+        tl.store(y_place + 2 * HALF + t[None, :], still, in_rest)

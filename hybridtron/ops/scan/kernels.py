@@ -1,21 +1,29 @@
-"""The selective scan of Mamba-1 in Triton, forward; `reference.py` has the equations and the reference.
+"""Triton kernels for Mamba-1's selective scan: the forward pass.
 
-A row is cut into chunks, so that one long row fills a GPU, and goes through three kernels:
+    delta_t = softplus(dt_t + dt_bias)
+    h_t = exp(delta_t A) h_{t-1} + delta_t B_t x_t
+    y_t = (C_t h_t + D x_t) silu(z_t)
 
-    walk      every chunk on its own, from a state of zero -> its last state, and the sum of its delta
-    chain     state before chunk k+1 = last state of chunk k + exp(A sum of delta) * state before chunk k
-    outputs   every chunk again, from its true state -> y
+h is the state. A row (a sequence in the batch) is divided into chunks, so that even a single long row occupies a GPU.
+Three kernels run one after another:
 
-Walking every chunk twice costs the exponentials twice, and they are what bounds it: N of them for one token of one
-channel, at 16 a cycle on each multiprocessor, against 8 bytes of bf16. A single walk over the whole row would do half
-of that, but with one warp for 128 channels it takes some 135,000 channels in all rows to keep an H200 busy, while one
-micro-batch of 8 rows of Samba 1.3B has 37,000. So the chunks are always used; `forward` is where that is decided.
+    walk      scans each chunk from a zero state; stores the chunk's last state and its sum of delta
+    chain     computes the true state before each chunk; the sum is over the tokens of chunk k:
+              state before chunk k+1 = (state stored by `walk` for chunk k) + exp(A sum delta) (state before chunk k)
+    retrace   scans each chunk again, from its true state; stores y
 
-A thread owns 4 channels with all of their N states in registers: sums over N and softplus need no other thread.
-Not here: the backward pass (its own file), float64. Right on an H200 (benchmarks/gpu.md).
+Exponentials limit the speed. Each token and channel needs N exponentials, and a multiprocessor computes only 16 in a
+cycle. Memory traffic does not limit the speed: in bf16, x, dt, z and y are 8 bytes for each token and channel. Because
+`walk` and `retrace` both scan every token, each exponential is computed twice. A single scan over the full row would
+avoid this, but has too little parallelism. With one warp for 128 channels, an H200 needs about 135,000 channels over
+all rows to be busy, while a micro-batch with 8 rows for Samba 1.3B has 37,000. So `forward` always uses chunks.
 
-Legend: B rows, L tokens, E inner channels, N states per channel (padded to a power of 2), K chunks.
-Within the kernels a tile of states is (N, E): long vectors of channels lie side by side in memory.
+With N = 16, a thread holds all N state entries for 4 channels in registers, so sums over N need no other thread.
+float64 is not supported. The backward pass is in `kernels_backward`. Checked on an H200 (benchmarks/gpu.md).
+
+Legend: B rows, L tokens, E inner channels, N state entries per channel (padded to a power of 2 in the kernels), K
+chunks with CHUNK tokens, Q tiles: shorter token ranges that the backward pass uses, P parts: chunks or tiles. States
+are stored as (N, E), so channels are contiguous in memory.
 """
 
 from __future__ import annotations
@@ -33,16 +41,19 @@ from hybridtron.ops.documents import document_starts
 from hybridtron.ops.kernel_launch import ceil_div, empty_in_order, last_side_by_side, launch, power_of_2
 from hybridtron.ops.scan.reference import ScanInputs
 
-CHUNK = 128  # tokens that one program walks over
-WARP_STATES = 2048  # in the registers of one warp: 64 a thread
-WARP_CHANNELS = 128
-CHAIN_PARTS = 16  # whose states are on their way from memory at the same time
+CHUNK = 128  # tokens per program
+WARP_STATES = 2048  # state entries in one warp's registers: 64 per thread
+WARP_CHANNELS = 128  # maximum channels per warp
+CHAIN_PARTS = 16  # parts whose states `chain` loads together
 LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
 class ScanRow:
-    """The op's inputs as the kernels read them: the last axis contiguous, parameters in fp32, A ready for exp2."""
+    """The op's inputs for all rows in the kernels' layout: contiguous last axes, and parameters in fp32.
+
+    `log2_decay_NE` is A times log2(e), because the kernels compute exp(delta A) as exp2(delta A log2(e)).
+    """
 
     x_BLE: Tensor
     dt_BLE: Tensor
@@ -52,11 +63,12 @@ class ScanRow:
     log2_decay_NE: Tensor
     D_E: Tensor
     dt_bias_E: Tensor
-    starts_BL: Tensor | None  # int8
+    starts_BL: Tensor | None  # int8: 1 where a document begins
 
     @staticmethod
     def of(inputs: ScanInputs) -> ScanRow:
-        z_BLE, starts_BL = inputs.z_BLE, document_starts(inputs.documents_BL)
+        z_BLE = inputs.z_BLE
+        starts_BL = document_starts(inputs.documents_BL)
         return ScanRow(
             last_side_by_side(inputs.x_BLE),
             last_side_by_side(inputs.dt_BLE),
@@ -71,37 +83,48 @@ class ScanRow:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """B, L, E, N."""
+        """B, L, E and N."""
         rows, length, channels = self.x_BLE.shape
         return rows, length, channels, self.B_BLN.shape[2]
 
     def per_part(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Buffers for a state of every `tokens` tokens, and for the sum of their delta."""
+        """Return uninitialized buffers for one state per part of `tokens` tokens, and for each part's sum of delta."""
         rows, length, channels, states = self.sizes
         parts = ceil_div(length, tokens)
         return self.D_E.new_empty(rows, parts, states, channels), self.D_E.new_empty(rows, parts, channels)
 
     def arguments(self) -> tuple[Any, ...]:
-        """What every kernel takes first."""
+        """Return the arguments that every kernel takes first."""
         per_token = (self.x_BLE, self.dt_BLE, self.B_BLN, self.C_BLN, self.z_BLE)
-        strides = [(0, 0) if tensor is None else tensor.stride()[:2] for tensor in per_token]
         parameters = (self.log2_decay_NE, self.D_E, self.dt_bias_E)
-        return *per_token, *parameters, self.starts_BL, *self.sizes[1:3], *(s for pair in strides for s in pair)
+        return *per_token, *parameters, self.starts_BL, *self.sizes[1:3], *strides_of(per_token)
 
     def tile(self) -> tuple[int, int, int]:
-        """N, N padded, and the channels of one warp that holds a state of each."""
+        """Return N, N padded to a power of 2, and the number of channels whose states a warp holds."""
         states = self.sizes[3]
         padded = power_of_2(states)
         return states, padded, min(max(WARP_STATES // padded, 1), WARP_CHANNELS)
 
     def grid(self, tokens: int, channels: int) -> tuple[int, int, int]:
-        """Parts of the row first: that axis alone may exceed 65,535."""
+        """Return the grid: parts with `tokens` tokens, blocks with `channels` channels, rows.
+
+        Parts are the first axis, because CUDA limits the other two axes to 65,535.
+        """
         rows, length, width, _ = self.sizes
         return ceil_div(length, tokens), ceil_div(width, channels), rows
 
 
+def strides_of(tensors_BL: tuple[Tensor | None, ...]) -> tuple[int, ...]:
+    """Return each tensor's row and token strides, 0 for None."""
+    strides = [(0, 0) if tensor is None else tensor.stride()[:2] for tensor in tensors_BL]
+    return tuple(stride for pair in strides for stride in pair)
+
+
 def forward(row: ScanRow, state_BEN: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """y, the state after the last token (B, N, E), and the state before each chunk (B, K, N, E)."""
+    """Return y, the state after the last token (B, N, E), and the state before each chunk (B, K, N, E).
+
+    `state_BEN` is the state before the row, or None for zeros.
+    """
     state_BNE = None if state_BEN is None else state_BEN.mT.float().contiguous()
     states_BKNE, elapsed_BKE = row.per_part(CHUNK)
     tile = row.tile()
@@ -120,22 +143,30 @@ def retrace(
     grad_z_BLE: Tensor | None,
     tiles: tuple[Tensor, int] | None,
 ) -> None:
-    """Walk every chunk from its state, and write what is wanted on the way.
+    """Scan every chunk from the state before it, and store the outputs whose tensors are not None.
 
-    That is y, or what the backward pass needs: the gradient of z, and the state before every tile of tokens.
+    The forward pass asks for y. The backward pass asks for z's gradient, which is computed from the input `grad_y`, and
+    for the state before every tile. `tiles` is the tensor for these states, and a tile's length in tokens.
     """
     tile = row.tile()
     tiles_BQNE, tokens = tiles or (None, CHUNK)
-    per_token = (y_BLE, grad_y_BLE, grad_z_BLE)
-    strides = [(0, 0) if tensor is None else tensor.stride()[:2] for tensor in per_token]
     launch(
-        _retrace, row.grid(CHUNK, tile[2]), *row.arguments(), *per_token, *(s for pair in strides for s in pair),
-        states_BKNE, tiles_BQNE, CHUNK, tokens, *tile, warps=1,
+        _retrace, row.grid(CHUNK, tile[2]), *row.arguments(), y_BLE, grad_y_BLE, grad_z_BLE,
+        *strides_of((y_BLE, grad_y_BLE, grad_z_BLE)), states_BKNE, tiles_BQNE, CHUNK, tokens, *tile, warps=1,
     )  # fmt: skip
 
 
 def chain(row: ScanRow, states_BPNE: Tensor, elapsed_BPE: Tensor, first_BNE: Tensor | None, backwards: bool) -> Tensor:
-    """Replace what each part adds to a state by the state that enters it, and return the one that leaves the last."""
+    """Replace each part's last state by the true state before the part; return the state after the last part.
+
+    On entry, `states` holds the last state of each part, scanned from zero. Parts are chunks or tiles. `elapsed` has
+    each part's sum of delta, and `first` is the state before the row, or None for zeros.
+
+    If `backwards`, the tensors hold gradients of states, and the order is from the last part to the first. On entry,
+    `states` holds each part's own contribution to the gradient of the state before the part, and `first` is the
+    gradient of the state after the row. The contribution is replaced by the gradient of the state after the part. The
+    result is the gradient of the state before the row.
+    """
     rows, parts, states, channels = states_BPNE.shape
     last_BNE = states_BPNE.new_empty(rows, states, channels)
     launch(
@@ -147,9 +178,9 @@ def chain(row: ScanRow, states_BPNE: Tensor, elapsed_BPE: Tensor, first_BNE: Ten
 
 @triton.jit
 def softplus(v: tl.tensor) -> tl.tensor:
-    """log(1 + exp(v)) = max(v, 0) + log(1 + s) with s = exp(-|v|).
+    """Return log(1 + exp(v)) = max(v, 0) + log(1 + s) with s = exp(-|v|).
 
-    log(1 + s) / s is a polynomial here, the minimax one of degree 8 on 0 to 1: its relative error is 3e-8.
+    log(1 + s) / s is approximated by its minimax polynomial of degree 8 on [0, 1], with a relative error of 3e-8.
     """
     s = tl.exp(-tl.abs(v))
     p = (0.005232693627476692 * s - 0.02950523979961872) * s + 0.07822596281766891
@@ -168,10 +199,17 @@ def barred(
     decay: tl.tensor, added: tl.tensor, decay_before: tl.tensor, before: tl.tensor, next_decay: tl.tensor,
     next_added: tl.tensor, next_decay_before: tl.tensor, next_before: tl.tensor,
 ) -> tuple[tl.tensor, ...]:  # fmt: skip
-    """Two stretches of a recurrence h -> decay h + added as one; the second pair is of what precedes the last step.
+    """Combine two adjacent ranges of steps in the recurrence h -> decay h + added; `_chain` scans with this operator.
 
-    For scans that want the state before each step besides the one after it: a step alone is (decay, added, 1, 0). A
-    decay of 0 lets nothing over, finite or not.
+    Let h be the state before a range. Four numbers describe the range:
+
+        decay, added           the state after the range is decay h + added
+        decay_before, before   the state before the range's last step is decay_before h + before
+
+    A single step is (decay, added, 1, 0). `_chain` folds the row's initial state h into its first step, which becomes
+    (decay, decay h + added, 1, h). So after the scan, `added` is the state after each step, and `before` the state
+    before it. The arguments are the earlier range, then the later range (`next_`). A decay of 0 drops even an infinite
+    state.
     """
     return (
         decay * next_decay,
@@ -189,11 +227,19 @@ def _walk(
     states_ptr: tl.tensor, elapsed_ptr: tl.tensor, CHUNK: tl.constexpr, N: tl.constexpr, N_PADDED: tl.constexpr,
     CHANNELS: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Store a chunk's last state, scanned from a zero state, and its sum of delta.
+
+    If a document begins in the chunk, the stored sum is minus infinity. It marks that no state from before the chunk
+    remains after the chunk. Grid: chunks, blocks with CHANNELS channels, rows. A program is one warp, which holds a
+    state (N_PADDED, CHANNELS).
+    """
     chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     e = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     n = tl.arange(0, N_PADDED)
-    of_e, of_n = e < channels, n < N
-    tile, of_tile = n[:, None] * channels + e[None, :], of_n[:, None] & of_e[None, :]
+    of_e = e < channels
+    of_n = n < N
+    tile = n[:, None] * channels + e[None, :]
+    of_tile = of_n[:, None] & of_e[None, :]
     A = tl.load(A_ptr + tile, of_tile, 0.0)
     bias = tl.load(bias_ptr + e, of_e, 0.0)
     h = tl.zeros((N_PADDED, CHANNELS), tl.float32)
@@ -217,7 +263,6 @@ def _walk(
     tl.store(elapsed_ptr + slot * channels + e, elapsed, of_e)
 
 
-# One long loop: its outputs share the state in the registers, and what is not wanted is compiled away.
 @triton.jit
 def _retrace(
     x_ptr: tl.tensor, dt_ptr: tl.tensor, B_ptr: tl.tensor, C_ptr: tl.tensor, z_ptr: tl.tensor, A_ptr: tl.tensor,
@@ -227,11 +272,18 @@ def _retrace(
     grad_y_token: int, grad_z_row: int, grad_z_token: int, states_ptr: tl.tensor, tiles_ptr: tl.tensor,
     CHUNK: tl.constexpr, TOKENS: tl.constexpr, N: tl.constexpr, N_PADDED: tl.constexpr, CHANNELS: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Scan a chunk from the state before it, and store the outputs whose pointers are not None (`retrace`).
+
+    Grid: chunks, blocks with CHANNELS channels, rows. All outputs need the state, which is in registers, so one loop
+    computes them all; the compiler removes the code for outputs that are None.
+    """
     chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     e = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     n = tl.arange(0, N_PADDED)
-    of_e, of_n = e < channels, n < N
-    tile, of_tile = n[:, None] * channels + e[None, :], of_n[:, None] & of_e[None, :]
+    of_e = e < channels
+    of_n = n < N
+    tile = n[:, None] * channels + e[None, :]
+    of_tile = of_n[:, None] & of_e[None, :]
     A = tl.load(A_ptr + tile, of_tile, 0.0)
     bias = tl.load(bias_ptr + e, of_e, 0.0)
     D = tl.load(D_ptr + e, of_e, 0.0)
@@ -272,13 +324,20 @@ def _chain(
     states_ptr: tl.tensor, elapsed_ptr: tl.tensor, A_ptr: tl.tensor, first_ptr: tl.tensor, last_ptr: tl.tensor,
     parts: int, channels: int, BACKWARDS: tl.constexpr, STEPS: tl.constexpr, CHANNELS: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Replace each part's last state by the true state before the part, for CHANNELS channels and one n (`chain`).
+
+    n is an index of the axis N. Grid: channel blocks, n, rows. STEPS parts are loaded together, and combined by an
+    associative scan.
+    """
     n, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     states = tl.num_programs(1)
     e = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     step = tl.arange(0, STEPS)
-    of_e, is_first, is_last = e < channels, (step == 0)[:, None], (step == STEPS - 1)[:, None]
+    of_e = e < channels
+    is_first = (step == 0)[:, None]
+    is_last = (step == STEPS - 1)[:, None]
     A = tl.load(A_ptr + n * channels + e, of_e, 0.0)
-    one = tl.full((STEPS, CHANNELS), 1.0, tl.float32)
+    no_decay = tl.full((STEPS, CHANNELS), 1.0, tl.float32)
     h = tl.zeros((CHANNELS,), tl.float32)
     if first_ptr is not None:
         h = tl.load(first_ptr + (row * states + n) * channels + e, of_e, 0.0)
@@ -292,7 +351,7 @@ def _chain(
         decay = tl.where(elapsed < 0, 0.0, tl.exp2(A[None, :] * tl.maximum(elapsed, 0.0)))
         entering = tl.where(is_first, tl.expand_dims(h, 0), 0.0)
         added += tl.where(decay == 0, 0.0, decay * entering)
-        _, after, _, entering = tl.associative_scan((decay, added, one, entering), 0, barred)
+        _, after, _, entering = tl.associative_scan((decay, added, no_decay, entering), 0, barred)
         tl.store(place, entering, of_tile)
         h = tl.sum(tl.where(is_last, after, 0.0), 0)
     tl.store(last_ptr + (row * states + n) * channels + e, h, of_e)

@@ -1,9 +1,11 @@
 """The selective scan by the mamba-ssm package's CUDA kernel.
 
-The kernel ignores the gradient of its last state; this module adds it. The kernel takes neither an initial state nor
-document boundaries; rows with either go to our own kernels.
+The kernel's backward pass ignores the gradient of the last state; this module adds this gradient's contribution. The
+kernel supports neither an initial state nor document boundaries. For such inputs dispatch selects our own kernels.
 
-Tested against a stand-in, and once with the package on an H200 (benchmarks/gpu.md).
+Tested against a stand-in for the package, and once with the package on an H200 (benchmarks/gpu.md).
+
+Legend: B rows (sequences in a batch), L tokens, E inner channels, N state entries per channel.
 """
 
 from __future__ import annotations
@@ -26,27 +28,27 @@ PACKAGE = "mamba_ssm.ops.selective_scan_interface"
 
 def _unsupported_reason(inputs: ScanInputs) -> str | None:
     if inputs.state_BEN is not None:
-        return "the kernel takes no initial state"
+        return "the kernel supports no initial state"
     if inputs.documents_BL is not None:
-        return "the kernel knows no document borders"
+        return "the kernel supports no document boundaries"
     if inputs.A_EN.shape[1] > 256:
-        return f"the kernel takes a state size of at most 256, not {inputs.A_EN.shape[1]}"
+        return f"the kernel supports a state size of at most 256, not {inputs.A_EN.shape[1]}"
     if inputs.x_BLE.dtype == torch.float64:
-        return "the kernel has no float64"
+        return "the kernel does not support float64"
     return None
 
 
 def _repeats_bits() -> bool:
-    """Return False: backward sums gradients by atomic additions, even in torch's deterministic mode."""
+    """Return False, since the backward pass uses atomic additions even in torch's deterministic mode."""
     return False
 
 
 def mamba_ssm(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
-    """Run the package's kernel from a zero state; return y in the type of x, and the last state in fp32."""
+    """Run the package's kernel from a zero state; return y in x's dtype, and the last state in fp32."""
     x_BLE, dt_BLE, A_EN, B_BLN, C_BLN, D_E, dt_bias_E, z_BLE, _, _ = inputs
     wide = wide_type(x_BLE)
     per_token = [t for t in (x_BLE, dt_BLE, B_BLN, C_BLN, z_BLE) if t is not None]
-    shared = functools.reduce(torch.promote_types, (t.dtype for t in per_token))  # the kernel requires one type for all
+    shared = functools.reduce(torch.promote_types, (t.dtype for t in per_token))  # the kernel requires a single dtype
     x, dt, B, C, *z = (t.transpose(1, 2).to(shared) for t in per_token)
     package = optional_package(PACKAGE).module
     assert package is not None
@@ -69,10 +71,10 @@ MAMBA_SSM = Implementation("mamba-ssm", mamba_ssm, "cuda", PACKAGE, _unsupported
 
 
 class _LastState(torch.autograd.Function):
-    """Autograd function that returns the kernel's last state and computes its gradient.
+    """Autograd function that returns the kernel's last state, and propagates the state's gradient to the scan's inputs.
 
-    A gradient rarely arrives here, since states are mostly detached between rows. When one does, `chunked` recomputes
-    the state with gradients.
+    `made_from` are these inputs. The gradient is rarely needed, since states are mostly detached between rows. If it is
+    needed, `chunked` computes the state again, and autograd differentiates it.
     """
 
     @staticmethod
@@ -86,7 +88,7 @@ class _LastState(torch.autograd.Function):
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
             x_BLE, dt_BLE, A_EN, B_BLN, dt_bias_E = leaves
-            # C and D affect only the outputs
+            # C and D affect only y, so any values do
             no_D = torch.zeros_like(A_EN[:, 0])
             C_BLN = B_BLN.detach()
             _, last_BEN = chunked(ScanInputs(x_BLE, dt_BLE, A_EN, B_BLN, C_BLN, no_D, dt_bias_E))

@@ -1,15 +1,14 @@
-"""The selective scan of Mamba-1 (S6): Gu and Dao 2023, section 3.
+"""Mamba-1's selective scan (S6): Gu and Dao 2023, section 3.
 
     delta_t = softplus(dt_t + dt_bias)
     h_t = exp(delta_t A) h_{t-1} + delta_t B_t x_t
     y_t = (C_t h_t + D x_t) * silu(z_t)
 
-Where a new document begins, h_{t-1} is 0 instead: nothing of the document before remains, and no gradient returns to
-it, finite or not. (A decay of 0 would leave 0 times infinity, a large negative exponent would cost precision.)
+h is the state, x the input, z the gate. Where a new document begins, h_{t-1} is replaced by 0. Then no value and no
+gradient crosses the boundary, even if the state is infinite or NaN. (A decay of 0 would not suffice, since 0 times
+infinity is NaN.) The projections and the convolution around the scan are in `hybridtron/mixers`.
 
-Not here: projections and convolution (mixers).
-
-Legend: B rows, L tokens, E inner channels, N state entries per channel.
+Legend: B rows (sequences in a batch), L tokens, E inner channels, N state entries per channel.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtron.ops.documents import document_starts
-from hybridtron.ops.precision import state_before, wide_type
+from hybridtron.ops.precision import state_or_zeros, wide_type
 
 
 class ScanInputs(NamedTuple):
-    """Values per token, parameters, and the state before the row (None for zeros).
+    """Per-token tensors, parameters, and the state before the row (None for zeros).
 
-    Without `documents_BL` a row is one document.
+    If `documents_BL` is None, a row is one document. If `z_BLE` is None, there is no gate: the factor silu(z) is 1.
     """
 
     x_BLE: Tensor
@@ -43,7 +42,7 @@ class ScanInputs(NamedTuple):
 
 
 def selective_scan(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
-    """Return y in the type of x, and the state after the last token in fp32 (float64 for float64 inputs)."""
+    """Return y in x's dtype, and the state after the last token in fp32 (float64 for float64 inputs)."""
     wide = wide_type(inputs.x_BLE)
     A_EN = inputs.A_EN
     x = inputs.x_BLE.to(wide)
@@ -72,5 +71,5 @@ def step_sizes(dt_BLE: Tensor, dt_bias_E: Tensor) -> Tensor:
 
 
 def initial_state(inputs: ScanInputs) -> Tensor:
-    """Return the state before the row in the compute dtype; zeros if none is given."""
-    return state_before(inputs.state_BEN, inputs.x_BLE, *inputs.A_EN.shape)
+    """Return the state before the row in fp32 (float64 for float64 inputs); zeros if it is None."""
+    return state_or_zeros(inputs.state_BEN, inputs.x_BLE, *inputs.A_EN.shape)

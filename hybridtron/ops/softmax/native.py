@@ -1,4 +1,7 @@
-"""The softmax of the head's loss compiled for this CPU (`native/softmax.cpp`): a token's logits stay in the cache."""
+"""The softmax of the language-model loss by C++ compiled for this CPU (`native/softmax.cpp`).
+
+The code handles one token at a time, whose logits stay in the CPU's cache.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ from hybridtron.ops.native.tensors import KINDS, Tokens, scalar
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.softmax.reference import SoftmaxGradientsInputs, SoftmaxSums, SoftmaxSumsInputs
 
-WORTH = 2**17  # logits that repay one more thread
+WORTH = 2**17  # logits per thread; with fewer logits an additional thread costs more than it saves
 
 
 class SoftmaxTask(ctypes.Structure):
-    """Arguments of the compiled functions: `Softmax` in softmax.cpp."""
+    """Arguments for the compiled functions, with the fields of the C++ struct `Softmax` in softmax.cpp."""
 
     _fields_ = (
         ("tokens", ctypes.c_int64),
@@ -30,12 +33,12 @@ class SoftmaxTask(ctypes.Structure):
 
 def _unsupported_reason(inputs: SoftmaxSumsInputs | SoftmaxGradientsInputs) -> str | None:
     if inputs.logits_CV.requires_grad and torch.is_grad_enabled():
-        return "has no gradient of its own"
+        return "does not support autograd"
     if inputs.logits_CV.dtype not in KINDS or inputs.labels_C.dtype != torch.int64:
-        return "takes logits in fp32, float64 and bf16, and labels in int64"
+        return "supports logits in fp32, float64 and bf16, and labels in int64"
     if inputs.logits_CV.is_contiguous():
         return None
-    return "takes logits that lie one after another"
+    return "supports only contiguous logits"
 
 
 def softmax_sums(inputs: SoftmaxSumsInputs) -> SoftmaxSums:

@@ -1,12 +1,14 @@
-"""The softmax of a loss over a large vocabulary, as two ops that keep only its sums, or only its gradients.
+"""The softmax of the language-model loss as two ops, neither of which stores the probabilities.
 
-    sums:       greatest = max_v l_v,   sum = sum_v exp(l_v - greatest),   picked = l_label
-    gradients:  l_v <- exp(l_v - lse) (1 + 2 z_loss lse) - [v = label],   0 in masked rows
+    softmax_sums:       greatest = max_v l_v,   sum = sum_v exp(l_v - greatest),   picked = l_label
+    softmax_gradients:  l_v <- exp(l_v - lse) (1 + 2 z_loss lse) - [v = label],   0 for tokens outside the loss mask
 
-where lse = greatest + log sum. If ranks hold parts of the vocabulary, they reduce their sums between the two ops, so
-that lse covers all parts. The gradient is that of lse - l_label + z_loss lse^2, as dlse / dl_v is the softmax.
+l are a token's logits, and <- means that they are overwritten. [v = label] is 1 if v is the label, else 0. Between the
+two ops the caller computes lse = greatest + log sum. If ranks hold shards of the vocabulary, the caller first combines
+all ranks' sums, so that lse covers the full vocabulary. The second op computes the gradient of the token's loss, lse -
+l_label + z_loss lse^2.
 
-Legend: C tokens, V vocabulary, or a part of it.
+Legend: C tokens, V entries in the vocabulary or in this rank's shard.
 """
 
 from __future__ import annotations
@@ -19,18 +21,24 @@ from torch import Tensor
 from hybridtron.ops.precision import at_least_fp32
 
 WORKSPACE = 2**18
-"""Logits that are processed at a time: so few that they stay in a CPU's cache from one operation to the next."""
+"""Maximum number of logits that are processed at a time, so that they stay in a CPU's cache between operations."""
 
 
 class SoftmaxSumsInputs(NamedTuple):
-    """Logits, and labels as indices relative to the first logit."""
+    """Logits for this rank's shard of the vocabulary, and labels as indices relative to the shard's first token."""
 
     logits_CV: Tensor
     labels_C: Tensor
 
 
 class SoftmaxGradientsInputs(NamedTuple):
-    """Logits, labels relative to the first logit, the loss mask, and each token's lse."""
+    """Inputs to `softmax_gradients`.
+
+    logits_CV, labels_C   the inputs to `softmax_sums`
+    mask_C                the loss mask; True: the token counts in the loss
+    lse_C                 each token's log-sum-exp over the full vocabulary
+    z_loss                the factor for the z-loss
+    """
 
     logits_CV: Tensor
     labels_C: Tensor
@@ -40,7 +48,7 @@ class SoftmaxGradientsInputs(NamedTuple):
 
 
 class SoftmaxSums(NamedTuple):
-    """Each token's largest logit, sum of exp(logit - largest), and label logit (0 if the label is not in this part)."""
+    """Each token's largest logit, summed exp(logit - largest), and label logit (0 if it is in another rank's shard)."""
 
     greatest_C: Tensor
     sum_C: Tensor
@@ -48,7 +56,10 @@ class SoftmaxSums(NamedTuple):
 
 
 def softmax_sums(inputs: SoftmaxSumsInputs) -> SoftmaxSums:
-    """Return each token's sums, in fp32 or float64; a label outside 0..V - 1 is in another part of the vocabulary."""
+    """Return each token's sums, in fp32 (float64 for float64 logits).
+
+    A label outside 0..V - 1 belongs to another rank's vocabulary shard.
+    """
     logits_CV, labels_C = inputs
     size = logits_CV.shape[1]
     greatest = []
@@ -63,7 +74,7 @@ def softmax_sums(inputs: SoftmaxSumsInputs) -> SoftmaxSums:
 
 
 def softmax_gradients(inputs: SoftmaxGradientsInputs) -> Tensor:
-    """Overwrite the logits with their gradients, zero in masked rows, and return them."""
+    """Overwrite the logits with their gradients, which are 0 for tokens outside the loss mask, and return them."""
     logits_CV, labels_C, mask_C, lse_C, z_loss = inputs
     size = logits_CV.shape[1]
     parts = (x.split(max(1, WORKSPACE // size)) for x in (logits_CV, labels_C, mask_C, lse_C))

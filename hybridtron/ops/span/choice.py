@@ -1,16 +1,25 @@
-"""The choice of past blocks in span-expanded attention: block summaries, their relevance, and the k most relevant.
+"""The choice of past blocks in span-expanded attention: block summaries, their relevance, and the most relevant blocks.
 
-    c_j  = mean over i in block j of  softmax over l in block j of (q_i . k_l / sqrt(K))  v_l,   not causal;
-           with landmarks one fixed vector per head replaces the block's queries (SE-Attn-LM)
-    R_tj = sum over the query heads h of a group of  (sum over i of q_i^h) . c_j^h
+A document is divided into chunks, and more finely into blocks. Each chunk selects earlier blocks to attend to:
 
-The summed queries are those of chunk t itself, as in the paper, or those of the chunk before it. With the first rule, a
-chunk's early tokens depend on its later ones through the choice; with the second, no token depends on a later one. The
-k blocks with the largest R_tj are read; ties go to the earlier block. The paper's softmax over R does not change the
-order and is left out. Its equations have one head; with groups of heads each key/value head chooses for itself, so that
-ranks with different heads need no communication. A choice is an index, so everything here runs without gradients.
+    c_j  = mean over i in block j of  sum over l in block j of  softmax_l(q_i . k_l / sqrt(K)) v_l
+    R_tj = sum over the query heads h of a group of  (sum over i in chunk t or t - 1 of q_i^h) . c_j^h
 
-Legend as in `reference`; N tokens, A query heads of a group.
+c_j is block j's summary. Each query head has its own c_j, computed without a causal mask. In the variant with landmarks
+(SE-Attn-LM), one fixed vector per head replaces the block's queries q_i. R_tj is block j's relevance for chunk t,
+summed over the query heads that share a key/value head (a group). A chunk reads the blocks with the largest R_tj;
+between two blocks with equal relevance, the earlier one is preferred.
+
+In the paper, the queries in R_tj come from chunk t. Then a chunk's early tokens depend on its later tokens through the
+choice. With the queries from chunk t - 1, no token depends on a later token.
+
+There are two more differences from the paper. The paper applies a softmax to R; here it is left out, since it does not
+change the blocks' order. The paper's equations have one head. Here each key/value head chooses its own blocks, so that
+tensor-parallel ranks, which hold different heads, need no communication. Chosen blocks are integer indices, so no
+gradient flows through this file.
+
+Legend: R rows (sequences), N tokens, H query heads, G key/value heads, A = H / G query heads in a group, K head size, S
+tokens in a block, T chunks, U blocks, C blocks chosen for a chunk.
 """
 
 from __future__ import annotations
@@ -24,18 +33,21 @@ from torch import Tensor
 from hybridtron.ops.precision import at_least_fp32
 
 MIXED = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
-"""The multipliers of splitmix64, as int64."""
-AT_ONCE = 1024
-"""Tokens whose blocks are summarized together on a CPU."""
+"""The multipliers of the random generator splitmix64, as int64."""
+CPU_RUN_TOKENS = 1024
+"""Number of tokens whose blocks are summarized together on a CPU."""
 
 
 @torch.no_grad()
 def summaries(q_RNHK: Tensor, k_RNGK: Tensor, v_RNGK: Tensor, block: int, landmarks_HK: Tensor | None) -> Tensor:
-    """Return c_j of every complete block, (R, U, H, K), in fp32 or float64."""
+    """Return every complete block's summary c_j, (R, U, H, K), in fp32 (float64 for float64 inputs).
+
+    A block has `block` tokens. `landmarks_HK` are the landmarks, or None to use the block's queries.
+    """
     whole = k_RNGK.shape[1] // block * block
-    # on a CPU a few blocks at a time, so that intermediate results stay in the cache
+    # on a CPU, compute a few blocks at a time, so that intermediate results stay in the cache
     if q_RNHK.device.type == "cpu":
-        run = max(block, AT_ONCE // block * block)
+        run = max(block, CPU_RUN_TOKENS // block * block)
     else:
         run = max(block, whole)
     parts = zip(*(x[:, :whole].split(run, dim=1) for x in (q_RNHK, k_RNGK, v_RNGK)), strict=True)
@@ -57,20 +69,30 @@ def _summaries(q_RNHK: Tensor, k_RNGK: Tensor, v_RNGK: Tensor, block: int, landm
 
 @torch.no_grad()
 def query_sums(q_RNHK: Tensor, block: int) -> Tensor:
-    """Return the sum of each block's queries, (R, U, H, K), in fp32 or float64; the last block may be incomplete."""
+    """Return each block's summed queries, (R, U, H, K), in fp32 (float64 for float64 inputs).
+
+    The last block may be incomplete.
+    """
     missing = -q_RNHK.shape[1] % block
     return F.pad(at_least_fp32(q_RNHK), (0, 0, 0, 0, 0, missing)).unflatten(1, (-1, block)).sum(2)
 
 
 @torch.no_grad()
 def relevance(sums_RTHK: Tensor, summaries_RUHK: Tensor, groups: int) -> Tensor:
-    """Return R_tj of each group, (R, G, T, U)."""
+    """Return the relevance R_tj for each of `groups` key/value heads, (R, G, T, U).
+
+    `sums_RTHK` holds, for every chunk t, the sum of the queries that choose its blocks.
+    """
     left, right = (x.unflatten(2, (groups, -1)).transpose(1, 2).flatten(3) for x in (sums_RTHK, summaries_RUHK))
     return left @ right.mT
 
 
 def random_relevance(key: int, rows: range, groups: Sequence[int], chunks: range, blocks: range) -> Tensor:
-    """Return uniform numbers in [0, 1), (R, G, T, U): a pure function of the key, the row, group, chunk and block."""
+    """Return uniform random numbers in [0, 1) in place of relevances, (R, G, T, U).
+
+    `key` is the seed. Each random number depends only on the seed and on the indices of its row, key/value head, chunk
+    and block. The arguments `rows`, `groups`, `chunks` and `blocks` are these indices.
+    """
     mixed = torch.tensor(key % 2**64 - (2**64 if key % 2**64 >= 2**63 else 0))
     for axis, numbers in enumerate((rows, groups, chunks, blocks)):
         numbers_N = torch.tensor(list(numbers), dtype=torch.int64).view(-1, *[1] * (3 - axis))
@@ -79,22 +101,23 @@ def random_relevance(key: int, rows: range, groups: Sequence[int], chunks: range
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Apply the finaliser of splitmix64, with int64 arithmetic that wraps."""
+    """Apply the finalizer of splitmix64; int64 overflow wraps around, as in splitmix64's unsigned arithmetic."""
     for shift, factor in ((30, MIXED[0]), (27, MIXED[1])):
         x = (x ^ _shifted(x, shift)) * factor
     return x ^ _shifted(x, 31)
 
 
 def _shifted(x: Tensor, places: int) -> Tensor:
-    """Shift to the right logically, which torch's int64 can't do."""
+    """Shift to the right and fill with zeros; torch's int64 shift fills with the sign bit."""
     return (x >> places) & (2 ** (64 - places) - 1)
 
 
 @torch.no_grad()
 def choose(relevance_RGTU: Tensor, available: Sequence[int], most: int) -> Tensor | None:
-    """Choose the most relevant blocks among each chunk's first `available` ones, at most `most` of them.
+    """Choose for each chunk at most `most` blocks: the most relevant ones among its first `available` blocks.
 
-    Returns (R, G, T, C) in rising order, filled up with -1 for a chunk with fewer than C; None if no chunk has any.
+    `available` has an entry for each chunk. Returns the blocks' indices (R, G, T, C) in ascending order, followed by -1
+    if a chunk has fewer than C blocks. Returns None if no chunk has a block to choose.
     """
     count = min(most, max(available))
     if count == 0:
@@ -108,7 +131,8 @@ def choose(relevance_RGTU: Tensor, available: Sequence[int], most: int) -> Tenso
     above = scores > least
     equal = scores == least
     room = count - above.sum(-1, keepdim=True)
-    taken = (above | (equal & (equal.cumsum(-1) <= room))) & available_TU  # topk guarantees no order among ties
+    # topk does not say which of several equal scores it takes, so the earlier blocks are selected here
+    taken = (above | (equal & (equal.cumsum(-1) <= room))) & available_TU
     late = places_U.numel()
     chosen = torch.where(taken, places_U, late).topk(count, dim=-1, largest=False, sorted=True).values
     return torch.where(chosen == late, -1, chosen)

@@ -1,12 +1,28 @@
-"""Span-expanded attention's state, and the choice of blocks from a document's past and from the row.
+"""Span-expanded attention's state between rows, and the choice of blocks from a document's past and from the row.
 
-A row may begin anywhere in its document, even inside a chunk or a block. The state lets it continue as if the earlier
-tokens were in the row. It has summaries for the complete blocks to choose from, query sums for the last blocks, and the
-unfinished block's queries. (Keys and values are carried besides, as for any attention.) One exception: if a chunk's own
-queries choose, a row that ends inside a chunk chooses with the queries up to its end. So a document that is cut into
-rows gives the same results as uncut only if the cuts are at multiples of M.
+In span-expanded attention a document is divided into chunks, and more finely into blocks. A chunk attends to itself and
+to the earlier blocks that it chooses: those whose summaries have the largest dot products with summed queries
+(`choice`).
 
-Legend as in `reference` and `choice`; P carried blocks.
+A document may be longer than a row (a sequence in the batch). Then the next row continues it with the previous row's
+state, as if the earlier tokens were in the row. A row may begin anywhere in its document, even inside a chunk or a
+block. The state has three tensors:
+
+    the last block's queries, if the previous row ended inside this block
+    the complete blocks' summaries, from which chunks choose
+    query sums: for each of the last complete blocks, its summed queries, by which chunks choose
+
+The past keys and values are carried separately, as for any attention.
+
+One case differs from a document in a single row: if a chunk's own queries choose its blocks, and a row ends inside the
+chunk, only the chunk's queries up to the row's end choose. In this case, results are independent of the division into
+rows only if rows end at multiples of the chunk size.
+
+A segment is a range of tokens in a row that belong to one document. Rows with the same range are computed together.
+
+Legend: B rows, R rows in a segment, L tokens in a row, S keys: keys carried from the document that the row continues,
+then the row's L keys; N tokens in a segment and in the unfinished block before it, H query heads, G key/value heads, K
+head size, T chunks, C chosen blocks, P carried blocks.
 """
 
 from __future__ import annotations
@@ -23,10 +39,13 @@ from hybridtron.ops.span.reference import SpanCut, SpanSegment
 
 
 class SpanPast(NamedTuple):
-    """Each row's queries in the unfinished block, and summaries and query sums of its last complete blocks.
+    """The unfinished block's queries, and the last complete blocks' summaries and query sums.
 
-    When carried, entries are at the end of their axis, with zeros before them: (B, block - 1, H, K), (B, P, H, K),
-    (B, P', H, K). For a segment that is being computed, its own queries, summaries and query sums follow.
+    This class has two uses:
+
+        between rows    shapes (B, block - 1, H, K), (B, P, H, K) and (B, P', H, K), where P' counts the carried
+                        query sums; if fewer entries exist, zeros precede them on the second axis
+        in a segment    each tensor holds the carried entries, then the segment's own queries, summaries or query sums
     """
 
     queries_BNHK: Tensor
@@ -35,9 +54,10 @@ class SpanPast(NamedTuple):
 
 
 class ChoiceRule(NamedTuple):
-    """The rule that chooses a chunk's blocks: at most `most`, by the previous chunk's queries or by its own.
+    """The rule by which a chunk chooses its blocks.
 
-    Landmarks, if given, replace the blocks' queries in the block summaries.
+    `most` is the maximum number of blocks. If `previous` is True, the previous chunk's queries choose, else the chunk's
+    own queries. Landmarks (None: no landmarks) replace the blocks' queries in the block summaries.
     """
 
     most: int
@@ -46,14 +66,17 @@ class ChoiceRule(NamedTuple):
 
 
 class CarriedBlocks(NamedTuple):
-    """The number of last blocks that are carried: their summaries (None for all) and their query sums."""
+    """The sizes of the state: how many block summaries (None for all) and how many query sums are carried."""
 
     summaries: int | None
     sums: int
 
 
 class Whole(NamedTuple):
-    """Full rows: their length and number of key/value heads, and a function from a segment to its `SpanPast`."""
+    """Full rows: their length, how many key/value heads they have, and a function that returns a segment's `SpanPast`.
+
+    With context parallelism a rank holds only a shard of each row. The function then combines all ranks' shards.
+    """
 
     length: int
     groups: int
@@ -64,7 +87,10 @@ class Whole(NamedTuple):
 def choose_by_relevance(
     cut: SpanCut, rule: ChoiceRule, rows: Whole, carried: CarriedBlocks
 ) -> tuple[list[Tensor | None], SpanPast]:
-    """Choose blocks for every chunk of every segment; return them, and the state that the next rows continue from."""
+    """Choose the most relevant blocks for every chunk; return a list of them, and the state after the rows.
+
+    The list has an entry for each segment, which is None if no chunk in the segment has a block to choose.
+    """
     chosen: list[Tensor | None] = []
     ended: list[tuple[SpanSegment, SpanPast]] = []
     for segment in cut.segments:
@@ -83,7 +109,12 @@ def choose_by_relevance(
 def choose_at_random(
     cut: SpanCut, most: int, key: int, groups: Sequence[int], device: torch.device
 ) -> list[Tensor | None]:
-    """Choose random past blocks for every chunk: a pure function of the key, row, head group, chunk and block."""
+    """Choose random past blocks for every chunk.
+
+    The returned list has an entry for each segment, which is None if no chunk in the segment has a block to choose.
+    `key` is the seed, and `groups` are the indices of this rank's key/value heads. A random number depends only on the
+    seed, row, key/value head, chunk and block. So it does not depend on the parallel layout.
+    """
     chosen: list[Tensor | None] = []
     for segment in cut.segments:
         available = cut.available(segment)
@@ -103,9 +134,10 @@ def known_of(
     past: SpanPast | None,
     segment: SpanSegment,
 ) -> SpanPast:
-    """Compute a segment's queries, summaries and query sums, behind the carried ones, from its full q, k and v.
+    """Compute a segment's queries, summaries and query sums, and append them to the carried entries.
 
-    If `past` is None, no document continues from before the rows.
+    `heads` is (q, k, v) for the full rows. `past` is the state before the rows; it is None if no document continues
+    from earlier rows.
     """
     q_BLHK, k_BSGK, v_BSGK = heads
     under_way = segment.seen % cut.block
@@ -121,7 +153,7 @@ def known_of(
 
 
 def behind(past: SpanPast | None, segment: SpanSegment, new: SpanPast) -> SpanPast:
-    """Append the summaries and query sums of a segment's own blocks to the carried ones."""
+    """Return `new` with the carried summaries and query sums before those from the segment's own blocks."""
     if past is None or not segment.seen:
         return new
     carried = past.summaries_BPHK[segment.rows], past.sums_BPHK[segment.rows]
@@ -129,17 +161,20 @@ def behind(past: SpanPast | None, segment: SpanSegment, new: SpanPast) -> SpanPa
 
 
 class OwnBlocks(NamedTuple):
-    """A segment's blocks that end in one sequence shard: those from `begin` to `end` - 1."""
+    """A segment's blocks that belong to one sequence shard, because the shard holds their last token.
+
+    A sequence shard is the part of each row that one rank holds. The blocks are those from `begin` to `end` - 1.
+    """
 
     begin: int
     end: int
-    counted: int  # all blocks of the segment, an incomplete one included
-    whole: int  # its complete blocks
-    tokens: slice  # the tokens of the row that these blocks consist of
+    counted: int  # number of blocks in the segment, including an incomplete last block
+    whole: int  # number of complete blocks in the segment
+    tokens: slice  # tokens of the row from which blocks `begin` to `end` - 1 are computed
 
 
 def own_blocks(cut: SpanCut, segment: SpanSegment, share: slice) -> OwnBlocks:
-    """Return the segment's blocks that belong to a sequence shard, because their last token is in it."""
+    """Return the segment's blocks that belong to a sequence shard; `share` is the shard's slice of the row."""
     base = segment.start - segment.seen % cut.block
     counted = -(-(segment.stop - base) // cut.block)
 
@@ -155,16 +190,17 @@ def own_blocks(cut: SpanCut, segment: SpanSegment, share: slice) -> OwnBlocks:
 
 
 def _last(x: Tensor, count: int) -> Tensor:
-    """Return the last `count` entries of the second axis, with zeros before them if there are fewer."""
+    """Return the last `count` entries on the second axis, with zeros before them if there are fewer."""
     missing = max(0, count - x.shape[1])
     return F.pad(x[:, x.shape[1] + missing - count :], (0, 0, 0, 0, missing, 0))
 
 
 def _choice(cut: SpanCut, rule: ChoiceRule, segment: SpanSegment, known: SpanPast, groups: int) -> Tensor | None:
+    """Return the blocks chosen for each chunk of a segment, (R, G, T, C), or None if no chunk can choose a block."""
     chunks = cut.chunks(segment)
     per_chunk = cut.chunk // cut.block
     unfinished = -(-segment.end_place // cut.block)
-    # query sums per chunk, beginning with the chunk before the segment's first one
+    # the sum of queries for each chunk, beginning with the chunk before the segment's first chunk
     sums = _last(known.sums_BPHK, unfinished - (chunks.start - 1) * per_chunk)
     missing = -sums.shape[1] % per_chunk
     sums_RTHK = F.pad(sums, (0, 0, 0, 0, 0, missing)).unflatten(1, (-1, per_chunk)).sum(2)
@@ -178,17 +214,19 @@ def _choice(cut: SpanCut, rule: ChoiceRule, segment: SpanSegment, known: SpanPas
 
 
 def _after(ended: Sequence[tuple[SpanSegment, SpanPast]], block: int, carried: CarriedBlocks) -> SpanPast:
-    """Return the state after the rows, made from the segments that they end with."""
+    """Return the state after the rows, made from every row's last segment."""
     count = carried.summaries
     if count is None:
         count = max(segment.end_place // block for segment, _ in ended)
-    parts = []
+    queries: list[Tensor] = []
+    summaries: list[Tensor] = []
+    sums: list[Tensor] = []
     for segment, known in sorted(ended, key=lambda pair: pair[0].rows.start):
         under_way = segment.end_place % block
-        queries = known.queries_BNHK[:, known.queries_BNHK.shape[1] - under_way :]
+        queries.append(_last(known.queries_BNHK[:, known.queries_BNHK.shape[1] - under_way :], block - 1))
+        summaries.append(_last(known.summaries_BPHK, count))
+        complete = known.sums_BPHK
         if under_way:
-            sums = known.sums_BPHK[:, :-1]
-        else:
-            sums = known.sums_BPHK
-        parts.append((_last(queries, block - 1), _last(known.summaries_BPHK, count), _last(sums, carried.sums)))
-    return SpanPast(*(torch.cat(part) for part in zip(*parts, strict=True)))
+            complete = complete[:, :-1]
+        sums.append(_last(complete, carried.sums))
+    return SpanPast(torch.cat(queries), torch.cat(summaries), torch.cat(sums))

@@ -1,12 +1,19 @@
-"""The launches of the Triton kernels of sparse attention (`kernels_forward`, `kernels_backward`).
+"""Launches of sparse attention's Triton kernels (`kernels_forward`, `kernels_backward`).
 
-What decides who sees whom is made once for both passes: orders of keys and queries, and a few whole numbers of each
-token. Nothing of it waits for the device, and no part's tiles depend on what tensors hold. Backward keeps the inputs,
-the outputs and log-sum-exps. A product's factors are rounded to the type of q, k and v where that is bf16, summed in
-fp32; fp16 goes through tf32, which holds it exactly; fp32 stays fp32. The same call gives the same bits again.
-Right on an H200 (benchmarks/gpu.md).
+In sparse attention, rules select the keys that a query sees: the recent, first or strided keys, the keys in the query's
+hash bin, or the keys with the best scores (`reference`). A part is the pairs (query, key) that one rule selects; there
+are at most two parts. The kernels read no mask over pairs. They read sorted queries and keys, and a few integers per
+token, from which they compute whether a pair is visible (`KernelPart`). These tensors are computed once for both
+passes. No tensor's size depends on tensors' contents, so the host never waits for the device. The inputs, the outputs,
+and each query's log-sum-exp over its scores are saved for the backward pass. Results are deterministic. Checked on an
+H200 (benchmarks/gpu.md).
 
-Legend: as in `kernels_forward`.
+The widest dtype of q, k and v decides the precision of matrix multiplications. For bf16, both factors are cast to bf16.
+For fp16, tf32 is used, which represents fp16 numbers exactly. For fp32, factors stay fp32. Accumulation is always fp32.
+
+Legend: R rows: one for each sequence in the batch and each head group; L queries, S keys: the keys remembered from the
+document that the row continues, then the row's L keys; N key size, P value size, T query tiles, Q queries in a tile, W
+keys that are listed for a tile, K best keys in a list.
 """
 
 from __future__ import annotations
@@ -26,14 +33,14 @@ from hybridtron.ops.sparse.parts import Stretch, inverse, stretches_of
 from hybridtron.ops.sparse.reference import Seen, SparseInputs
 from hybridtron.ops.ssd.kernels_row import products_of
 
-# To a type checker a kernel is the Python function that it is written as, which can't be launched.
+# To a type checker a kernel is a plain Python function, which can't be launched.
 forward_kernels: Any = kernels_forward
 backward_kernels: Any = kernels_backward
 
 
 @dataclass(frozen=True)
 class PairTiles:
-    """Queries and keys of a tile, values that a program holds at a time, and its warps."""
+    """Tile sizes: queries and keys per tile, channels of v that a program loads at a time, warps per program."""
 
     queries: int
     keys: int
@@ -42,19 +49,35 @@ class PairTiles:
 
 
 def tiles(dtype: torch.dtype, size: int) -> PairTiles:
-    """Chosen so that ptxas spills no registers for an H100; fp32's products run without tensor cores."""
+    """Return tile sizes for which ptxas spills no registers on an H100.
+
+    `size` counts the channels per key. Tiles are small for fp32, whose multiplications run without tensor cores.
+    """
     if dtype == torch.bfloat16:
         return PairTiles(64, 64, 128, warps=8) if size <= 64 else PairTiles(64, 32, 64, warps=8)
     return PairTiles(16, 16, 32) if dtype == torch.float32 and size > 16 else PairTiles(32, 32, 32)
 
 
 class KernelPart(NamedTuple):
-    """One part of who sees whom, as the kernels read it, in int32.
+    """The visible pairs of one rule (a part) in the form that the kernels read, as int32 tensors.
 
-    Tiles of queries follow queries_RL; what each sees is a run of the order `keys` (R, S), or of kept keys a list of
-    its own (R, T, W). Tiles of keys follow grouped_RS; the queries that see the key at one of its places stand in
-    queries_RL from from_RS on and before to_RS. Of a stretch: first_RL, end_RL, by query; of kept keys: until_RS.
-    `most` is how many keys a query sees; the kernels take it for the rehearsal, which models their loops by it.
+    There are two kinds of parts (`parts`). In a stretch, keys are sorted, and a query sees a contiguous range of the
+    sorted keys. In the kept part (rule `best`), a key is seen from its own token on, until it is no longer among the
+    best keys. The fields:
+
+        kept      True for the kept part, False for a stretch
+        most      the maximum number of keys that a query sees; only a simulation without a GPU reads it
+        queries   the queries, sorted; consecutive queries form query tiles
+        keys      stretch: all keys, sorted (R, S), of which a query tile reads a range
+                  kept part: a list of keys for each query tile (R, T, W)
+        grouped   all keys, sorted; consecutive keys form key tiles
+        from, to  key grouped[p] is seen only by queries at positions from[p] to to[p] - 1 in `queries`
+        first,
+        end       stretch: query l sees the keys at positions first[l] to end[l] - 1 in `keys`
+        until     kept part: key s is seen by the queries at tokens s to until[s] - 1, where a token's index is its
+                  key's index
+
+    In a stretch, the field `until` holds a tensor that no kernel reads; in the kept part, `first` and `end` do.
     """
 
     kept: bool
@@ -70,7 +93,7 @@ class KernelPart(NamedTuple):
 
 
 def sparse_attention(inputs: SparseInputs) -> Tensor:
-    """q, k and v in one type, the widest of theirs."""
+    """Return the attention output in v's dtype, computed with q, k and v in their widest common dtype."""
     q, k, v, seen = inputs
     shared = functools.reduce(torch.promote_types, (t.dtype for t in (q, k, v)))
     with torch.no_grad():
@@ -78,28 +101,40 @@ def sparse_attention(inputs: SparseInputs) -> Tensor:
         parts = [of_stretch(part, most) for part, most in stretches_of(seen, q.shape[1])]
         if seen.scores_RS is not None:
             parts.append(of_best(seen, q.shape[1], block.queries))
-        rank_RS = inverse(parts[0].grouped_RS.long()).int()  # used where there is a second part
+        # The launch for a second part reads the ranks, to skip the pairs that are in the first part.
+        rank_RS = inverse(parts[0].grouped_RS.long()).int()
     return _TritonSparse.apply(*(t.to(shared).contiguous() for t in (q, k, v)), parts, rank_RS).to(v.dtype)
 
 
 def of_stretch(part: Stretch, most: int) -> KernelPart:
-    """In the order of their ends, queries that see a key follow one another, as what they see begins in that order."""
+    """Build a kernel part from a stretch, with queries sorted by where their key ranges end.
+
+    In that order the ranges' beginnings ascend too, so the queries that see a key are consecutive.
+    """
     total = part.order_RS.shape[1]
     queries_RL = (part.end_RL * (total + 1) + part.first_RL).argsort(dim=1, stable=True)
     first_RL, end_RL = (x_RL.gather(1, queries_RL) for x_RL in (part.first_RL, part.end_RL))
     place_RS = torch.arange(total, device=end_RL.device).expand_as(part.order_RS).contiguous()
     from_RS, to_RS = (torch.searchsorted(x_RL, place_RS, right=True) for x_RL in (end_RL, first_RL))
     order_RS = part.order_RS
-    found = queries_RL, order_RS, order_RS, from_RS, to_RS, part.first_RL, part.end_RL, order_RS
-    return KernelPart(False, most, *(x.int().contiguous() for x in found))
+    tensors = queries_RL, order_RS, order_RS, from_RS, to_RS, part.first_RL, part.end_RL, order_RS
+    return KernelPart(False, most, *(x.int().contiguous() for x in tensors))
 
 
 def of_best(seen: Seen, length: int, queries: int) -> KernelPart:
-    """Keys that stay among the best about equally long share tiles."""
-    documents_RS, scores_RS, most = seen.documents_RS.int().contiguous(), seen.scores_RS, seen.budget.best
+    """Build the kernel part for the rule `best`; a tile has `queries` queries.
+
+    A program for a key tile reads all queries that see any key in the tile. To make them few, keys that stay among the
+    best about equally long are grouped into the same tile.
+    """
+    documents_RS = seen.documents_RS.int().contiguous()
+    scores_RS = seen.scores_RS
+    most = seen.budget.best
     assert scores_RS is not None
-    (rows, total), device = documents_RS.shape, documents_RS.device
-    past, count = total - length, ceil_div(length, queries)
+    rows, total = documents_RS.shape
+    device = documents_RS.device
+    past = total - length
+    count = ceil_div(length, queries)
     before = ceil_div(past, queries)
     lists_RTK = torch.full((rows, before + count + 1, most), -1, dtype=torch.int32, device=device)
     until_RS = torch.zeros(rows, total, dtype=torch.int32, device=device)
@@ -124,7 +159,7 @@ def of_best(seen: Seen, length: int, queries: int) -> KernelPart:
 
 
 class _TritonSparse(torch.autograd.Function):
-    """Keeps its inputs, the outputs and a log-sum-exp of each query."""
+    """Autograd function that saves its inputs, its outputs and each query's log-sum-exp."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[KernelPart], rank_RS: Tensor) -> Tensor:
@@ -143,7 +178,10 @@ class _TritonSparse(torch.autograd.Function):
 
 
 class SparseKernelRow(NamedTuple):
-    """The launches of all rows."""
+    """The tensors for all rows, and the launches of the forward and backward kernels.
+
+    `rank_RS` is each key's position among the first part's sorted keys.
+    """
 
     q_RLN: Tensor
     k_RSN: Tensor
@@ -157,20 +195,26 @@ class SparseKernelRow(NamedTuple):
 
     @property
     def slices(self) -> int:
-        """Programs among which the values are divided."""
+        """Number of programs among which v's channels are divided."""
         return ceil_div(self.v_RSP.shape[2], self.values)
 
     @property
     def values(self) -> int:
+        """Number of v's channels that a program loads at a time."""
         return min(self.tiles.values, max(16, power_of_2(self.v_RSP.shape[2])))
 
     def numbers(self, part: KernelPart) -> tuple[Tensor, ...]:
-        """What decides who sees whom in a part, and what the first part has shown."""
+        """Return the tensors that decide visibility in this part, then those of the first part.
+
+        If this part is the first part, the kernels do not read the second group.
+        """
         first = self.parts[0]
         return part.first_RL, part.end_RL, part.until_RS, first.first_RL, first.end_RL, self.rank_RS
 
     def constants(self, index: int) -> dict[str, Any]:
-        size, block = self.q_RLN.shape[2], self.tiles
+        """Return the constants for launching the part with this index: sizes, tiles and compiler options."""
+        size = self.q_RLN.shape[2]
+        block = self.tiles
         return {
             "KEPT": self.parts[index].kept,
             "EXCEPT": index > 0,
@@ -185,22 +229,29 @@ class SparseKernelRow(NamedTuple):
         } | products_of(self.q_RLN.dtype)
 
     def by_queries(self, part: KernelPart) -> tuple[int, tuple[int, ...]]:
-        """Programs, and L, S, entries of a tile's list, keys that a query sees."""
+        """Return the number of query tiles in all rows, and the kernel arguments L, S, W and `most`."""
         rows, length, _ = self.q_RLN.shape
         sizes = length, self.k_RSN.shape[1], part.keys.shape[-1], part.most
         return rows * ceil_div(length, self.tiles.queries), sizes
 
     def by_keys(self, part: KernelPart) -> tuple[int, tuple[int, ...]]:
+        """Return the number of key tiles in all rows, and the kernel arguments L, S and `most`."""
         rows, total, _ = self.k_RSN.shape
         return rows * ceil_div(total, self.tiles.keys), (self.q_RLN.shape[1], total, part.most)
 
     def outputs(self) -> tuple[Tensor, Tensor]:
-        """y and log-sum-exps; what the first of two parts gives stays in fp32."""
+        """Return y and the log-sum-exps, computed part by part.
+
+        The launch for a second part reads the first part's results and adds the second part's keys. In this case the
+        first part's y is fp32.
+        """
         rows, length, _ = self.q_RLN.shape
-        shape, last = (rows, length, self.v_RSP.shape[2]), len(self.parts) - 1
+        shape = (rows, length, self.v_RSP.shape[2])
+        last = len(self.parts) - 1
         y = sums_RL = self.q_RLN.new_empty(rows, length, dtype=torch.float32)
         for index, part in enumerate(self.parts):
-            before_y, before_sums_RL = y, sums_RL
+            before_y = y
+            before_sums_RL = sums_RL
             y = self.v_RSP.new_empty(shape, dtype=self.v_RSP.dtype if index == last else torch.float32)
             sums_RL = torch.empty_like(before_sums_RL)
             programs, sizes = self.by_queries(part)
@@ -211,8 +262,9 @@ class SparseKernelRow(NamedTuple):
         return y, sums_RL
 
     def gradients(self, y: Tensor, sums_RL: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
-        """dq, dk and dv, of their types."""
-        along_RL, size = torch.empty_like(sums_RL), self.v_RSP.shape[2]
+        """Return dq, dk and dv, in the inputs' dtype."""
+        along_RL = torch.empty_like(sums_RL)
+        size = self.v_RSP.shape[2]
         grads = [torch.empty_like(x, dtype=torch.float32) for x in (self.q_RLN, self.k_RSN, self.v_RSP)]
         backward_kernels.along_outputs[(ceil_div(along_RL.numel(), self.tiles.queries),)](
             y, dy, along_RL, along_RL.numel(), P=size, QUERIES=self.tiles.queries, VALUES=self.values
@@ -225,13 +277,13 @@ class SparseKernelRow(NamedTuple):
                 along_RL, grads[0], *sizes, **constants,
             )  # fmt: skip
             programs, sizes = self.by_keys(part)
-            runs = part.queries_RL, part.grouped_RS, part.from_RS, part.to_RS
             backward_kernels.key_gradients[(programs,)](
-                self.q_RLN, self.k_RSN, self.v_RSP, *runs, *self.numbers(part), sums_RL, dy, along_RL, grads[1], *sizes,
-                **constants,
+                self.q_RLN, self.k_RSN, self.v_RSP, part.queries_RL, part.grouped_RS, part.from_RS, part.to_RS,
+                *self.numbers(part), sums_RL, dy, along_RL, grads[1], *sizes, **constants,
             )  # fmt: skip
             backward_kernels.value_gradients[(programs, self.slices)](
-                self.q_RLN, self.k_RSN, *runs, *self.numbers(part), sums_RL, dy, grads[2], *sizes, **constants
-            )
+                self.q_RLN, self.k_RSN, part.queries_RL, part.grouped_RS, part.from_RS, part.to_RS,
+                *self.numbers(part), sums_RL, dy, grads[2], *sizes, **constants,
+            )  # fmt: skip
         of_q, of_k, of_v = (grad.to(self.q_RLN.dtype) for grad in grads)
         return of_q, of_k, of_v

@@ -1,18 +1,26 @@
-"""Triton kernels of sparse attention, backward: the weights are made again from the kept log-sum-exps.
+"""Triton kernels for the backward pass of sparse attention.
 
-With a_ij the weights, D_i = dy_i . y_i and ds_ij = a_ij (dy_i . v_j - D_i):
+Let i be a query and j a key. The attention weights a_ij are recomputed from the saved log-sum-exps. Let y_i be the
+output, dy_i its gradient, D_i = dy_i . y_i, and ds_ij = a_ij (dy_i . v_j - D_i) the gradient of the score q_i . k_j:
 
-    query_gradients   dq_i = sum_j ds_ij k_j     by the tiles of `attend`
-    key_gradients     dk_j = sum_i ds_ij q_i     by tiles of keys
-    value_gradients   dv_j = sum_i a_ij dy_i     by the same, some values a program
+    along_outputs     D_i                        a program for QUERIES queries
+    query_gradients   dq_i = sum_j ds_ij k_j     a program for each query tile
+    key_gradients     dk_j = sum_i ds_ij q_i     a program for each key tile
+    value_gradients   dv_j = sum_i a_ij dy_i     a program for each key tile and each slice of v's channels
 
-The queries that see a key are a run too. In the order of their ends a stretch's keys are seen by queries that follow
-one another. A kept key is seen by those from its own token on until it is no longer among the best; keys that are seen
-by about equally many share tiles, so that those that stay long have tiles of their own.
+A part is the pairs (query, key) that one rule selects (`kernels_forward`). In each part, the queries that see a key
+are contiguous among the sorted queries. A part is either a stretch or kept:
 
-Every key is in one tile of a part, and a second part adds to what the first has stored: no sum depends on the schedule.
+    stretch   a query sees a contiguous range of the sorted keys; queries are sorted by where these ranges end
+    kept      queries are in text order; a key is seen from its own token on, until it is no longer among the
+              best keys
 
-Legend: as in `kernels_forward`.
+Every key is in exactly one key tile per part. In the kept part, a key tile contains keys that are seen by about equally
+many queries. The launch for a second part adds to the first part's gradients. No kernel uses atomics, so results are
+deterministic.
+
+Legend: R rows: one for each sequence in the batch and each head group; L queries, S keys: the keys remembered from the
+document that the row continues, then the row's L keys; N key size, P value size, Q queries and W keys in a tile.
 """
 
 from __future__ import annotations
@@ -29,7 +37,7 @@ def along_outputs(
     y_RLP: tl.tensor, dy_RLP: tl.tensor, along_RL: tl.tensor, queries: int, P: tl.constexpr, QUERIES: tl.constexpr,
     VALUES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """D of some queries of any rows."""
+    """Store D (`along`) for QUERIES queries. Grid: query blocks, counted over all rows."""
     query_Q = tl.program_id(0).to(tl.int64) * QUERIES + tl.arange(0, QUERIES)
     there_Q = query_Q < queries
     along_Q = tl.zeros([QUERIES], tl.float32)
@@ -45,7 +53,7 @@ def weights_of(
     q_QN: tl.tensor, k_WN: tl.tensor, visible_QW: tl.tensor, sums_Q: tl.tensor, PRODUCT: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """a of a tile; 0 where nothing is seen."""
+    """Return a tile's attention weights a, which are 0 for invisible pairs."""
     finite_Q = tl.where(sums_Q == float("-inf"), 0.0, sums_Q)
     return tl.exp(masked_scores(q_QN, k_WN, visible_QW, PRODUCT, PRECISION) - finite_Q[:, None])
 
@@ -56,7 +64,7 @@ def score_gradients(
     there_Q: tl.tensor, key_W: tl.tensor, P: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """ds of a tile."""
+    """Return ds for a tile; dy . v is summed over slices with VALUES channels."""
     found_QW = tl.zeros([QUERIES, KEYS], tl.float32)
     for start in range(0, P, VALUES):
         p_P = start + tl.arange(0, VALUES)
@@ -75,7 +83,7 @@ def query_gradients(
     P: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK_N: tl.constexpr, VALUES: tl.constexpr,
     PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """dq of a tile of queries by one part; a second one adds to the first's."""
+    """Store dq for a query tile; a second part adds to the first part's dq. Grid: rows times query tiles."""
     row, query_Q, there_Q, begin, stop, listed = tile_of_queries(
         queries_RL, keys, first_RL, end_RL, length, total, width, KEPT, QUERIES
     )
@@ -109,7 +117,10 @@ def query_gradients(
 def run_of_queries(
     from_S: tl.tensor, until_S: tl.tensor, at_W: tl.tensor, length: int, total: int,
 ) -> tuple:  # fmt: skip
-    """Where the queries that see some keys begin and end together; for none the end is 0."""
+    """Return the begin and end of the range of queries that see any of these keys; the end is 0 without such queries.
+
+    Begin and end are positions among the sorted queries, and `at_W` are positions among the sorted keys.
+    """
     from_W = tl.load(from_S + at_W, mask=at_W < total, other=0)
     until_W = tl.load(until_S + at_W, mask=at_W < total, other=0)
     some_W = from_W < until_W
@@ -120,7 +131,7 @@ def run_of_queries(
 def tile_of_keys(
     keys_RS: tl.tensor, from_RS: tl.tensor, to_RS: tl.tensor, length: int, total: int, KEYS: tl.constexpr,
 ) -> tuple:  # fmt: skip
-    """A program's row, its keys by place and by number, and where the queries that see any of them begin and end."""
+    """Return a program's row, its keys' positions and indices, and the range of queries that see any of them."""
     tiles = tl.cdiv(total, KEYS)
     tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     at_W = tile * KEYS + tl.arange(0, KEYS)
@@ -131,7 +142,7 @@ def tile_of_keys(
 
 @triton.jit
 def queries_from(start: int, stop: int, queries_L: tl.tensor, QUERIES: tl.constexpr) -> tuple:
-    """The next queries of a run, and which of them are there."""
+    """Return the indices of the next QUERIES queries in a range, and a mask for valid indices."""
     at_Q = start + tl.arange(0, QUERIES)
     there_Q = at_Q < stop
     return tl.load(queries_L + at_Q, mask=there_Q, other=0), there_Q
@@ -146,7 +157,7 @@ def key_gradients(
     KEPT: tl.constexpr, EXCEPT: tl.constexpr, N: tl.constexpr, P: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, BLOCK_N: tl.constexpr, VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """dk of a tile of keys by one part; a second one adds to the first's."""
+    """Store dk for a key tile; a second part adds to the first part's dk. Grid: rows times key tiles."""
     row, at_W, key_W, begin, stop = tile_of_keys(keys_RS, from_RS, to_RS, length, total, KEYS)
     n_N = tl.arange(0, BLOCK_N)
     k_WN = rows_of(k_RSN + row * total * N, key_W, key_W >= 0, n_N, N)
@@ -182,9 +193,13 @@ def value_gradients(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK_N: tl.constexpr, VALUES: tl.constexpr, PRODUCT: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Some values of dv of a tile of keys by one part; a second one adds to the first's."""
+    """Store VALUES channels of dv for a key tile; a second part adds to the first part's dv.
+
+    Grid: rows times key tiles, slices with VALUES channels.
+    """
     row, at_W, key_W, begin, stop = tile_of_keys(keys_RS, from_RS, to_RS, length, total, KEYS)
-    n_N, p_P = tl.arange(0, BLOCK_N), tl.program_id(1) * VALUES + tl.arange(0, VALUES)
+    n_N = tl.arange(0, BLOCK_N)
+    p_P = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
     k_WN = rows_of(k_RSN + row * total * N, key_W, key_W >= 0, n_N, N)
     dv_WP = tl.zeros([KEYS, VALUES], tl.float32)
     if EXCEPT:

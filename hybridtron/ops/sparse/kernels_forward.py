@@ -1,19 +1,25 @@
-"""Triton kernels of sparse attention, forward: until when keys are among the best, and attention by tiles of queries.
+"""Triton kernels for the forward pass of sparse attention.
 
-Who sees whom needs a few whole numbers of each token, and never a matrix of pairs:
+In sparse attention, rules select the keys that a query sees: the recent, first or strided keys, the keys in the query's
+hash bin, or the keys with the best scores. A part is the pairs (query, key) that one rule selects. There are at most
+two parts, of two kinds. Integers per token decide which pairs are in a part, so no matrix over all pairs is stored:
 
-    stretch  keys stand in an order, and a query sees those at `first` to `end` - 1 of it
-    kept     a query sees the keys up to its own token that are among the best `until` later ones; what has left the
-             best never returns, since the keys that are better only become more
+    stretch  keys are sorted, and a query sees the keys at positions `first` to `end` - 1 in the sorted list
+    kept     a key is seen by the queries from its own token to the token `until` - 1, as long as the key is among the
+             best; a key that has dropped out never returns, since the number of better keys only grows
 
-A program attends for QUERIES queries, those of a stretch in the order of their ends. In that order `first` rises too,
-so that what they see together is one run of keys: the runs of a row have as many keys as the row and `most` for each
-tile. For kept keys it is a list, those that were the best before the tile and the tile's own.
+There are two kernels. `best_keys` computes `until`. `attend` computes the attention over one part; a program computes a
+tile with QUERIES queries. For a stretch, queries are sorted by `end`. In that order `first` ascends too, so the keys
+that a tile's queries see are one range in the sorted list. Let `most` be the maximum number of keys that a query sees.
+Then the lengths of all ranges in a row add up to at most S + `most` T. For the kept part, each tile has a list of keys:
+the best keys before the tile, and the tile's own keys.
 
-A second part continues from the outputs and log-sum-exps of the first, and leaves out what that has shown.
+The launch for a second part continues from the first part's outputs and log-sum-exps, and skips the pairs that are in
+the first part (EXCEPT).
 
-Legend: R rows, L queries, S keys, of which the last L are the queries' own, N size of a key, P of a value; Q queries
-and W keys of a tile.
+Legend: R rows: one for each sequence in the batch and each head group; L queries, S keys: the keys remembered from the
+document that the row continues, then the row's L keys; N key size, P value size, T query tiles, Q queries and W keys in
+a tile, K best keys in a list.
 """
 
 from __future__ import annotations
@@ -28,14 +34,18 @@ from hybridtron.ops.ssd.kernels_forward import product
 def better(
     document: tl.tensor, score: tl.tensor, other_document: tl.tensor, other_score: tl.tensor, earlier: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """Of a later document, of a larger score, or of an equal one and earlier."""
+    """Return True where a key is better than the other key.
+
+    A key in a later document is better. In one document, the key with the larger score is better; if scores are equal,
+    the earlier key is better. `earlier` is True where the key is before the other key.
+    """
     same_score = (score == other_score) & earlier
     return (document > other_document) | ((document == other_document) & ((score > other_score) | same_score))
 
 
 @triton.jit
 def token_rank(documents_S: tl.tensor, scores_S: tl.tensor, index: tl.tensor, there: tl.tensor) -> tuple:
-    """Documents and scores of some tokens; of none the document is -1."""
+    """Return the document indices and the scores for the given tokens; masked tokens get document -1."""
     return tl.load(documents_S + index, mask=there, other=-1), tl.load(scores_S + index, mask=there, other=0.0)
 
 
@@ -44,15 +54,19 @@ def best_keys(
     documents_RS: tl.tensor, scores_RS: tl.tensor, until_RS: tl.tensor, lists_RTK: tl.tensor, total: int, past: int,
     before: int, tiles: int, most: int, QUERIES: tl.constexpr, SLOTS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Until when each key of a row is among the best `most`, and those before each tile of queries, best first.
+    """Store each key's `until`, and for each tile a list with the best `most` keys before it. Grid: rows.
 
-    A key's place among the best is the number of keys that are better. All of these are among the best themselves, so
-    that places follow from tile to tile. The list after `before` tiles of remembered keys is that of the first queries.
+    A list is sorted, with the best key first. So a key's position in the list is the number of better keys. Each tile's
+    list is computed from the previous tile's list and the previous tile's own keys. The first `before` tiles contain
+    remembered keys; the following tiles are the query tiles.
     """
     row = tl.program_id(0).to(tl.int64)
-    documents_RS, scores_RS, until_RS = documents_RS + row * total, scores_RS + row * total, until_RS + row * total
+    documents_RS = documents_RS + row * total
+    scores_RS = scores_RS + row * total
+    until_RS = until_RS + row * total
     lists_RTK += row * (before + tiles + 1) * most
-    slot_K, place_Q = tl.arange(0, SLOTS), tl.arange(0, QUERIES)
+    slot_K = tl.arange(0, SLOTS)
+    place_Q = tl.arange(0, QUERIES)
     for tile in range(before + tiles):
         index_K = tl.load(lists_RTK + tile * most + slot_K, mask=slot_K < most, other=-1)
         filled_K = index_K >= 0
@@ -62,30 +76,37 @@ def best_keys(
         document_Q, score_Q = token_rank(documents_RS, scores_RS, token_Q, there_Q)
         there_Q = there_Q & (document_Q >= 0)
         never = slot_K[:, None] < 0
+        # over_KQ[k, q]: key q of the tile is better than key k of the list; a key of the list is always earlier
         over_KQ = better(document_Q[None, :], score_Q[None, :], document_K[:, None], score_K[:, None], never)
         over_KQ = (over_KQ & filled_K[:, None] & there_Q[None, :]).to(tl.int32)
+        # lives_K[k]: number of the tile's queries for which key k of the list is still among the best
         lives_K = tl.sum((slot_K[:, None] + tl.cumsum(over_KQ, axis=1) < most).to(tl.int32), axis=1)
         tl.store(until_RS + index_K, past + (tile - before) * QUERIES + lives_K, mask=filled_K)
+        # over_QQ[i, j]: key i of the tile is better than key j of the tile
         over_QQ = better(
             document_Q[:, None], score_Q[:, None], document_Q[None, :], score_Q[None, :],
             place_Q[:, None] < place_Q[None, :],
         )  # fmt: skip
         over_QQ = (over_QQ & there_Q[:, None]).to(tl.int32)
+        # behind_Q[j]: number of keys in the list that are better than key j of the tile
+        # kept_QQ[i, j]: query i of the tile sees key j of the tile
         behind_Q = tl.sum(filled_K.to(tl.int32), axis=0) - tl.sum(over_KQ, axis=0)
         kept_QQ = (behind_Q[None, :] + tl.cumsum(over_QQ, axis=0) < most) & (place_Q[:, None] >= place_Q[None, :])
         tl.store(until_RS + token_Q, token_Q + tl.sum(kept_QQ.to(tl.int32), axis=0), mask=there_Q)
-        at_K, at_Q = slot_K + tl.sum(over_KQ, axis=1), behind_Q + tl.sum(over_QQ, axis=0)
+        # at_K, at_Q: positions in the next tile's list, for the keys of this list and for the tile's own keys
+        at_K = slot_K + tl.sum(over_KQ, axis=1)
+        at_Q = behind_Q + tl.sum(over_QQ, axis=0)
         after = lists_RTK + (tile + 1) * most
         tl.store(after + at_K, index_K, mask=filled_K & (at_K < most))
         tl.store(after + at_Q, token_Q, mask=there_Q & (at_Q < most))
-        tl.debug_barrier()  # what other threads of the program have stored is read next
+        tl.debug_barrier()  # the next iteration reads entries that other threads have stored
 
 
 @triton.jit
 def rows_of(
     x_LN: tl.tensor, index_Q: tl.tensor, there_Q: tl.tensor, n_N: tl.tensor, N: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Of some tokens (Q, N), zeros beyond."""
+    """Load x at the given tokens, as a tile (Q, N); entries out of range are 0."""
     at_QN = index_Q.to(tl.int64)[:, None] * N + n_N[None, :]
     return tl.load(x_LN + at_QN, mask=tl.expand_dims(there_Q, 1) & tl.expand_dims(n_N < N, 0), other=0.0)
 
@@ -94,7 +115,7 @@ def rows_of(
 def within(
     first_L: tl.tensor, end_L: tl.tensor, query_Q: tl.tensor, there_Q: tl.tensor, at_W: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """Which of the keys at these places of an order each query's stretch holds."""
+    """Return a mask (Q, W), True where a key is in the query's range; `at_W` are positions in the sorted list."""
     first_Q = tl.load(first_L + query_Q, mask=there_Q, other=0)
     end_Q = tl.load(end_L + query_Q, mask=there_Q, other=0)
     return (first_Q[:, None] <= at_W[None, :]) & (at_W[None, :] < end_Q[:, None])
@@ -106,7 +127,10 @@ def visible_pairs(
     end_RL: tl.tensor, until_RS: tl.tensor, other_first_RL: tl.tensor, other_end_RL: tl.tensor,
     other_rank_RS: tl.tensor, row: int, length: int, total: int, KEPT: tl.constexpr, EXCEPT: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Which pairs of a row this part shows, without those of the first part's stretches; a key of -1 is none."""
+    """Return a mask (Q, W) for the pairs in this part; with EXCEPT, pairs in the first part are excluded.
+
+    Key index -1 is padding. The arguments whose names begin with `other_` belong to the first part.
+    """
     there_W = key_W >= 0
     if KEPT:
         own_Q = query_Q + (total - length)
@@ -123,7 +147,7 @@ def visible_pairs(
 
 @triton.jit
 def any_of(true_QW: tl.tensor) -> tl.tensor:
-    """Whether one is."""
+    """Return True if any entry of the mask is True."""
     return tl.max(tl.max(true_QW.to(tl.int32), axis=1), axis=0) > 0
 
 
@@ -131,7 +155,10 @@ def any_of(true_QW: tl.tensor) -> tl.tensor:
 def run_of_keys(
     first_L: tl.tensor, end_L: tl.tensor, query_Q: tl.tensor, there_Q: tl.tensor, total: int,
 ) -> tuple:  # fmt: skip
-    """Where the stretches of some queries begin and end together; for no keys the end is 0."""
+    """Return the begin and end of the smallest range with all keys that these queries see; the end is 0 without keys.
+
+    Begin and end are positions among the sorted keys.
+    """
     first_Q = tl.load(first_L + query_Q, mask=there_Q, other=0)
     end_Q = tl.load(end_L + query_Q, mask=there_Q, other=0)
     some_Q = first_Q < end_Q
@@ -143,13 +170,18 @@ def tile_of_queries(
     queries_RL: tl.tensor, keys: tl.tensor, first_RL: tl.tensor, end_RL: tl.tensor, length: int, total: int,
     width: int, KEPT: tl.constexpr, QUERIES: tl.constexpr,
 ) -> tuple:  # fmt: skip
-    """A program's row and queries, which of these are there, and the keys that it reads: the first, the end, a list."""
+    """Return a program's row, its queries, a mask for valid queries, and the keys to read.
+
+    The keys to read are given by three values: the entries `begin` to `stop` - 1 of the list `listed`.
+    """
     tiles = tl.cdiv(length, QUERIES)
     tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     at_Q = tile * QUERIES + tl.arange(0, QUERIES)
     there_Q = at_Q < length
     query_Q = tl.load(queries_RL + row * length + at_Q, mask=there_Q, other=0)
-    begin, stop, listed = 0, width, keys + (row * tiles + tile) * width
+    begin = 0
+    stop = width
+    listed = keys + (row * tiles + tile) * width
     if not KEPT:
         begin, stop = run_of_keys(first_RL + row * length, end_RL + row * length, query_Q, there_Q, total)
         listed = keys + row * total
@@ -161,10 +193,14 @@ def with_keys(
     y_QP: tl.tensor, weight_Q: tl.tensor, top_Q: tl.tensor, score_QW: tl.tensor, v_WP: tl.tensor,
     PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tuple:  # fmt: skip
-    """Sums of weights and weighted values with some more keys, and the largest score, which they are relative to."""
+    """Add a key tile to an online softmax.
+
+    Return its updated state: the sum of weighted values, the sum of weights, and the largest score.
+    """
     next_Q = tl.maximum(top_Q, tl.max(score_QW, axis=1))
     finite_Q = tl.where(next_Q == float("-inf"), 0.0, next_Q)
-    scale_Q, weight_QW = tl.exp(top_Q - finite_Q), tl.exp(score_QW - finite_Q[:, None])
+    scale_Q = tl.exp(top_Q - finite_Q)
+    weight_QW = tl.exp(score_QW - finite_Q[:, None])
     y_QP = y_QP * scale_Q[:, None] + product(weight_QW, v_WP, PRODUCT, PRECISION)
     return y_QP, weight_Q * scale_Q + tl.sum(weight_QW, axis=1), next_Q
 
@@ -173,7 +209,7 @@ def with_keys(
 def masked_scores(
     q_QN: tl.tensor, k_WN: tl.tensor, visible_QW: tl.tensor, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Products of queries and keys, minus infinity where the key is not seen."""
+    """Return the scores q . k, with minus infinity for invisible pairs."""
     return tl.where(visible_QW, product(q_QN, tl.trans(k_WN), PRODUCT, PRECISION), float("-inf"))
 
 
@@ -186,13 +222,20 @@ def attend(
     N: tl.constexpr, P: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK_N: tl.constexpr,
     VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Some values of y and the log-sum-exps of a tile of queries, by one part."""
+    """Store VALUES channels of y, and the log-sum-exps, for a query tile and one part.
+
+    Grid: rows times query tiles, slices with VALUES channels. Key tiles without a visible pair are skipped.
+    `queries_RL` are the sorted queries. `keys` are the sorted keys of a stretch, or the kept part's lists for each
+    query tile.
+    """
     row, query_Q, there_Q, begin, stop, listed = tile_of_queries(
         queries_RL, keys, first_RL, end_RL, length, total, width, KEPT, QUERIES
     )
-    n_N, p_P = tl.arange(0, BLOCK_N), tl.program_id(1) * VALUES + tl.arange(0, VALUES)
+    n_N = tl.arange(0, BLOCK_N)
+    p_P = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
     q_QN = rows_of(q_RLN + row * length * N, query_Q, there_Q, n_N, N)
-    top_Q, weight_Q = tl.full([QUERIES], float("-inf"), tl.float32), tl.zeros([QUERIES], tl.float32)
+    top_Q = tl.full([QUERIES], float("-inf"), tl.float32)
+    weight_Q = tl.zeros([QUERIES], tl.float32)
     y_QP = tl.zeros([QUERIES, VALUES], tl.float32)
     if EXCEPT:
         top_Q = tl.load(before_sums_RL + row * length + query_Q, mask=there_Q, other=float("-inf"))

@@ -1,14 +1,22 @@
-"""The rules of sparse attention as two kinds of parts, whose cost is linear in the tokens.
+"""The visible pairs of sparse attention, in a form whose memory and time grow linearly with the token count.
 
-Stretch  the keys are sorted by a class (a document, or a bin in it), and within a class as in the text. A query sees
-         a range of this order: the last keys of its class up to itself, or the first ones. Every rule except `best` is
-         a stretch.
-Kept     a key is seen by every query from its own token on, until it is no longer among the best. A key that has left
-         the best never returns, since the number of better keys only grows. So one number per key is enough.
+Rules select the keys that a query sees: the recent, first or strided keys, the keys in the query's hash bin, or the
+keys with the best scores (`reference`). The pairs (query, key) that one rule selects are called a part. There are two
+kinds of parts:
 
-A part can test any pair of a query and a key. It also has tiles: a few queries, with all the keys that they see.
+Stretch  for all rules except `best`. Keys are sorted by a class: their document, or their bin inside a document. Keys
+         in one class stay in text order. A query sees a contiguous range of the sorted keys: the last keys in its class
+         up to its own token, or the first keys in its class.
+Kept     for the rule `best`. A key is seen by all queries in its document from the key's own token on, until the key is
+         no longer among the best. A key that has dropped out never returns, since the number of better keys only grows.
+         So one integer per key describes the part: the first token whose query no longer sees the key.
 
-Legend as in `reference`; T tiles, Q queries and W keys of a tile.
+A part can test whether it contains a given pair. It can also list its pairs as tiles. A tile is a few queries, and a
+list of keys that contains all keys that these queries see in this part.
+
+Legend: R rows: one for each sequence in the batch and each head group; L queries, S keys: the keys remembered from the
+document that the row continues, then the row's L keys; T tiles, Q queries and W keys per tile, N bands (`TILE`),
+C best keys before a tile, K best keys after it.
 """
 
 from __future__ import annotations
@@ -23,30 +31,40 @@ from torch import Tensor
 from hybridtron.ops.sparse.reference import Seen
 
 TILE = 64
-"""Queries in a tile. It is also the length of a band of keys: queries whose stretches end in one band share tiles."""
+"""Number of queries in a tile, and of sorted keys in a band (`Stretch.tiles`)."""
 
 
 class Tiles(NamedTuple):
-    """Indices of each tile's queries and keys among those of all rows; -1 marks an empty slot."""
+    """Indices for each tile's queries and keys; -1 is padding.
+
+    Indices are counted over all rows: query l in row r has index r L + l, and key s in row r has index r S + s.
+    """
 
     queries_TQ: Tensor
     keys_TW: Tensor
 
 
 class PatternPart(Protocol):
-    """Pairs of a query and a key that it sees."""
+    """The pairs (query, key) that one rule selects."""
 
     def sees(self, tiles: Tiles) -> Tensor:
-        """Return a mask for each tile, True where this part lets a query see a key, (T, Q, W)."""
+        """Return a mask (T, Q, W) for the given tiles, True where a pair is in this part.
+
+        Entries for padding have no meaning.
+        """
         ...
 
     def tiles(self) -> Tiles:
-        """Return tiles that contain every pair of this part exactly once."""
+        """Return tiles that contain every pair in this part exactly once."""
         ...
 
 
 class Stretch(NamedTuple):
-    """Sorted keys: query l sees those from rank first_RL to end_RL - 1. Its document begins at rank begin_RL."""
+    """Sorted keys, of which each query sees a contiguous range.
+
+    order_RS lists the sorted keys' indices. A key's rank is its position in this list. A query sees the keys with ranks
+    first_RL to end_RL - 1. The keys from the query's document begin at rank begin_RL.
+    """
 
     order_RS: Tensor
     begin_RL: Tensor
@@ -59,23 +77,27 @@ class Stretch(NamedTuple):
         return (first_TQ[..., None] <= rank_TW[:, None]) & (rank_TW[:, None] < end_TQ[..., None])
 
     def tiles(self) -> Tiles:
-        """Return tiles; queries share tiles if their stretches end within the same band of TILE keys.
+        """Return this part's tiles.
 
-        Bands are counted from a document's beginning, so its tiles do not depend on its position in the row.
+        A band is TILE sorted keys. Queries whose ranges end within the same band share tiles. Bands are counted from a
+        document's first key, so a document's tiles do not depend on its position in the row.
         """
         (rows, total) = self.order_RS.shape
         device = self.order_RS.device
         row_R1 = torch.arange(rows, device=device)[:, None]
+        # for each query, the first rank of the band in which its range ends; these ranks are counted over all rows
         band_RL = row_R1 * total + self.begin_RL + (self.end_RL - 1 - self.begin_RL) // TILE * TILE
         asking = (self.first_RL < self.end_RL).flatten().nonzero().squeeze(1)
         by_band, sorted_ = band_RL.flatten()[asking].sort(stable=True)
         bands_N, count_N = by_band.unique_consecutive(return_counts=True)
         tiles_N = -(-count_N // TILE)
+        # place: a query's position among the queries of its band; tile: the index of the query's tile
         place = torch.arange(len(asking), device=device) - (count_N.cumsum(0) - count_N).repeat_interleave(count_N)
         tile = (tiles_N.cumsum(0) - tiles_N).repeat_interleave(count_N) + place // TILE
         band_T = bands_N.repeat_interleave(tiles_N)
         queries_TQ = torch.full((len(band_T), TILE), -1, device=device)
         queries_TQ[tile, place % TILE] = asking[sorted_]
+        # ranges have at most `most` keys, so the keys of a tile begin at most `most` - 1 ranks before its band
         most = int((self.end_RL - self.first_RL).max())
         ranks_TW = (band_T % total)[:, None] + torch.arange(1 - most, TILE, device=device)
         row_T1 = (band_T // total)[:, None]
@@ -84,9 +106,10 @@ class Stretch(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Keys that every query sees from their own token up to, but not including, token until_RS, an index among keys.
+    """Keys that queries see as long as the keys are among the best.
 
-    candidates_RTW: the keys that some query of each tile may see; -1 marks an empty slot.
+    A key is seen by the queries from its own token to token until_RS - 1, where a token's index is its key's index.
+    candidates_RTW lists the keys that some query of a tile may see; -1 is padding. `length` is L.
     """
 
     until_RS: Tensor
@@ -112,14 +135,14 @@ class Kept(NamedTuple):
 
 
 def parts_of(seen: Seen, length: int) -> Iterator[PatternPart]:
-    """Yield one part for each rule in the budget; two parts may contain the same pair."""
+    """Yield one part for each rule that is on; two parts may contain the same pair."""
     yield from (part for part, _ in stretches_of(seen, length))
     if seen.scores_RS is not None:
         yield kept(seen.documents_RS, seen.scores_RS, length, seen.budget.best)
 
 
 def stretches_of(seen: Seen, length: int) -> Iterator[tuple[Stretch, int]]:
-    """Yield the stretch for each rule but `best`, with the maximum number of keys that a query sees in it."""
+    """Yield the part for each rule except `best`, with the maximum number of keys that a query sees in the part."""
     budget, documents_RS, places_RS, query_bins_RL, key_bins_RS, _ = seen
     documents_RL = documents_RS[:, -length:].contiguous()
     if budget.recent:
@@ -140,9 +163,9 @@ def stretches_of(seen: Seen, length: int) -> Iterator[tuple[Stretch, int]]:
 
 
 def stretch(own_RL: Tensor, query_class_RL: Tensor, key_class_RS: Tensor, most: int) -> Stretch:
-    """Build the stretch with the last `most` keys of each query's class, up to its own token.
+    """Build the part in which a query sees the last `most` keys in its class, up to its own token.
 
-    `own_RL` is the smallest class in a query's document.
+    `own_RL` is the smallest class in each query's document. No query sees a key with a negative class.
     """
     length = own_RL.shape[1]
     total = key_class_RS.shape[1]
@@ -154,18 +177,20 @@ def stretch(own_RL: Tensor, query_class_RL: Tensor, key_class_RS: Tensor, most: 
 
 
 def inverse(order_RS: Tensor) -> Tensor:
-    """Return the rank of each key in an order."""
+    """Return each key's rank: its position in the list of sorted keys `order_RS`."""
     index_S = torch.arange(order_RS.shape[1], device=order_RS.device)
     return torch.empty_like(order_RS).scatter_(1, order_RS, index_S.expand_as(order_RS))
 
 
 def kept(documents_RS: Tensor, scores_RS: Tensor, length: int, most: int) -> Kept:
-    """Find until which token each key is among the best, TILE queries at a time.
+    """Build the part for the rule `best`: find until which token each key is among the best `most` keys.
 
-    Only the best keys before a tile and the tile's own keys can be among the best for its queries. A key's rank at a
-    query is the number of better keys up to the query. A key is better if its document is later, or in the same
-    document if its score is larger, or equal and the key earlier. A key is among the best while its rank is less than
-    `most`, until its document ends.
+    Of two keys in one document, the key with the larger score is better; if scores are equal, the earlier key is
+    better. A key in a later document is better than any key in an earlier document. A key is among the best as long as
+    fewer than `most` keys up to the query are better, and its document has not ended.
+
+    The loop handles a tile of TILE queries at a time. Only the best keys before a tile and the tile's own keys can be
+    among the best for the tile's queries.
     """
     rows, total = scores_RS.shape
     index_S = torch.arange(total, device=scores_RS.device)
@@ -187,16 +212,20 @@ def kept(documents_RS: Tensor, scores_RS: Tensor, length: int, most: int) -> Kep
 
 
 def best_of(documents_RS: Tensor, scores_RS: Tensor, most: int) -> Tensor:
-    """Return the indices of the last document's best keys, rising, (R, at most `most`).
+    """Return the indices of the last document's `most` best keys in ascending order.
 
-    If it has fewer keys, keys of other documents complete the number.
+    The shape is (R, `most`), or (R, S) if S is smaller. If the last document has fewer keys, keys from other documents
+    fill the result.
     """
     scores_RS = scores_RS.masked_fill(documents_RS != documents_RS[:, -1:], -torch.inf)
     return scores_RS.sort(dim=1, descending=True, stable=True).indices[:, :most].sort(dim=1).values
 
 
 def _ranks(documents_RW: Tensor, scores_RW: Tensor, queries: int) -> Tensor:
-    """Count the keys that are better than each, up to each of the last `queries` keys, (R, Q, W)."""
+    """Return for each query and key the number of better keys up to the query, (R, Q, W).
+
+    The queries belong to the last `queries` keys.
+    """
     earlier_W = torch.ones(*[scores_RW.shape[1]] * 2, dtype=torch.bool, device=scores_RW.device).triu(1)
     ahead = scores_RW[:, :, None]
     behind = scores_RW[:, None]

@@ -1,14 +1,20 @@
-"""Sparse attention by tiles: part after part, a few tiles at a time, without a matrix over all pairs.
+"""Sparse attention by tiles, in torch: time and memory are linear in L, since no matrix over all pairs is computed.
 
-Every part has its own tiles; a later part leaves out the pairs of earlier ones. Sums are rescaled from part to part, as
-flash attention does from block to block, and backward recomputes the weights from the kept log-sum-exps. Time and
-memory are linear in L.
+In sparse attention, rules select the keys that a query sees (`reference`). A part is the pairs (query, key) that one
+rule selects. A tile is a few queries with the keys that they see in a part (`parts`). The loop computes part after
+part, a few tiles at a time. A pair that is in several parts is computed only in the first of these parts. As in flash
+attention, a query's running sums are rescaled when a tile has a larger score. The backward pass recomputes the
+attention weights from the saved log-sum-exps.
 
-A later token may move a bin's keys to other positions in a tile. No bit of an earlier output depends on that: the
-matrix product that sums the values also sums the weights, key after key, and an unseen key adds an exact zero. A sum
-over the last axis would not do: it adds by SIMD lanes, which depend on a key's position.
+An output must not depend on later tokens, not even in its last bit. But a later token may move the keys in a bin to
+other positions in a tile. So the rounding of sums over keys must not depend on these positions. torch's sum over the
+last axis does depend on them, because it adds in SIMD lanes. A matrix multiplication does not: it adds one key after
+another, and an unseen key adds an exact zero. Therefore the attention weights are summed by the multiplication that
+also sums the weighted values: the values get an additional channel of ones.
 
-Legend as in `reference` and `parts`.
+Legend: R rows: one for each sequence in the batch and each head group; L queries, S keys: the keys remembered from the
+document that the row continues, then the row's L keys; N key size, P value size (with the channel of ones in
+`rescaled_TQP`), T tiles, Q queries and W keys per tile.
 """
 
 from __future__ import annotations
@@ -25,18 +31,18 @@ from hybridtron.ops.precision import at_least_fp32, wide_type
 from hybridtron.ops.sparse.parts import PatternPart, Tiles, parts_of
 from hybridtron.ops.sparse.reference import SparseInputs
 
-AT_ONCE = 2**20
-"""Entries of keys and values that are gathered at a time."""
+GATHERED_ENTRIES = 2**20
+"""Maximum number of elements that are gathered at a time, counting keys and values."""
 
 
 def _steps(parts: Sequence[PatternPart], numbers: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield some tiles at a time: query indices, key indices, and a mask of the pairs that no earlier part has.
+    """Yield a few tiles at a time: query indices, key indices, and a mask for the pairs to compute.
 
-    `numbers` is the size of a key and its value together.
+    The mask excludes the pairs in earlier parts. `numbers` is the sum of the key size and the value size.
     """
     for index, part in enumerate(parts):
         tiles = part.tiles()
-        together = max(1, AT_ONCE // (tiles.keys_TW.shape[1] * numbers))
+        together = max(1, GATHERED_ENTRIES // (tiles.keys_TW.shape[1] * numbers))
         for start in range(0, len(tiles.keys_TW), together):
             queries_TQ, keys_TW = some = Tiles(*(x[start : start + together] for x in tiles))
             visible_TQW = part.sees(some) & (queries_TQ >= 0)[..., None] & (keys_TW >= 0)[:, None]
@@ -50,17 +56,23 @@ def _scores(q_TQN: Tensor, k_TWN: Tensor, visible_TQW: Tensor) -> Tensor:
 
 
 def _finite(sums: Tensor) -> Tensor:
-    """Replace -inf, the maximum or log-sum-exp of no score, by 0, so that it can be subtracted."""
+    """Return the sums with 0 in place of -inf, and a new last axis; then exp(score - sum) is never NaN.
+
+    `sums` are maxima or log-sum-exps. They are -inf for queries without keys, whose scores are -inf too.
+    """
     return sums.masked_fill(sums == -torch.inf, 0.0)[..., None]
 
 
 class _TiledAttention(torch.autograd.Function):
-    """Attention of queries (R L + 1, N) to keys (R S, N) and values (R S, P); the last query stands for empty slots."""
+    """Attention of queries (R L + 1, N) to keys (R S, N) and values (R S, P).
+
+    The last query is a dummy: padding in tiles has index -1, which selects the last query.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[PatternPart]) -> Tensor:
         wide = wide_type(v)
-        ones = v.new_ones(len(v), 1)  # the product with them sums the weights
+        ones = v.new_ones(len(v), 1)  # multiplying the weights by ones sums the weights
         values = torch.cat((v, ones), dim=1)
         sums = torch.zeros(len(q), values.shape[1], dtype=wide, device=v.device)
         largest = torch.full((len(q),), -torch.inf, dtype=wide, device=v.device)
@@ -91,7 +103,7 @@ class _TiledAttention(torch.autograd.Function):
             weights_TQW = torch.exp(_scores(q_TQN, k_TWN, visible_TQW) - _finite(sums[queries_TQ]))
             of_scores_TQW = weights_TQW * (grad_TQP @ v_TWP.mT - along[queries_TQ][..., None])
             of_q[queries_TQ] += of_scores_TQW @ k_TWN
-            into = keys_TW.flatten().clamp(min=0)  # the weights of empty slots are 0
+            into = keys_TW.flatten().clamp(min=0)  # padding (-1) adds 0 to key 0, because its weights are 0
             of_k.index_add_(0, into, (of_scores_TQW.mT @ q_TQN).flatten(0, 1))
             of_v.index_add_(0, into, (weights_TQW.mT @ grad_TQP).flatten(0, 1))
         return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None
@@ -99,7 +111,7 @@ class _TiledAttention(torch.autograd.Function):
 
 @untraced  # the number of tiles depends on the tensors' values
 def tiled(inputs: SparseInputs) -> Tensor:
-    """Compute attention by tiles, with torch operations on any device."""
+    """Return the output (R, L, P), computed by tiles with torch operations on any device."""
     q_RLN, k_RSN, v_RSP, seen = inputs
     rows, length, size = q_RLN.shape
     with torch.no_grad():

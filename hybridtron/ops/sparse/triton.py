@@ -1,6 +1,7 @@
-"""Sparse attention by our own Triton kernels (`kernels`), for one or two rules, with documents and remembered keys.
+"""Sparse attention by our own Triton kernels (`kernels`), for at most two rules that select keys.
 
-Compared with the reference in Triton's interpreter, compiled for sm_90, and checked on an H200 (benchmarks/gpu.md).
+The kernels support document boundaries and remembered keys. They were compared with the reference in Triton's
+interpreter, compiled for sm_90, and checked on an H200 (benchmarks/gpu.md).
 """
 
 from __future__ import annotations
@@ -10,10 +11,9 @@ import torch
 from hybridtron.ops.kernel_launch import own_kernels
 from hybridtron.ops.sparse.reference import Budget, SparseInputs
 
-# maximum channels per key, the same in fp32, and maximum keys by score
-SIZE = 128
-FP32_SIZE = 32
-BEST = 128
+SIZE = 128  # maximum channels per key
+FP32_SIZE = 32  # maximum channels per key if any input is fp32
+BEST = 128  # maximum number of keys that the rule `best` selects
 
 
 def _unsupported_reason(inputs: SparseInputs) -> str | None:
@@ -21,13 +21,13 @@ def _unsupported_reason(inputs: SparseInputs) -> str | None:
     budget = inputs.seen.budget
     rules = sum(bool(most) for most in budget[: Budget._fields.index("stride")])
     if size > SIZE:
-        return f"keys of {size} channels; the kernels take {SIZE}"
+        return f"keys of {size} channels; the kernels support at most {SIZE}"
     if size > FP32_SIZE and any(x.dtype == torch.float32 for x in inputs[:3]):
-        return f"keys of {size} channels in fp32; the kernels take {FP32_SIZE}"
+        return f"keys of {size} channels in fp32; the kernels support at most {FP32_SIZE}"
     if budget.best > BEST:
-        return f"{budget.best} keys by their scores; the kernels take {BEST}"
+        return f"the {budget.best} keys with the best scores; the kernels support at most {BEST}"
     if rules > 2:
-        return f"{rules} rules; the kernels take two"
+        return f"{rules} rules for visible keys; the kernels support at most two"
     return None
 
 

@@ -1,12 +1,19 @@
-"""SSD in torch alone: matrix products over a chunk of tokens, with its own backward pass.
+"""SSD in torch alone: matrix multiplications over chunks of tokens, with its own backward pass.
 
-It is the log-decay recurrence of `decay` with q = C, k = B, v = delta x and g = delta A. From the gradients of v and g:
+`decay.DecayChunk` computes one chunk of the recurrence h_t = exp(g_t) h_{t-1} + k_t v_t^T, y_t = h_t^T q_t. For
+`ssd_scan`, q = C, k = B, v = delta x, g = delta A, delta = softplus(dt + dt_bias), and D x is added to y. Let d before
+a name denote that tensor's gradient. The gradients of the op's inputs follow from dv and dg:
 
-    dx = delta dv + D dy,   ddelta = sum over a head's channels of x dv + A dg,   ddt = ddelta sigmoid(dt + dt_bias)
-    dA = sum over tokens of delta dg,   dD = sum of x dy,   ddt_bias = sum over tokens of ddt
+    ddelta = (sum over a head's channels of x dv) + A dg,   ddt = ddelta sigmoid(dt + dt_bias)
+    dx = delta dv + D dy,                                   dD = x dy summed over tokens and a head's channels
+    dA = delta dg summed over tokens,                       ddt_bias = ddt summed over tokens
 
-Legend: as in `reference`; T tokens of one chunk, R heads of a group, V = R P. States are (B, H, P, N) at the boundary
-of the op and (B, G, N, V) inside: a group's heads are side by side, since most products are computed once per group.
+`decay_scan` has given decays g, and two factors for each token: later tokens see the token with the factor `step`, and
+the token sees itself with the factor `own_step`.
+
+Legend: B rows (sequences in a batch), L tokens, T tokens per chunk, H heads, P head size, G head groups that share
+q and k, R heads per group, N state size, V = R P. States are (B, H, P, N) in the op's inputs and outputs. Inside they
+are (B, G, N, V): a group's heads are concatenated, so that one multiplication with k or q serves them all.
 """
 
 from __future__ import annotations
@@ -23,16 +30,16 @@ from hybridtron.ops.chunks import scan_chunks
 from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.documents import document_starts
 from hybridtron.ops.precision import wide_type
-from hybridtron.ops.ssd.decay import DecayChunk, Sight
+from hybridtron.ops.ssd.decay import DecayChunk, VisibilityMask
 from hybridtron.ops.ssd.reference import DecayInputs, SSDInputs, decay_scan, initial_state, ssd_scan
 
-CHUNK = 128  # tokens that see each other through a matrix; backward keeps one state per chunk
+CHUNK = 128  # tokens per chunk
 
 
 @untraced  # a loop of many operations: tracing it takes minutes and gains nothing
 def chunked(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
-    """Scan a row by matrix products over chunks; backward recomputes each chunk's intermediate results."""
-    if inputs.x_BLHP.shape[1] <= 1:  # decoding: a single step of the loop
+    """Return `ssd_scan`'s y and final state; the backward pass recomputes each chunk's intermediate tensors."""
+    if inputs.x_BLHP.shape[1] <= 1:  # a single token, as in decoding
         return ssd_scan(inputs)
     x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, state_BHPN, documents_BL = inputs
     row = SSDChunkedRow(x_BLHP, dt_BLH, B_BLGN, C_BLGN, A_H, D_H, dt_bias_H, document_starts(documents_BL))
@@ -41,7 +48,7 @@ def chunked(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
 
 @untraced
 def chunked_decay(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
-    """Run the recurrence with given decays and steps by matrix products over chunks, which backward recomputes."""
+    """Return `decay_scan`'s y and final state; the backward pass recomputes each chunk's intermediate tensors."""
     if inputs.v_BLHP.shape[1] <= 1:
         return decay_scan(inputs)
     q_BLGN, k_BLGN, v_BLHP, g_BLH, state_BHPN, documents_BL, step_BLH, own_step_BLH, D_H = inputs
@@ -54,7 +61,7 @@ CHUNKED_DECAY = Implementation("chunked", chunked_decay)
 
 
 def _over_chunks(row: SSDChunkedRow | DecayChunkedRow, state_BHPN: Tensor) -> tuple[Tensor, Tensor]:
-    """Scan a row in the inner layout of states; return y, and the last state in the op's layout (B, H, P, N)."""
+    """Scan all chunks with states (B, G, N, V); return y, and the last state as (B, H, P, N)."""
     groups = row[2].shape[2]
     state_BGRPN = state_BHPN.unflatten(1, (groups, -1))
     state_BGNV = state_BGRPN.permute(0, 1, 4, 2, 3).flatten(3)
@@ -64,7 +71,7 @@ def _over_chunks(row: SSDChunkedRow | DecayChunkedRow, state_BHPN: Tensor) -> tu
 
 
 class SSDChunkedRow(NamedTuple):
-    """The scan's inputs without the state, in the order of the returned gradients."""
+    """The inputs to `ssd_scan` without the state: per-token tensors, then parameters (`hybridtron.ops.chunks`)."""
 
     x_BLHP: Tensor
     dt_BLH: Tensor
@@ -78,7 +85,7 @@ class SSDChunkedRow(NamedTuple):
     PARAMETERS = 3
 
     def chunk(self, tokens: slice) -> DiscreteChunk:
-        """Return consecutive tokens as a chunk, in the compute dtype."""
+        """Return consecutive tokens as a chunk, in fp32 or float64."""
         wide = wide_type(self.x_BLHP)
         groups = self.B_BLGN.shape[2]
         x_BTHP = self.x_BLHP[:, tokens].to(wide)
@@ -95,14 +102,14 @@ class SSDChunkedRow(NamedTuple):
             self.B_BLGN[:, tokens].to(wide).transpose(1, 2),
             _grouped(x_BTHP * delta_BTH.unsqueeze(3), groups),
             (delta_BTH.double() * A_H.double()).transpose(1, 2).unflatten(1, (groups, -1)),
-            Sight.of(x_BTHP.shape[1], x_BTHP.device, starts_BT),
+            VisibilityMask.of(x_BTHP.shape[1], x_BTHP.device, starts_BT),
         )
         return DiscreteChunk(x_BTHP, shifted_BTH, delta_BTH, A_H, D_H, core)
 
 
 @dataclass
 class DiscreteChunk:
-    """T tokens of the SSD scan in the compute dtype, and the recurrence over their discretized values."""
+    """T tokens of `ssd_scan` in fp32 or float64, and the recurrence over v = delta x and g = delta A (`core`)."""
 
     x_BTHP: Tensor
     shifted_BTH: Tensor  # dt + dt_bias
@@ -137,7 +144,7 @@ class DiscreteChunk:
 
 
 class DecayChunkedRow(NamedTuple):
-    """The decay scan's inputs without the state, in the order of the returned gradients."""
+    """The inputs to `decay_scan` without the state: per-token tensors, then parameters (`hybridtron.ops.chunks`)."""
 
     v_BLHP: Tensor
     g_BLH: Tensor
@@ -150,8 +157,8 @@ class DecayChunkedRow(NamedTuple):
 
     PARAMETERS = 1
 
-    def chunk(self, tokens: slice) -> GivenChunk:
-        """Return consecutive tokens as a chunk, in the compute dtype."""
+    def chunk(self, tokens: slice) -> SSDChunk:
+        """Return consecutive tokens as a chunk, in fp32 or float64."""
         wide = wide_type(self.v_BLHP)
         groups = self.k_BLGN.shape[2]
         v_BTHP = self.v_BLHP[:, tokens].to(wide)
@@ -168,22 +175,22 @@ class DecayChunkedRow(NamedTuple):
             self.k_BLGN[:, tokens].to(wide).transpose(1, 2),
             _grouped(v_BTHP if step_BTH1 is None else step_BTH1 * v_BTHP, groups),
             self.g_BLH[:, tokens].transpose(1, 2).unflatten(1, (groups, -1)),
-            Sight.of(v_BTHP.shape[1], v_BTHP.device, starts_BT),
+            VisibilityMask.of(v_BTHP.shape[1], v_BTHP.device, starts_BT),
             see_themselves=own_step_BTH1 is None,
         )
         if self.D_H is None:
             D_H1 = None
         else:
             D_H1 = self.D_H.to(wide).unsqueeze(1)
-        return GivenChunk(v_BTHP, step_BTH1, own_step_BTH1, D_H1, core)
+        return SSDChunk(v_BTHP, step_BTH1, own_step_BTH1, D_H1, core)
 
 
 @dataclass
-class GivenChunk:
-    """T tokens of the decay scan, with given decays; missing steps mean 1, a missing D means 0.
+class SSDChunk:
+    """T tokens of `decay_scan`; steps that are None mean 1, and D that is None means 0.
 
-    With given steps a token sees itself as own_step c v, where c is its own q . k. The core then leaves this part out,
-    and it is added here together with D v.
+    If steps are given, `core` computes outputs without the token's own term, own_step_i (q_i . k_i) v_i. This class
+    adds that term, together with D v_i.
     """
 
     v_BTHP: Tensor
@@ -226,7 +233,7 @@ class GivenChunk:
 
     @cached_property
     def _own_worth(self) -> Tensor | None:
-        """Factor of v that the core leaves out: own_step c + D (B, T, H, 1), or D (H, 1); None if there is none."""
+        """Factor of v_i in the terms that this class adds: own_step_i (q_i . k_i) + D (B, T, H, 1), or D (H, 1)."""
         if self.own_step_BTH1 is None:
             return self.D_H1
         worth_BTH1 = self.own_step_BTH1 * self._own_scores
@@ -236,11 +243,11 @@ class GivenChunk:
 
     @cached_property
     def _own_scores(self) -> Tensor:
-        """Each token's own q . k, for each head (B, T, H, 1)."""
+        """Each token's q_i . k_i, for each head (B, T, H, 1)."""
         scores_BGT = (self.core.q_BGTN * self.core.k_BGTN).sum(-1)
         return scores_BGT.transpose(1, 2).repeat_interleave(self.core.heads, dim=2).unsqueeze(3)
 
 
 def _grouped(x_BTHP: Tensor, groups: int) -> Tensor:
-    """Return values with the heads of a group side by side: (B, G, T, V)."""
+    """Return x as (B, G, T, V), with the channels of a group's heads on one axis."""
     return x_BTHP.unflatten(2, (groups, -1)).flatten(3).transpose(1, 2)

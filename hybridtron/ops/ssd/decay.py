@@ -1,36 +1,42 @@
-"""The recurrence with one log-decay per head, a chunk of tokens at a time: the core of SSD and similar mixers.
+"""The recurrence with one log decay per head, computed one chunk of tokens at a time; SSD and similar ops use it.
 
     h_t = exp(g_t) h_{t-1} + k_t v_t^T,   y_t = h_t^T q_t,   g_t <= 0          (Dao and Gu 2024, section 6)
 
-With S_i the sum of g over the tokens of i's document in the chunk, up to i itself, and T the last token:
+Let S_i be g summed over the tokens of i's document in the chunk, up to i itself. Let T be the chunk's last token, and
+h_in and h_out the states before and after the chunk:
 
     y_i   = sum_{j <= i} exp(S_i - S_j) (q_i . k_j) v_j + exp(S_i) h_in^T q_i
     h_out = exp(S_T) h_in + sum_j exp(S_T - S_j) k_j v_j^T
 
-where j is in i's document, only the chunk's first document sees h_in, and only its last enters h_out. Sums of g are
-float64: in fp32 a few strong decays would blur all later ones in the chunk. Unseen pairs are masked in the exponent.
-Products with h_in are also masked afterwards for the other documents, since 0 times infinity is not 0.
+Documents are kept apart. The sum in y_i covers only tokens j in i's document. Only tokens in the chunk's first document
+see h_in, and only tokens in its last document contribute to h_out. For all other tokens the factors exp(..) are
+replaced by 0 (`decays`). Products with h_in are then set to 0 too, since 0 times infinity is NaN.
 
-Backward, with E_ij = exp(S_i - S_j) where i sees j and dh the gradient of h_out:
+Sums of g are float64. In fp32, a few strong decays would make the sum large, and its rounding would hide the small
+decays after them.
+
+The backward pass, with E_ij = exp(S_i - S_j) if i sees j, else 0, and dh the gradient of h_out:
 
     dv_j = sum_i E_ij (q_i . k_j) dy_i + exp(S_T - S_j) dh^T k_j
     dq_i = sum_j E_ij (dy_i . v_j) k_j + exp(S_i) h_in dy_i
     dk_j = sum_i E_ij (dy_i . v_j) q_i + exp(S_T - S_j) dh v_j
     dh_in = exp(S_T) dh + sum_i exp(S_i) q_i dy_i^T
-    dg_t = sum over pairs i >= t > j of E_ij (q_i . k_j) (dy_i . v_j)                       pairs across t
+    dg_t = sum_{i >= t > j} E_ij (q_i . k_j) (dy_i . v_j)                       pairs across t
            + sum_{i >= t} exp(S_i) dy_i . h_in^T q_i + sum_{j < t} exp(S_T - S_j) v_j . dh^T k_j + exp(S_T) dh . h_in
 
-as g_t is in S_i for all i >= t, and in S_T - S_j for all j < t. The code computes the sum over pairs as the sum over
-all i >= t minus the sum over all j >= t ("gain"), in which pairs with both tokens at or after t cancel.
+The sums in dg_t follow because g_t is contained in S_i for all i >= t, and in S_T - S_j for all j < t. The code
+computes the sum over pairs across t as the sum over all pairs with i >= t minus the sum over all pairs with j >= t
+(`gain`). Pairs with both tokens at or after t cancel in this difference.
 
-Heads of a group share q and k, so most products are computed once per group. If a token sees itself with another step
-than later tokens see it, the first sums of y and of the gradients are over j < i alone, and the caller adds the token's
-own part.
+Heads in a group share q and k, so q_i . k_j is computed once per group. In Mamba-3, a token sees itself with another
+factor than later tokens see it. Then the first sums in y and in the gradients cover only j < i, and the caller adds the
+term j = i.
 
-Not here: the computation of q, k, v and g (`chunked`), and one decay per channel (`gla`), whose exponents can't be
-taken out of the product of q and k.
+`chunked` computes q, k, v and g. The op `gla` does not use this file: it has one decay per channel, which cannot be
+factored out of q_i . k_j.
 
-Legend: B rows, T tokens of the chunk, G groups, R heads of a group, H = G R heads, N key size, P value size, V = R P.
+Legend: B rows (sequences in a batch), T tokens per chunk, G groups, R heads per group, H = G R heads, N key size, P
+value size, V = R P.
 """
 
 from __future__ import annotations
@@ -45,31 +51,31 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Sight:
-    """Visibility masks of a chunk's tokens; without document boundaries the last three are None."""
+class VisibilityMask:
+    """Visibility masks for a chunk's tokens; without document boundaries only `tokens_BTT` is given."""
 
-    tokens_BTT: Tensor  # i sees j: j <= i, and j is in i's document
-    first_BT: Tensor | None = None  # in the document of the state before the chunk
-    last_BT: Tensor | None = None  # in the document of the state after the chunk
-    through_B1: Tensor | None = None  # both states are in the same document
+    tokens_BTT: Tensor  # True where i sees j: j <= i, and j is in i's document
+    first_BT: Tensor | None = None  # True for tokens in the document of the state before the chunk
+    last_BT: Tensor | None = None  # True for tokens in the document of the state after the chunk
+    through_B1: Tensor | None = None  # True if both states belong to the same document
 
     @staticmethod
-    def of(length: int, device: torch.device, starts_BT: Tensor | None) -> Sight:
-        """Build the masks of `length` tokens; `starts_BT` marks the tokens that begin a document."""
+    def of(length: int, device: torch.device, starts_BT: Tensor | None) -> VisibilityMask:
+        """Build the masks for `length` tokens; `starts_BT` marks the tokens that begin a document."""
         before_1TT = torch.ones(1, length, length, dtype=torch.bool, device=device).tril()
         if starts_BT is None:
-            return Sight(before_1TT)
+            return VisibilityMask(before_1TT)
         document_BT = starts_BT.cumsum(1)
         same_BTT = document_BT[:, :, None] == document_BT[:, None, :]
         last_B1 = document_BT[:, -1:]
-        return Sight(before_1TT & same_BTT, document_BT == 0, document_BT == last_B1, last_B1 == 0)
+        return VisibilityMask(before_1TT & same_BTT, document_BT == 0, document_BT == last_B1, last_B1 == 0)
 
 
 def decays(exponent: Tensor, seen: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return exp(exponent) where `seen` is True or None, else 0.
+    """Return exp(exponent) where `seen` is True, else 0; if `seen` is None, return exp(exponent) everywhere.
 
-    Results that are too small to matter become 0 without exp of -inf or denormal numbers: on a CPU these, and products
-    with them, take many times as long as others.
+    Very small results are set to 0. exp is never called with -inf, and the result never contains denormal numbers: on a
+    CPU, exp(-inf) and operations on denormal numbers take many times as long as others.
     """
     exponent = exponent.to(dtype, copy=True)
     if seen is not None:
@@ -91,31 +97,37 @@ class DecayGradients(NamedTuple):
 
 
 class DecayChunk:
-    """T tokens, with outputs and gradients computed from the state before them.
+    """The inputs of T tokens, and the computation of outputs and gradients from these and the state before them.
 
-    If `see_themselves` is False, y leaves out each token's own part, where j = i.
+    If `see_themselves` is False, y lacks the term j = i.
     """
 
     def __init__(
-        self, q_BGTN: Tensor, k_BGTN: Tensor, v_BGTV: Tensor, g_BGRT: Tensor, sight: Sight, see_themselves: bool = True
+        self,
+        q_BGTN: Tensor,
+        k_BGTN: Tensor,
+        v_BGTV: Tensor,
+        g_BGRT: Tensor,
+        visibility: VisibilityMask,
+        see_themselves: bool = True,
     ) -> None:
         self.q_BGTN = q_BGTN
         self.k_BGTN = k_BGTN
         self.v_BGTV = v_BGTV
-        self.sight = sight
+        self.visibility = visibility
         if see_themselves:
-            self.seen_BTT = sight.tokens_BTT
+            self.seen_BTT = visibility.tokens_BTT
         else:
-            self.seen_BTT = sight.tokens_BTT.tril(-1)
+            self.seen_BTT = visibility.tokens_BTT.tril(-1)
         self.heads = g_BGRT.shape[2]
-        self.sum_BGRT = self._over_tokens(g_BGRT.double(), sight.tokens_BTT.mT)
+        self.sum_BGRT = self._over_tokens(g_BGRT.double(), visibility.tokens_BTT.mT)
         last_BGR1 = self.sum_BGRT[..., -1:]
-        self.since_start_BGRT = decays(self.sum_BGRT, _whole(sight.first_BT), v_BGTV.dtype)
-        self.to_end_BGRT = decays(last_BGR1 - self.sum_BGRT, _whole(sight.last_BT), v_BGTV.dtype)
-        self.whole_BGR = decays(last_BGR1, _whole(sight.through_B1), v_BGTV.dtype)[..., 0]
+        self.since_start_BGRT = decays(self.sum_BGRT, _whole(visibility.first_BT), v_BGTV.dtype)
+        self.to_end_BGRT = decays(last_BGR1 - self.sum_BGRT, _whole(visibility.last_BT), v_BGTV.dtype)
+        self.whole_BGR = decays(last_BGR1, _whole(visibility.through_B1), v_BGTV.dtype)[..., 0]
 
     def outputs(self, state_BGNV: Tensor) -> Tensor:
-        """Return y of every token (B, G, T, V)."""
+        """Return every token's y (B, G, T, V)."""
         y_BGRTP = (self.scores().unsqueeze(2) * self.between()) @ self._by_head(self.v_BGTV)
         y_BGTV = self._seen_state(state_BGNV)
         self._of_heads(y_BGTV).add_(y_BGRTP.transpose(2, 3))
@@ -124,8 +136,8 @@ class DecayChunk:
     def next_state(self, state_BGNV: Tensor) -> Tensor:
         """Return the state after the last token."""
         kept_BGNV = self._times(state_BGNV, self.whole_BGR.unsqueeze(2))
-        if self.sight.through_B1 is not None:
-            kept_BGNV.masked_fill_(~self.sight.through_B1[:, None, None], 0)
+        if self.visibility.through_B1 is not None:
+            kept_BGNV.masked_fill_(~self.visibility.through_B1[:, None, None], 0)
         return kept_BGNV.add_(self.k_BGTN.mT @ self._times(self.v_BGTV, self.to_end_BGRT.mT))
 
     def backward(
@@ -133,8 +145,8 @@ class DecayChunk:
     ) -> DecayGradients:
         """Return the gradients of all inputs and the state before the chunk.
 
-        `grad_state_BGNV` is the gradient of the state after the chunk, `of_own_scores_BTH` that of each token's own
-        q . k, which is given if y leaves out the tokens' own parts.
+        `grad_state_BGNV` is the gradient of the state after the chunk. If y lacks the term j = i, the caller passes
+        `of_own_scores_BTH`: the gradient of each token's q_i . k_i through the term that the caller has added.
         """
         grad_scores_BGTT, grad_v_BGTV, gain_BGRT = self._backward_within(grad_y_BGTV)
         if of_own_scores_BTH is not None:
@@ -155,13 +167,13 @@ class DecayChunk:
         through_BGR = self._of_heads(grad_before_BGNV * state_BGNV).sum((2, 4))
         grad_before_BGNV += self.q_BGTN.mT @ decayed_grad_BGTV
         # g_t is in S_i of all i >= t, and in the decays from all j < t to the state after the chunk
-        sees_BTT = self.sight.tokens_BTT
+        sees_BTT = self.visibility.tokens_BTT
         grad_g_BGRT = self._over_tokens(gain_BGRT.double(), sees_BTT) + through_BGR.unsqueeze(-1)
         grad_g_BGRT += self._over_tokens(loss_BGRT.double(), sees_BTT.tril(-1).mT)
         return DecayGradients(grad_q_BGTN, grad_k_BGTN, grad_v_BGTV, grad_g_BGRT, grad_before_BGNV)
 
     def _backward_within(self, grad_y_BGTV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of the scores, v and S through the token pairs in the chunk."""
+        """Return the gradients of q_i . k_j, of v and of S through the pairs of tokens in the chunk."""
         grad_y_BGRTP = self._by_head(grad_y_BGTV)
         between_BGRTT = self.between()
         scores_BG1TT = self.scores().unsqueeze(2)
@@ -187,12 +199,12 @@ class DecayChunk:
         """Return the part of y that comes from the state before the chunk."""
         seen_BGTV = self.q_BGTN @ state_BGNV
         self._of_heads(seen_BGTV).mul_(self.since_start_BGRT.mT.unsqueeze(-1))
-        if self.sight.first_BT is not None:
-            seen_BGTV.masked_fill_(~self.sight.first_BT[:, None, :, None], 0)
+        if self.visibility.first_BT is not None:
+            seen_BGTV.masked_fill_(~self.visibility.first_BT[:, None, :, None], 0)
         return seen_BGTV
 
     def _of_heads(self, x_BGTV: Tensor) -> Tensor:
-        """Return a view with the heads of a group on their own axis, (B, G, T, R, P)."""
+        """Return a view with a group's heads on their own axis, (B, G, T, R, P)."""
         return x_BGTV.unflatten(-1, (self.heads, -1))
 
     def _by_head(self, x_BGTV: Tensor) -> Tensor:
@@ -200,11 +212,11 @@ class DecayChunk:
         return self._of_heads(x_BGTV).transpose(2, 3)
 
     def _times(self, x_BGTV: Tensor, factor_BGTR: Tensor) -> Tensor:
-        """Multiply each head's values by its factor."""
+        """Return x with each head's channels multiplied by the head's factor."""
         return (self._of_heads(x_BGTV) * factor_BGTR.unsqueeze(-1)).flatten(3)
 
     def _over_tokens(self, x_BGRT: Tensor, weight_BTT: Tensor) -> Tensor:
-        """Sum over the tokens that a boolean matrix selects: sum_i x_i weight_ij."""
+        """Return sum_i x_i weight_ij for every token j; `weight_BTT` is a boolean matrix."""
         x_BHT = x_BGRT.flatten(1, 2)
         return torch.bmm(x_BHT, weight_BTT.to(x_BHT.dtype).expand(len(x_BHT), -1, -1)).view_as(x_BGRT)
 

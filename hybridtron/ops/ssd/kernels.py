@@ -1,9 +1,14 @@
-"""The launches of the Triton kernels of SSD (`kernels_forward`, `kernels_backward`).
+"""Launches of SSD's Triton kernels (`kernels_forward`, `kernels_backward`).
 
-Backward keeps the inputs alone and computes decays and states between chunks again: kept, they would be twice as large
-as x. The same call gives the same bits again. Right on an H200 (benchmarks/gpu.md).
+The recurrence is h_t = exp(g_t) h_{t-1} + v_t B_t^T, with g = delta A and v = delta x. A row (a sequence in the batch)
+is divided into chunks of tokens. S_T below is g summed over a chunk. Only the inputs are saved for the backward pass,
+which recomputes the decays and the states between chunks: saved, these would take twice x's memory. Results are
+deterministic. The kernels passed checks on an H200 (benchmarks/gpu.md) before they read strided inputs and added up
+partial sums themselves. Since then, they have run in Triton's interpreter only.
 
-Legend: B rows, L tokens, H heads, P head size, G groups, N state size; K parts of a chunk, S splits of a group's heads.
+Legend: B rows, L tokens, H heads, P head size, G head groups that share B and C, N state size, C chunks (in state
+shapes), S splits: programs among which a group's heads are divided, K parts per chunk in `pairs_KBHL`, and parts per
+state in `through_BCHK`.
 """
 
 from __future__ import annotations
@@ -16,54 +21,68 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybridtron.ops.documents import document_starts
-from hybridtron.ops.kernel_launch import ceil_div
+from hybridtron.ops.kernel_launch import ceil_div, empty_in_order, power_of_2
 from hybridtron.ops.ssd import kernels_backward, kernels_forward
-from hybridtron.ops.ssd.kernels_row import SSDRow
+from hybridtron.ops.ssd.kernels_row import SSDRow, readable_tokens, strides
 from hybridtron.ops.ssd.reference import DecayInputs, SSDInputs
 from hybridtron.ops.ssd.triton import MAX_HEAD
+from hybridtron.ops.sum_kernels import sum_of_parts
 
-# To a type checker a kernel is the Python function that it is written as, which can't be launched.
+# To a type checker a kernel is a plain Python function, which can't be launched.
 forward_kernels: Any = kernels_forward
 backward_kernels: Any = kernels_backward
 
-HEADS = 8  # whose decays one program computes: their values lie side by side in dt
-BLOCK = 1024  # values of a state that one program carries through the row
-PROGRAMS = 264  # wanted of `group_gradients`: two for each multiprocessor of an H100; the sum's order depends on it
+HEADS = 8  # heads per program of `decays` and `step_gradients`; their dt are contiguous in memory
+BLOCK = 1024  # state entries per program of `pass_states`
+SUM_TOKENS = 32  # tokens per program of `sum_of_splits`
+SUM_BLOCK = 128  # most entries of a token per program of `sum_of_splits`
+PROGRAMS = 264  # wanted programs of `group_gradients`: two per H100 multiprocessor; the order of its sums depends on it
 
 
 def ssd_scan(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
-    """x, B and C in one type, the widest of theirs; parameters and states in fp32; documents counted from 0."""
+    """Return y, and the state after the last token.
+
+    x, B and C are cast to their widest common dtype. dt keeps its dtype, and all other tensors are cast to fp32.
+    """
     x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, state_BHPN, documents_BL = inputs
     shared = functools.reduce(torch.promote_types, (t.dtype for t in (x_BLHP, B_BLGN, C_BLGN)))
     x, B, C = (t.to(shared) for t in (x_BLHP, B_BLGN, C_BLGN))
     A, D, dt_bias = (t.float() for t in (A_H, D_H, dt_bias_H))
     state = None if state_BHPN is None else state_BHPN.float()
-    y_BLHP, last_BHPN = _TritonSSD.apply(x, dt_BLH, A, B, C, D, dt_bias, state, _counted(documents_BL), None, None)
+    y_BLHP, last_BHPN = _TritonSSD.apply(x, dt_BLH, A, B, C, D, dt_bias, state, documents_BL, None, None)
     return y_BLHP.to(x_BLHP.dtype), last_BHPN
 
 
 def decay_scan(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
-    """Scan by the kernels of ssd_scan, with log decays in the place of dt."""
+    """Return y, and the state after the last token, computed by the kernels for `ssd_scan`.
+
+    The log decays take dt's place. Heads with more than MAX_HEAD channels are divided into several smaller heads.
+    """
     slices = ceil_div(inputs.v_BLHP.shape[3], MAX_HEAD)
     y_BLHP, last_BHPN = _decay_scan(inputs if slices == 1 else _sliced(inputs, slices))
     if slices > 1:
         y_BLHP, last_BHPN = (t.unflatten(axis, (-1, slices)) for t, axis in ((y_BLHP, 2), (last_BHPN, 1)))
-        y_BLHP, last_BHPN = y_BLHP.flatten(3), last_BHPN.flatten(2, 3)
+        y_BLHP = y_BLHP.flatten(3)
+        last_BHPN = last_BHPN.flatten(2, 3)
     return y_BLHP, last_BHPN
 
 
 def _sliced(inputs: DecayInputs, slices: int) -> DecayInputs:
-    """Wide heads as several with the same decays, as no value has to do with another; of one group as before."""
-    v_BLHP, state_BHPN = inputs.v_BLHP.unflatten(3, (slices, -1)).flatten(2, 3), inputs.state_BHPN
+    """Split each head into `slices` heads, by dividing v's channels; the new heads have equal decays, q and k.
+
+    Results do not change, because each channel of v has a separate row in the state.
+    """
+    v_BLHP = inputs.v_BLHP.unflatten(3, (slices, -1)).flatten(2, 3)
+    state_BHPN = inputs.state_BHPN
     state = None if state_BHPN is None else state_BHPN.unflatten(2, (slices, -1)).flatten(1, 2)
     by_head = (inputs.g_BLH, 2), (inputs.step_BLH, 2), (inputs.own_step_BLH, 2), (inputs.D_H, 0)
     g_BLH, step_BLH, own_step_BLH, D_H = (
         None if t is None else t.repeat_interleave(slices, dim=axis) for t, axis in by_head
     )
     assert g_BLH is not None
-    tokens = inputs.q_BLGN, inputs.k_BLGN, v_BLHP, g_BLH
-    return DecayInputs(*tokens, state, inputs.documents_BL, step_BLH, own_step_BLH, D_H)
+    return inputs._replace(
+        v_BLHP=v_BLHP, g_BLH=g_BLH, state_BHPN=state, step_BLH=step_BLH, own_step_BLH=own_step_BLH, D_H=D_H
+    )
 
 
 def _decay_scan(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
@@ -72,54 +91,66 @@ def _decay_scan(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
     v, k, q = (t.to(shared) for t in (v_BLHP, k_BLGN, q_BLGN))
     D = v.new_zeros(v.shape[2], dtype=torch.float32) if D_H is None else D_H.float()
     state = None if state_BHPN is None else state_BHPN.float()
-    y_BLHP, last_BHPN = _TritonSSD.apply(v, g_BLH, None, k, q, D, None, state, _counted(documents_BL), *steps)
+    y_BLHP, last_BHPN = _TritonSSD.apply(v, g_BLH, None, k, q, D, None, state, documents_BL, *steps)
     return y_BLHP.to(v_BLHP.dtype), last_BHPN
 
 
-def _counted(documents_BL: Tensor | None) -> Tensor | None:
-    """Documents from 0 on in every row."""
-    starts_BL = document_starts(documents_BL)
-    return None if starts_BL is None else starts_BL.cumsum(1).to(torch.int32)
-
-
 class _TritonSSD(torch.autograd.Function):
-    """Keeps its inputs."""
+    """Autograd function that saves only its inputs."""
 
     @staticmethod
     def forward(ctx: Any, *fields: Any) -> tuple[Tensor, Tensor]:
-        contiguous: list[Any] = [t if t is None else t.contiguous() for t in fields]
-        ctx.save_for_backward(*contiguous)
-        return forward(SSDRow(*contiguous))
+        row = SSDRow(*fields).readable()
+        ctx.save_for_backward(*row)
+        ctx.set_materialize_grads(False)  # training seldom uses the last state, whose gradient is then None
+        return forward(row)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y_BLHP: Tensor, grad_last_BHPN: Tensor) -> tuple[Tensor | None, ...]:
-        return backward(SSDRow(*ctx.saved_tensors), grad_y_BLHP.contiguous(), grad_last_BHPN.contiguous())
+    def backward(ctx: Any, grad_y_BLHP: Tensor | None, grad_last_BHPN: Tensor | None) -> tuple[Tensor | None, ...]:
+        row = SSDRow(*ctx.saved_tensors)
+        dy_BLHP = torch.zeros_like(row.x_BLHP) if grad_y_BLHP is None else grad_y_BLHP
+        grad_last = None if grad_last_BHPN is None else grad_last_BHPN.contiguous()
+        return backward(row, readable_tokens(dy_BLHP), grad_last)
 
 
 def forward(row: SSDRow) -> tuple[Tensor, Tensor]:
-    """y, and the state after the row."""
+    """Return y, and the state after the row."""
     decays = Decays.of(row)
     before_BCHPN, last_BHPN = _states_before(row, decays)
     return _outputs(row, decays, before_BCHPN), last_BHPN
 
 
-def backward(row: SSDRow, dy_BLHP: Tensor, grad_last_BHPN: Tensor) -> tuple[Tensor | None, ...]:
-    """From the gradients of y and of the state after the row those of the inputs, in their places."""
+def backward(row: SSDRow, dy_BLHP: Tensor, grad_last_BHPN: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients, ordered like SSDRow's fields; entries are None for missing inputs and for documents.
+
+    If `grad_last_BHPN`, the gradient of the state after the row, is None, it counts as zeros.
+    """
     decays = Decays.of(row)
     before_BCHPN, _ = _states_before(row, decays)
-    after_BCHPN, grad_state_BHPN, through_BCH = _gradients_after(row, decays, dy_BLHP, before_BCHPN, grad_last_BHPN)
-    grad_x_BLHP, by_token = _token_gradients(row, decays, dy_BLHP, before_BCHPN, after_BCHPN)
-    grad_C = _group_gradient(row, decays, dy_BLHP, row.x_BLHP, row.B_BLGN, before_BCHPN, reverse=False)
-    grad_B = _group_gradient(row, decays, row.x_BLHP, dy_BLHP, row.C_BLGN, after_BCHPN, reverse=True)
-    grad_dt_BLH, of_steps, (grad_A, grad_D, grad_dt_bias) = _step_gradients(row, decays, by_token, through_BCH)
-    parameters = (None, grad_B, grad_C, grad_D, None) if row.given else (grad_A, grad_B, grad_C, grad_D, grad_dt_bias)
+    after_BCHPN, grad_state_BHPN, through_BCHK = _gradients_after(row, decays, dy_BLHP, before_BCHPN, grad_last_BHPN)
+    grad_x_BLHP, terms = _token_gradients(row, decays, dy_BLHP, before_BCHPN, after_BCHPN)
+    grad_B, grad_C = _group_gradients(row, decays, dy_BLHP, before_BCHPN, after_BCHPN)
+    grad_dt_BLH, of_steps, (grad_A, grad_D, grad_dt_bias) = _step_gradients(row, decays, terms, through_BCHK)
+    if row.has_log_decays:
+        grad_A = grad_dt_bias = None
+    parameters = (grad_A, grad_B, grad_C, grad_D, grad_dt_bias)
     grad_state = None if row.state_BHPN is None else grad_state_BHPN
     return grad_x_BLHP, grad_dt_BLH, *parameters, grad_state, None, *of_steps
 
 
 class Decays(NamedTuple):
-    """The results of `kernels_forward.decays`; without own steps `itself` is another tensor, which is not read."""
+    """All chunks' decays, computed by the kernel `kernels_forward.decays`.
+
+    S_i is g summed over the chunk's tokens up to i.
+
+        itself      `own_step`; if it is not given, a valid pointer that no kernel reads
+        delta       the step
+        high, low   two fp32 numbers whose sum is S_i
+        enter       exp(S_i), or 0 if token i is not in the document of the state before the chunk
+        leave       exp(S_T - S_i), or 0 if token i is not in the document of the state after the chunk
+        whole       exp(S_T), or 0 if these two documents differ
+    """
 
     itself_BHL: Tensor
     delta_BHL: Tensor
@@ -135,22 +166,52 @@ class Decays(NamedTuple):
         per_token = [row.per_token() for _ in Decays._fields[1:6]]
         itself_BHL = row.per_token() if row.itself else row.D_H
         whole_BHC = per_token[0].new_empty(row.x_BLHP.shape[0], heads, row.chunks)
-        made = Decays._make((itself_BHL, *per_token, whole_BHC))
+        decays = Decays._make((itself_BHL, *per_token, whole_BHC))
         forward_kernels.decays[row.grid(1, ceil_div(heads, HEADS))](
-            row.dt_BLH, *row.rates, *row.steps, row.documents, *made, length, heads,
-            DOCUMENTS=row.documents_BL is not None, GIVEN=row.given, ITSELF=row.itself, CHUNK=row.tiles.chunk,
-            HEADS=HEADS,
+            row.dt_BLH, *row.rates, *row.steps, row.documents, *decays, *strides(row.dt_BLH), length, heads,
+            DOCUMENTS=row.documents_BL is not None, LOG_DECAYS=row.has_log_decays, ITSELF=row.itself,
+            CHUNK=row.tiles.chunk, HEADS=HEADS,
         )  # fmt: skip
-        return made
+        return decays
+
+
+class TokenTerms(NamedTuple):
+    """Terms from which `step_gradients` computes gradients for steps and decays, a number for each token and head.
+
+    dv, dy and dg are the gradients of v, y and g.
+
+        direct   dv . x
+        skip     dy . x
+        scores   C_i . B_i for token i; without `own_step` a valid pointer that no kernel reads
+        gain     dg's term through the state before the chunk
+        loss     dg's term through the state after the chunk
+        pairs    dg's term through pairs of tokens; one partial sum for each part in a chunk
+    """
+
+    direct_BHL: Tensor
+    skip_BHL: Tensor
+    scores_BHL: Tensor
+    gain_BHL: Tensor
+    loss_BHL: Tensor
+    pairs_KBHL: Tensor
+
+    @staticmethod
+    def of(row: SSDRow) -> TokenTerms:
+        direct_BHL = row.per_token()
+        skip_BHL, gain_BHL, loss_BHL = (row.per_token() for _ in range(3))
+        scores_BHL = row.per_token() if row.itself else row.D_H
+        pairs_KBHL = direct_BHL.new_empty(row.tiles.chunk // row.tiles.tokens, *direct_BHL.shape)
+        return TokenTerms(direct_BHL, skip_BHL, scores_BHL, gain_BHL, loss_BHL, pairs_KBHL)
 
 
 def _states_before(row: SSDRow, decays: Decays) -> tuple[Tensor, Tensor]:
-    """The state before every chunk, and the one after the row."""
+    """Return the state before every chunk, and the state after the row."""
     heads = row.lengths()[1]
     states_BCHPN = row.states()
     last_BHPN = torch.empty_like(states_BCHPN[:, 0], memory_format=torch.contiguous_format)
     forward_kernels.chunk_states[row.grid(1, heads * row.slices)](
-        row.x_BLHP, row.B_BLGN, decays.leave_BHL, decays.delta_BHL, states_BCHPN, *row.lengths(),
+        row.x_BLHP, row.B_BLGN, decays.leave_BHL, decays.delta_BHL, states_BCHPN,
+        *strides(row.x_BLHP, row.B_BLGN), *row.lengths(),
         STEPS=True, SLICE=row.outer, num_stages=1, **row.constants(),
     )  # fmt: skip
     start = last_BHPN if row.state_BHPN is None else row.state_BHPN
@@ -163,93 +224,138 @@ def _states_before(row: SSDRow, decays: Decays) -> tuple[Tensor, Tensor]:
 
 
 def _outputs(row: SSDRow, decays: Decays, before_BCHPN: Tensor) -> Tensor:
-    y_BLHP = torch.empty_like(row.x_BLHP)
-    own = row.tiles.own
-    forward_kernels.outputs[row.grid(row.tiles.chunk // own, row.lengths()[1])](
-        row.x_BLHP, row.B_BLGN, row.C_BLGN, row.D_H, *decays[:5], row.documents, before_BCHPN, y_BLHP, *row.lengths(),
-        DOCUMENTS=row.documents_BL is not None, ITSELF=row.itself, OWN=own, SLICE=row.inner, num_stages=1,
+    """Return y."""
+    y_BLHP = empty_in_order(row.x_BLHP)
+    tokens = row.tiles.tokens
+    forward_kernels.outputs[row.grid(row.tiles.chunk // tokens, row.lengths()[1])](
+        row.x_BLHP, row.B_BLGN, row.C_BLGN, row.D_H, *decays[:5], row.documents, before_BCHPN, y_BLHP,
+        *strides(row.x_BLHP, row.B_BLGN, row.C_BLGN, y_BLHP), *row.lengths(),
+        DOCUMENTS=row.documents_BL is not None, ITSELF=row.itself, OWN=tokens, SLICE=row.inner, num_stages=1,
         **row.constants(),
     )  # fmt: skip
     return y_BLHP
 
 
 def _gradients_after(
-    row: SSDRow, decays: Decays, dy_BLHP: Tensor, before_BCHPN: Tensor, grad_last_BHPN: Tensor
+    row: SSDRow, decays: Decays, dy_BLHP: Tensor, before_BCHPN: Tensor, grad_last_BHPN: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the state after every chunk and before the row, and of the sum of g over a chunk through states."""
+    """Return three tensors that follow from state gradients.
+
+    The first is dh, the gradient of the state after every chunk. The second is the gradient of the state before the
+    row. The third holds partial sums of exp(S_T) dh . h for every chunk and head, where h is the state before the
+    chunk.
+    """
     heads = row.lengths()[1]
-    states_BCHPN, grad_state_BHPN = row.states(), torch.empty_like(grad_last_BHPN)
+    states_BCHPN = row.states()
+    grad_state_BHPN = torch.empty_like(states_BCHPN[:, 0], memory_format=torch.contiguous_format)
     forward_kernels.chunk_states[row.grid(1, heads * row.slices)](
-        dy_BLHP, row.C_BLGN, decays.enter_BHL, decays.delta_BHL, states_BCHPN, *row.lengths(),
+        dy_BLHP, row.C_BLGN, decays.enter_BHL, decays.delta_BHL, states_BCHPN,
+        *strides(dy_BLHP, row.C_BLGN), *row.lengths(),
         STEPS=False, SLICE=row.outer, num_stages=1, **row.constants(),
     )  # fmt: skip
-    size = grad_last_BHPN[0, 0].numel()
+    size = grad_state_BHPN[0, 0].numel()
     blocks = ceil_div(size, BLOCK)
     through_BCHK = before_BCHPN.new_empty(*before_BCHPN.shape[:3], blocks)
-    forward_kernels.pass_states[blocks, heads, len(grad_last_BHPN)](
-        states_BCHPN, decays.whole_BHC, grad_last_BHPN, grad_state_BHPN, before_BCHPN, through_BCHK, row.chunks, heads,
-        size, START=True, REVERSED=True, BLOCK=BLOCK,
+    start = grad_state_BHPN if grad_last_BHPN is None else grad_last_BHPN
+    forward_kernels.pass_states[blocks, heads, len(start)](
+        states_BCHPN, decays.whole_BHC, start, grad_state_BHPN, before_BCHPN, through_BCHK, row.chunks, heads, size,
+        START=grad_last_BHPN is not None, REVERSED=True, BLOCK=BLOCK,
     )  # fmt: skip
-    return states_BCHPN, grad_state_BHPN, through_BCHK.sum(-1)
+    return states_BCHPN, grad_state_BHPN, through_BCHK
 
 
 def _token_gradients(
     row: SSDRow, decays: Decays, dy_BLHP: Tensor, before_BCHPN: Tensor, after_BCHPN: Tensor
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """dx, and by token what `step_gradients` adds up: direct, skip, scores, gain, loss and pairs."""
-    own = row.tiles.own
-    parts = row.tiles.chunk // own
-    grad_x_BLHP, direct_BHL = torch.empty_like(row.x_BLHP), row.per_token()
-    skip_BHL, gain_BHL, loss_BHL = (row.per_token() for _ in range(3))
-    scores_BHL = row.per_token() if row.itself else row.D_H
-    pairs_KBHL = direct_BHL.new_empty(parts, *direct_BHL.shape)
-    by_token = direct_BHL, skip_BHL, scores_BHL, gain_BHL, loss_BHL, pairs_KBHL
+) -> tuple[Tensor, TokenTerms]:
+    """Return dx, and the terms for `step_gradients`."""
+    grad_x_BLHP = empty_in_order(row.x_BLHP)
+    terms = TokenTerms.of(row)
+    parts = len(terms.pairs_KBHL)
     backward_kernels.token_gradients[row.grid(parts, row.lengths()[1])](
         row.x_BLHP, dy_BLHP, row.B_BLGN, row.C_BLGN, row.D_H, *decays[:6], row.documents, before_BCHPN, after_BCHPN,
-        grad_x_BLHP, *by_token, *row.lengths(),
-        DOCUMENTS=row.documents_BL is not None, ITSELF=row.itself, OWN=own, SLICE=row.inner, num_stages=1,
+        grad_x_BLHP, *terms, *strides(row.x_BLHP, dy_BLHP, row.B_BLGN, row.C_BLGN, grad_x_BLHP), *row.lengths(),
+        DOCUMENTS=row.documents_BL is not None, ITSELF=row.itself, OWN=row.tiles.tokens, SLICE=row.inner, num_stages=1,
         **row.constants(),
     )  # fmt: skip
-    return grad_x_BLHP, by_token
+    return grad_x_BLHP, terms
 
 
-def _group_gradient(
+def _group_gradients(
+    row: SSDRow, decays: Decays, dy_BLHP: Tensor, before_BCHPN: Tensor, after_BCHPN: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of B and C.
+
+    A group's gradient is a sum over its heads. The heads are divided among several programs (splits), so that there are
+    about PROGRAMS programs. A second kernel adds their partial sums. In memory, a token's gradient of C follows that of
+    B, as in the convolution's output that B and C are halves of.
+    """
+    length, heads, groups = row.lengths()
+    rows, state = len(row.B_BLGN), row.B_BLGN.shape[3]
+    parts = row.tiles.chunk // row.tiles.tokens
+    splits = min(heads // groups, ceil_div(PROGRAMS, rows * row.chunks * parts * groups))
+    both_BLKGN = empty_in_order(row.B_BLGN.unsqueeze(2).expand(-1, -1, 2, -1, -1))
+    if splits == 1:
+        parts_of_both = both_BLKGN.movedim(2, 0)
+    else:
+        parts_of_both = before_BCHPN.new_empty(2, rows, length, splits, groups, state)
+    of_B, of_C = parts_of_both
+    _partial_group_gradient(
+        row, decays, (dy_BLHP, row.x_BLHP, row.B_BLGN, before_BCHPN), out=of_C, splits=splits, reverse=False
+    )
+    _partial_group_gradient(
+        row, decays, (row.x_BLHP, dy_BLHP, row.C_BLGN, after_BCHPN), out=of_B, splits=splits, reverse=True
+    )
+    if splits > 1:
+        size = groups * state
+        block = min(power_of_2(size), SUM_BLOCK)
+        grid = ceil_div(length, SUM_TOKENS), ceil_div(size, block), 2 * rows
+        backward_kernels.sum_of_splits[grid](
+            parts_of_both, both_BLKGN, *strides(both_BLKGN), length, rows, size, SPLITS=splits, TOKENS=SUM_TOKENS,
+            BLOCK=block,
+        )  # fmt: skip
+    return both_BLKGN[:, :, 0], both_BLKGN[:, :, 1]
+
+
+def _partial_group_gradient(
     row: SSDRow,
     decays: Decays,
-    own_BLHP: Tensor,
-    other_BLHP: Tensor,
-    shared_BLGN: Tensor,
-    states: Tensor,
+    factors: tuple[Tensor, Tensor, Tensor, Tensor],
+    *,
+    out: Tensor,
+    splits: int,
     reverse: bool,
-) -> Tensor:
-    """Of C, and reversed of B: added up over the splits of a group's heads, of which there are enough for a GPU."""
-    length, heads, groups = row.lengths()
-    own, rows = row.tiles.own, len(own_BLHP)
-    parts = row.tiles.chunk // own
-    splits = min(heads // groups, ceil_div(PROGRAMS, rows * row.chunks * parts * groups))
-    grad_BLSGN = states.new_empty(rows, length, splits, groups, shared_BLGN.shape[3])
+) -> None:
+    """Store every split's part of C's gradient in `out`, or B's if `reverse`. The first two axes are rows and tokens.
+
+    For C, `factors` are dy, x, B and the states before chunks. For B, they are x, dy, C and the gradients of the states
+    after chunks.
+    """
+    own_BLHP, other_BLHP, shared_BLGN, states_BCHPN = factors
+    groups = row.lengths()[2]
     weight_BHL = decays.leave_BHL if reverse else decays.enter_BHL
-    backward_kernels.group_gradients[row.grid(parts, groups * splits * row.slices)](
-        own_BLHP, other_BLHP, shared_BLGN, *decays[:4], weight_BHL, row.documents, states, grad_BLSGN, *row.lengths(),
-        splits, DOCUMENTS=row.documents_BL is not None, ITSELF=row.itself, REVERSED=reverse, OWN=own, SLICE=row.outer,
+    tokens = row.tiles.tokens
+    backward_kernels.group_gradients[row.grid(row.tiles.chunk // tokens, groups * splits * row.slices)](
+        own_BLHP, other_BLHP, shared_BLGN, *decays[:4], weight_BHL, row.documents, states_BCHPN, out,
+        *strides(own_BLHP, other_BLHP, shared_BLGN, out), *row.lengths(), splits,
+        DOCUMENTS=row.documents_BL is not None, ITSELF=row.itself, REVERSED=reverse, OWN=tokens, SLICE=row.outer,
         num_stages=row.tiles.stages, **row.constants(),
     )  # fmt: skip
-    grad_BLGN = grad_BLSGN.squeeze(2) if splits == 1 else grad_BLSGN.sum(2)
-    return grad_BLGN.to(shared_BLGN.dtype)
 
 
 def _step_gradients(
-    row: SSDRow, decays: Decays, by_token: tuple[Tensor, ...], through_BCH: Tensor
+    row: SSDRow, decays: Decays, terms: TokenTerms, through_BCHK: Tensor
 ) -> tuple[Tensor, Sequence[Tensor | None], list[Tensor]]:
-    """Compute the gradients of dt, of both steps, and of A, D and dt_bias."""
+    """Return the gradient of dt, the gradients of `step` and `own_step`, and the gradients of A, D and dt_bias."""
     length, heads, _ = row.lengths()
-    grad_dt_BLH = torch.empty_like(row.dt_BLH)
-    grads_3BCH = through_BCH.new_empty(3, *through_BCH.shape)
+    grad_dt_BLH = empty_in_order(row.dt_BLH)
+    rows, chunks, _, blocks = through_BCHK.shape
+    grads_3BCH = through_BCHK.new_empty(3, rows, chunks, heads)
     of_steps = [torch.empty_like(step_BLH) for step_BLH in row.steps]
     backward_kernels.step_gradients[row.grid(1, ceil_div(heads, HEADS))](
-        row.dt_BLH, *row.rates, decays.delta_BHL, *by_token, through_BCH, grad_dt_BLH, *of_steps,
-        grads_3BCH, length, heads, PARTS=len(by_token[-1]), GIVEN=row.given, ITSELF=row.itself, CHUNK=row.tiles.chunk,
-        HEADS=HEADS,
+        row.dt_BLH, *row.rates, decays.delta_BHL, *terms, through_BCHK, grad_dt_BLH, *of_steps,
+        grads_3BCH, *strides(row.dt_BLH, grad_dt_BLH), length, heads, blocks, PARTS=len(terms.pairs_KBHL),
+        LOG_DECAYS=row.has_log_decays, ITSELF=row.itself, CHUNK=row.tiles.chunk, HEADS=HEADS,
+        BLOCKS=power_of_2(blocks),
     )  # fmt: skip
-    of_parameters = list(grads_3BCH.sum((1, 2), dtype=torch.float64).float())
-    return grad_dt_BLH, of_steps if row.itself else [None, None], of_parameters
+    of_parameters = sum_of_parts(grads_3BCH.flatten(1, 2), torch.float32, precise=True)
+    return grad_dt_BLH, of_steps if row.itself else [None, None], list(of_parameters)

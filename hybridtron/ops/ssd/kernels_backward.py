@@ -1,7 +1,17 @@
-"""Triton kernels of the SSD scan, backward: of tokens and decays, of B and C, and the sums that close it.
+"""Triton kernels for the backward pass of the SSD scan.
 
-With E_ij = exp(S_i - S_j) where i sees j, s_ij = C_i . B_j, h the state before a chunk and dh the gradient of the state
-after it (both from `ssd_forward`, whose `chunk_states` and `pass_states` run backward too):
+The scan is h_t = exp(g_t) h_{t-1} + v_t B_t^T, y_t = h_t C_t + D x_t, with g = delta A and v = delta x. It is computed
+in chunks of tokens. Let S_i be g summed over the chunk's tokens up to i, and S_T g summed over the full chunk. Let E_ij
+be exp(S_i - S_j) where token i sees token j, else 0; s_ij = C_i . B_j; h the state before a chunk; and dh the gradient
+of the state after it. `chunk_states` and `pass_states` in `kernels_forward` compute both h and dh. Then three kernels
+in this file run, and a fourth if several programs divide a group's heads:
+
+    token_gradients   dx, and the terms for dg and for the steps' gradients
+    group_gradients   dC and dB, or their partial sums
+    sum_of_splits     dC and dB, from the partial sums
+    step_gradients    the gradients of dt and the parameters A, D and dt_bias, from the terms
+
+In these equations, d before another name than h denotes that tensor's gradient:
 
     dv_j = sum_i s_ij E_ij dy_i + exp(S_T - S_j) dh B_j,   dx_j = delta_j dv_j + D dy_j
     dC_i = sum_j w_ij B_j + exp(S_i) h^T dy_i,       with w_ij = E_ij dy_i . v_j
@@ -9,17 +19,21 @@ after it (both from `ssd_forward`, whose `chunk_states` and `pass_states` run ba
     dg_t = sum_{i >= t > j} s_ij w_ij + sum_{i >= t} exp(S_i) dy_i . h C_i + sum_{j < t} exp(S_T - S_j) v_j . dh B_j
            + exp(S_T) dh . h
 
-Where a token sees itself by another step than delta (ITSELF), its own term is not in dv, and with that step r
+With the flag ITSELF, later tokens see token j with the factor delta_j, but token j sees itself with another factor r_j
+(`itself` in the code). Then the sum in dv_j is over i > j, and three gradients change:
 
     dx_j = delta_j dv_j + (D + r_j s_jj) dy_j,   w_jj = r_j dy_j . x_j,   dr_j = s_jj dy_j . x_j
 
-The first sum of dg is formed over the pairs (i, j) on both sides of t alone. Taking it for a difference of sums over
-all pairs would be cheaper, and would leave the rounding of the strongest pairs in every token's gradient.
+The first sum in dg_t covers the pairs (i, j) on both sides of t. It could be computed as a difference between two sums
+over more pairs. This would be cheaper, but would leave the strongest pairs' rounding in every token's gradient.
 
-B and C are shared by the heads of a group: a program goes through some of them and adds up w before the product. Not
-here: anything forward. The order of every sum is fixed by the shapes.
+A group's heads share B and C, so dB and dC are sums over the heads. A program loops over several heads, and adds
+their w before it multiplies by B or C. No kernel uses atomics, so results are deterministic.
 
-Legend: as in `ssd_forward`; S splits of a group's heads, K parts of a chunk.
+Legend: B rows (sequences in a batch), L tokens, H heads, P head size, G head groups that share B and C, N state
+size, C chunks (in state shapes), T tokens in a chunk, O tokens in the chunk that a program computes (its own
+tokens), S splits: programs among which a group's heads are divided, K parts with OWN tokens in a chunk. Tensors with
+one number per token and head are (B, H, L).
 """
 
 from __future__ import annotations
@@ -27,7 +41,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hybridtron.ops.ssd.kernels_forward import apart, decay_between, product, state_entries, tokens_by_channel
+from hybridtron.ops.ssd.kernels_forward import (
+    apart,
+    decay_between,
+    product,
+    state_entries,
+    strided_places,
+    strided_tokens,
+)
 
 
 @triton.jit
@@ -36,85 +57,106 @@ def token_gradients(
     itself_BHL: tl.tensor, delta_BHL: tl.tensor, high_BHL: tl.tensor, low_BHL: tl.tensor, enter_BHL: tl.tensor,
     leave_BHL: tl.tensor, documents_BL: tl.tensor, before_BCHPN: tl.tensor, grad_after_BCHPN: tl.tensor,
     grad_x_BLHP: tl.tensor, direct_BHL: tl.tensor, skip_BHL: tl.tensor, scores_BHL: tl.tensor, gain_BHL: tl.tensor,
-    loss_BHL: tl.tensor, pairs_KBHL: tl.tensor, length: int, heads: int, groups: int, DOCUMENTS: tl.constexpr,
-    ITSELF: tl.constexpr, P: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, OWN: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+    loss_BHL: tl.tensor, pairs_KBHL: tl.tensor, x_row: int, x_token: int, dy_row: int, dy_token: int, B_row: int,
+    B_token: int, C_row: int, C_token: int, grad_x_row: int, grad_x_token: int, length: int, heads: int, groups: int,
+    DOCUMENTS: tl.constexpr, ITSELF: tl.constexpr, P: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
+    OWN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr, PRODUCT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute for OWN tokens and a head dx, and by token dv . x, dy . x, s, and dg by states and by pairs."""
+    """Store dx for OWN tokens and a head, and the terms from which `step_gradients` computes its results.
+
+    Grid: parts with OWN tokens each, heads, rows. The outputs, one number per own token o, and for `pairs` one per
+    token t in the chunk:
+
+        direct   dv_o . x_o
+        skip     dy_o . x_o
+        scores   s_oo, with ITSELF
+        gain     exp(S_o) dy_o . h C_o, a term in dg
+        loss     exp(S_T - S_o) v_o . dh B_o, a term in dg
+        pairs    s_ij w_ij summed over the pairs i >= t > j in which j is an own token, a term in dg_t
+    """
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    chunk, group = tl.program_id(0) // (CHUNK // OWN), head // (heads // groups)
-    token_O, token_T = tl.program_id(0) * OWN + tl.arange(0, OWN), chunk * CHUNK + tl.arange(0, CHUNK)
-    inside_O, at, p_P = token_O < length, (row * heads + head) * length, tl.arange(0, BLOCK_P)
+    chunk = tl.program_id(0) // (CHUNK // OWN)
+    group = head // (heads // groups)
+    first_O, first_T = tl.program_id(0) * OWN, chunk * CHUNK
+    token_O = first_O + tl.arange(0, OWN)
+    token_T = first_T + tl.arange(0, CHUNK)
+    inside_O = token_O < length
+    at, p_P = (row * heads + head) * length, tl.arange(0, BLOCK_P)
     index = (row * tl.cdiv(length, CHUNK) + chunk) * heads + head
+    dy_LP = dy_BLHP + row * dy_row + head * P
     mix_OT, kept_OP, seen_OP = _over_states(
-        B_BLGN, C_BLGN, before_BCHPN, grad_after_BCHPN, row, index, group, token_O, token_T, p_P, length, groups,
-        P, N, CHUNK, OWN, BLOCK_P, BLOCK_N, SLICE, PRODUCT, PRECISION,
+        B_BLGN + row * B_row + group * N, C_BLGN + row * C_row + group * N, B_token, C_token, before_BCHPN,
+        grad_after_BCHPN, index, first_O, first_T, p_P, length, P, N, CHUNK, OWN, BLOCK_P, BLOCK_N, SLICE, PRODUCT,
+        PRECISION,
     )  # fmt: skip
     mix_OT, skip_O1, scores_O = apart(mix_OT, tl.load(D_H + head), itself_BHL + at, token_O, token_T, length, ITSELF)
     if ITSELF:
         tl.store(scores_BHL + at + token_O, scores_O, mask=inside_O)
-    x_OP = tokens_by_channel(x_BLHP, row, token_O, head, p_P, length, heads, P)
-    dy_OP = tokens_by_channel(dy_BLHP, row, token_O, head, p_P, length, heads, P).to(tl.float32)
+    x_OP = strided_tokens(x_BLHP + row * x_row + head * P, x_token, first_O, OWN, p_P, length, P)
+    dy_OP = strided_tokens(dy_LP, dy_token, first_O, OWN, p_P, length, P).to(tl.float32)
     gain_O1 = _weighted(enter_BHL + at, tl.sum(seen_OP * dy_OP, axis=1)[:, None], token_O, length)
     tl.store((gain_BHL + at + token_O)[:, None], gain_O1, mask=inside_O[:, None])
     tl.store(skip_BHL + at + token_O, tl.sum(dy_OP * x_OP.to(tl.float32), axis=1), mask=inside_O)
     dv_OP, delta_O, pairs_T = _over_pairs(
-        mix_OT, x_OP, dy_BLHP, delta_BHL + at, high_BHL + at, low_BHL + at, documents_BL + row * length, row, head,
-        token_O, token_T, p_P, length, heads, DOCUMENTS, P, PRODUCT, PRECISION,
+        mix_OT, x_OP, dy_LP, dy_token, delta_BHL + at, high_BHL + at, low_BHL + at, documents_BL + row * length,
+        token_O, token_T, first_T, p_P, length, DOCUMENTS, P, CHUNK, PRODUCT, PRECISION,
     )  # fmt: skip
     part, rows = tl.program_id(0) % (CHUNK // OWN), tl.num_programs(2).to(tl.int64)
     tl.store(pairs_KBHL + part * rows * heads * length + at + token_T, pairs_T, mask=token_T < length)
-    kept_OP, x_OP = _weighted(leave_BHL + at, kept_OP, token_O, length), x_OP.to(tl.float32)
+    kept_OP = _weighted(leave_BHL + at, kept_OP, token_O, length)
+    x_OP = x_OP.to(tl.float32)
     dv_OP += kept_OP
     tl.store(loss_BHL + at + token_O, delta_O * tl.sum(kept_OP * x_OP, axis=1), mask=inside_O)
     tl.store(direct_BHL + at + token_O, tl.sum(dv_OP * x_OP, axis=1), mask=inside_O)
-    at_OP = ((row * length + token_O) * heads + head)[:, None] * P + p_P[None, :]
+    grad_x_OP = strided_places(grad_x_BLHP + row * grad_x_row + head * P, grad_x_token, first_O, OWN, p_P)
     dx_OP = delta_O[:, None] * dv_OP + skip_O1 * dy_OP
-    tl.store(grad_x_BLHP + at_OP, dx_OP, mask=inside_O[:, None] & tl.expand_dims(p_P < P, 0))
+    tl.store(grad_x_OP, dx_OP, mask=inside_O[:, None] & tl.expand_dims(p_P < P, 0))
 
 
 @triton.jit
 def _weighted(weight_L: tl.tensor, x_OP: tl.tensor, token_O: tl.tensor, length: int) -> tl.tensor:
-    """Multiply by a weight of each token; the product is 0 where the weight is 0, whatever x is."""
+    """Return x times a weight for each token; the result is 0 where the weight is 0, even if x is infinite or NaN."""
     weight_O1 = tl.load(weight_L + token_O, mask=token_O < length, other=0.0)[:, None]
     return tl.where(weight_O1 == 0.0, 0.0, weight_O1 * x_OP)
 
 
 @triton.jit
 def _over_pairs(
-    mix_OT: tl.tensor, x_OP: tl.tensor, dy_BLHP: tl.tensor, delta_L: tl.tensor, high_L: tl.tensor, low_L: tl.tensor,
-    documents_L: tl.tensor, row: tl.tensor, head: tl.tensor, token_O: tl.tensor, token_T: tl.tensor, p_P: tl.tensor,
-    length: int, heads: int, DOCUMENTS: tl.constexpr, P: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+    mix_OT: tl.tensor, x_OP: tl.tensor, dy_LP: tl.tensor, dy_token: int, delta_L: tl.tensor, high_L: tl.tensor,
+    low_L: tl.tensor, documents_L: tl.tensor, token_O: tl.tensor, token_T: tl.tensor, first_T: tl.tensor,
+    p_P: tl.tensor, length: int, DOCUMENTS: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr, PRODUCT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ) -> tuple:  # fmt: skip
-    """From B_o . C_t: dv of own tokens, and their delta; for every t of the chunk, the own tokens' pairs across t."""
+    """Return three tensors: dv without the state's term, delta for own tokens, and `pairs` for `token_gradients`."""
     mix_OT *= decay_between(high_L, low_L, documents_L, token_O, token_T, length, DOCUMENTS, tl.constexpr(True))
-    dy_TP = tokens_by_channel(dy_BLHP, row, token_T, head, p_P, length, heads, P)
+    dy_TP = strided_tokens(dy_LP, dy_token, first_T, CHUNK, p_P, length, P)
     dv_OP = product(mix_OT, dy_TP, PRODUCT, PRECISION)
     delta_O = tl.load(delta_L + token_O, mask=token_O < length, other=0.0)
     worth_OT = product(x_OP, tl.trans(dy_TP), PRODUCT, PRECISION) * mix_OT * delta_O[:, None]
-    later_OT = tl.cumsum(worth_OT, axis=1, reverse=True)  # of the pairs of an own token, those with t or a later one
+    later_OT = tl.cumsum(worth_OT, axis=1, reverse=True)  # sum over an own token's pairs with tokens i >= t
     return dv_OP, delta_O, tl.sum(tl.where(token_O[:, None] < token_T[None, :], later_OT, 0.0), axis=0)
 
 
 @triton.jit
 def _over_states(
-    B_BLGN: tl.tensor, C_BLGN: tl.tensor, before_BCHPN: tl.tensor, grad_after_BCHPN: tl.tensor, row: tl.tensor,
-    index: tl.tensor, group: tl.tensor, token_O: tl.tensor, token_T: tl.tensor, p_P: tl.tensor, length: int,
-    groups: int, P: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, OWN: tl.constexpr, BLOCK_P: tl.constexpr,
+    B_LN: tl.tensor, C_LN: tl.tensor, B_token: int, C_token: int, before_BCHPN: tl.tensor,
+    grad_after_BCHPN: tl.tensor, index: tl.tensor, first_O: tl.tensor, first_T: tl.tensor, p_P: tl.tensor, length: int,
+    P: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, OWN: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr, SLICE: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tuple:  # fmt: skip
-    """B_o . C_t, dh B_o and h C_o of own tokens o, summed over slices of the state's entries."""
+    """Return B_o . C_t, dh B_o and h C_o for own tokens o, accumulated over slices of N."""
     mix_OT = tl.zeros([OWN, CHUNK], tl.float32)
     kept_OP = tl.zeros([OWN, BLOCK_P], tl.float32)
     seen_OP = tl.zeros([OWN, BLOCK_P], tl.float32)
     for start in range(0, BLOCK_N, SLICE):
         n_N = start + tl.arange(0, SLICE)
-        B_ON = tokens_by_channel(B_BLGN, row, token_O, group, n_N, length, groups, N)
-        C_TN = tokens_by_channel(C_BLGN, row, token_T, group, n_N, length, groups, N)
+        B_ON = strided_tokens(B_LN, B_token, first_O, OWN, n_N, length, N)
+        C_TN = strided_tokens(C_LN, C_token, first_T, CHUNK, n_N, length, N)
         mix_OT += product(B_ON, tl.trans(C_TN), PRODUCT, PRECISION)
         grad_after_PN = state_entries(grad_after_BCHPN, index, p_P, n_N, P, N)
         kept_OP += product(B_ON, tl.trans(grad_after_PN), PRODUCT, PRECISION)
-        C_ON = tokens_by_channel(C_BLGN, row, token_O, group, n_N, length, groups, N)
+        C_ON = strided_tokens(C_LN, C_token, first_O, OWN, n_N, length, N)
         before_PN = state_entries(before_BCHPN, index, p_P, n_N, P, N)
         seen_OP += product(C_ON, tl.trans(before_PN), PRODUCT, PRECISION)
     return mix_OT, kept_OP, seen_OP
@@ -124,24 +166,37 @@ def _over_states(
 def group_gradients(
     own_BLHP: tl.tensor, other_BLHP: tl.tensor, shared_BLGN: tl.tensor, itself_BHL: tl.tensor, delta_BHL: tl.tensor,
     high_BHL: tl.tensor, low_BHL: tl.tensor, weight_BHL: tl.tensor, documents_BL: tl.tensor, states_BCHPN: tl.tensor,
-    grad_BLSGN: tl.tensor, length: int, heads: int, groups: int, splits: int, DOCUMENTS: tl.constexpr,
-    ITSELF: tl.constexpr, REVERSED: tl.constexpr, P: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
-    OWN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr, PRODUCT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    grad_BLSGN: tl.tensor, own_row: int, own_token: int, other_row: int, other_token: int, shared_row: int,
+    shared_token: int, grad_row: int, grad_token: int, length: int, heads: int, groups: int, splits: int,
+    DOCUMENTS: tl.constexpr, ITSELF: tl.constexpr, REVERSED: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+    CHUNK: tl.constexpr, OWN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr,
+    PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A split's share of dC at OWN tokens (own dy, other x, shared B, h); reversed, of dB (own x, other dy, C, dh)."""
+    """Store dC's partial sum over one split, or with REVERSED dB's, at OWN tokens.
+
+    A split is some of a group's heads. For dC, the input `own` is dy, `other` is x, `shared` is B, `states` are the h,
+    and `weight` is exp(S_i). For dB, `own` is x, `other` is dy, `shared` is C, `states` are the dh, and `weight` is
+    exp(S_T - S_j). Grid: parts with OWN tokens each, groups times splits times slices of N, rows.
+    """
     slices: tl.constexpr = BLOCK_N // SLICE
     group, split = tl.program_id(1) // slices // splits, tl.program_id(1) // slices % splits
     row, chunk = tl.program_id(2).to(tl.int64), tl.program_id(0) // (CHUNK // OWN)
-    token_O, token_T = tl.program_id(0) * OWN + tl.arange(0, OWN), chunk * CHUNK + tl.arange(0, CHUNK)
-    of_group, each = heads // groups, tl.cdiv(heads // groups, splits)
-    p_P, n_N = tl.arange(0, BLOCK_P), tl.program_id(1) % slices * SLICE + tl.arange(0, SLICE)
-    worth_OT, grad_ON = tl.zeros([OWN, CHUNK], tl.float32), tl.zeros([OWN, SLICE], tl.float32)
-    first = group * of_group + split * each
-    for head in range(first, tl.minimum(first + each, (group + 1) * of_group)):
+    first_O, first_T = tl.program_id(0) * OWN, chunk * CHUNK
+    token_O = first_O + tl.arange(0, OWN)
+    token_T = first_T + tl.arange(0, CHUNK)
+    of_group = heads // groups
+    per_split = tl.cdiv(heads // groups, splits)
+    p_P = tl.arange(0, BLOCK_P)
+    n_N = tl.program_id(1) % slices * SLICE + tl.arange(0, SLICE)
+    worth_OT = tl.zeros([OWN, CHUNK], tl.float32)
+    grad_ON = tl.zeros([OWN, SLICE], tl.float32)
+    first = group * of_group + split * per_split
+    for head in range(first, tl.minimum(first + per_split, (group + 1) * of_group)):
         at = (row * heads + head) * length
-        own_OP = tokens_by_channel(own_BLHP, row, token_O, head, p_P, length, heads, P)
-        other_TP = tokens_by_channel(other_BLHP, row, token_T, head, p_P, length, heads, P)
+        own_LP = own_BLHP + row * own_row + head * P
+        other_LP = other_BLHP + row * other_row + head * P
+        own_OP = strided_tokens(own_LP, own_token, first_O, OWN, p_P, length, P)
+        other_TP = strided_tokens(other_LP, other_token, first_T, CHUNK, p_P, length, P)
         weight_O = tl.load(weight_BHL + at + token_O, mask=token_O < length, other=0.0)
         if REVERSED:
             weight_O *= tl.load(delta_BHL + at + token_O, mask=token_O < length, other=0.0)
@@ -152,12 +207,37 @@ def group_gradients(
         pair_OT *= decay_between(
             high_BHL + at, low_BHL + at, documents_BL + row * length, token_O, token_T, length, DOCUMENTS, REVERSED
         )
-        delta_L, itself_L = delta_BHL + at, itself_BHL + at
+        delta_L = delta_BHL + at
+        itself_L = itself_BHL + at
         worth_OT += pair_OT * _steps_of_pairs(delta_L, itself_L, token_O, token_T, length, ITSELF, REVERSED)
-    shared_TN = tokens_by_channel(shared_BLGN, row, token_T, group, n_N, length, groups, N)
+    shared_LN = shared_BLGN + row * shared_row + group * N
+    shared_TN = strided_tokens(shared_LN, shared_token, first_T, CHUNK, n_N, length, N)
     grad_ON += product(worth_OT, shared_TN, PRODUCT, PRECISION)
-    at_ON = (((row * length + token_O) * splits + split) * groups + group)[:, None] * N + n_N[None, :]
-    tl.store(grad_BLSGN + at_ON, grad_ON, mask=tl.expand_dims(token_O < length, 1) & tl.expand_dims(n_N < N, 0))
+    grad_LN = grad_BLSGN + row * grad_row + (split * groups + group) * N
+    at_ON = strided_places(grad_LN, grad_token, first_O, OWN, n_N)
+    tl.store(at_ON, grad_ON, mask=tl.expand_dims(token_O < length, 1) & tl.expand_dims(n_N < N, 0))
+
+
+@triton.jit
+def sum_of_splits(
+    sums_KBLSZ: tl.tensor, grad_BLKZ: tl.tensor, grad_row: int, grad_token: int, length: int, rows: int, size: int,
+    SPLITS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Store dB and dC, the sums of the splits' parts, for TOKENS tokens and BLOCK entries of the axis Z.
+
+    Axis Z has all groups' states; its size is `size`. Axis K has dB, then dC. Grid: blocks of tokens, blocks of Z, rows
+    for dB followed by rows for dC.
+    """
+    kind, row = tl.program_id(2) // rows, (tl.program_id(2) % rows).to(tl.int64)
+    token_T = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    z_Z = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there_TZ = tl.expand_dims(token_T < length, 1) & tl.expand_dims(z_Z < size, 0)
+    at_TZ = ((kind * rows + row) * length + token_T)[:, None] * (SPLITS * size) + z_Z[None, :]
+    grad_TZ = tl.zeros([TOKENS, BLOCK], tl.float32)
+    for split in range(SPLITS):
+        grad_TZ += tl.load(sums_KBLSZ + at_TZ + split * size, mask=there_TZ, other=0.0)
+    grad_LZ = grad_BLKZ + row * grad_row + kind * size
+    tl.store(strided_places(grad_LZ, grad_token, tl.program_id(0) * TOKENS, TOKENS, z_Z), grad_TZ, mask=there_TZ)
 
 
 @triton.jit
@@ -165,7 +245,10 @@ def _steps_of_pairs(
     delta_L: tl.tensor, itself_L: tl.tensor, token_O: tl.tensor, token_T: tl.tensor, length: int,
     ITSELF: tl.constexpr, REVERSED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The step by which t is seen of own token o, reversed o of t; with ITSELF another where o is t."""
+    """Return for each pair the factor by which own token o sees token t; with REVERSED, by which token t sees o.
+
+    The factor is delta of the token that is seen. With ITSELF, the factor is `itself` where o = t.
+    """
     if REVERSED:
         step_OT = tl.load(delta_L + token_O, mask=token_O < length, other=0.0)[:, None]
     else:
@@ -180,48 +263,58 @@ def _steps_of_pairs(
 def step_gradients(
     dt_BLH: tl.tensor, dt_bias_H: tl.tensor, A_H: tl.tensor, delta_BHL: tl.tensor, direct_BHL: tl.tensor,
     skip_BHL: tl.tensor, scores_BHL: tl.tensor, gain_BHL: tl.tensor, loss_BHL: tl.tensor, pairs_KBHL: tl.tensor,
-    through_BCH: tl.tensor, grad_dt_BLH: tl.tensor, grad_step_BLH: tl.tensor, grad_own_step_BLH: tl.tensor,
-    grads_3BCH: tl.tensor, length: int, heads: int, PARTS: tl.constexpr, GIVEN: tl.constexpr, ITSELF: tl.constexpr,
-    CHUNK: tl.constexpr, HEADS: tl.constexpr,
+    through_BCHK: tl.tensor, grad_dt_BLH: tl.tensor, grad_step_BLH: tl.tensor, grad_own_step_BLH: tl.tensor,
+    grads_3BCH: tl.tensor, dt_row: int, dt_token: int, grad_dt_row: int, grad_dt_token: int, length: int, heads: int,
+    blocks: int, PARTS: tl.constexpr, LOG_DECAYS: tl.constexpr, ITSELF: tl.constexpr, CHUNK: tl.constexpr,
+    HEADS: tl.constexpr, BLOCKS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Of HEADS heads in a chunk: dg, from it the gradient of dt, and the chunk's share of those of A, D and dt_bias.
+    """Store the gradient of dt for HEADS heads in a chunk, and the chunk's partial sums for A, D and dt_bias.
 
-    GIVEN says that g stands in the place of dt, of which dg is the gradient; with ITSELF there are those of both steps.
+    The other inputs are the terms of `token_gradients`, and `through`, which is exp(S_T) dh . h in `blocks` parts, at
+    most BLOCKS. With LOG_DECAYS, dt
+    holds g, so the gradient of dt is dg, and no gradients of A and dt_bias are stored. With ITSELF, the gradients of
+    `step` and `own_step` are stored too. Grid: chunks, head blocks, rows.
     """
     chunk, row, rows = tl.program_id(0), tl.program_id(2).to(tl.int64), tl.num_programs(2).to(tl.int64)
-    token_T, head_H = chunk * CHUNK + tl.arange(0, CHUNK), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    token_T = chunk * CHUNK + tl.arange(0, CHUNK)
+    head_H = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     heads_there = head_H < heads
     there_TH = tl.expand_dims(token_T < length, 1) & heads_there[None, :]
     at_TH = (row * heads + head_H)[None, :] * length + token_T[:, None]
     at_border_H = (row * tl.num_programs(0) + chunk) * heads + head_H
 
-    through_H = tl.load(through_BCH + at_border_H, mask=heads_there, other=0.0)
+    block_K = tl.arange(0, BLOCKS)
+    at_block_HK = at_border_H[:, None] * blocks + block_K[None, :]
+    blocks_there = heads_there[:, None] & tl.expand_dims(block_K < blocks, 0)
+    through_H = tl.sum(tl.load(through_BCHK + at_block_HK, mask=blocks_there, other=0.0), axis=1)
     grad_g_TH = _decay_gradients(
         gain_BHL + at_TH, loss_BHL + at_TH, pairs_KBHL + at_TH, through_H, there_TH, rows * heads * length, PARTS
     )
-    at_dt_TH = (row * length + token_T)[:, None] * heads + head_H[None, :]
+    at_dt_TH = row * dt_row + token_T.to(tl.int64)[:, None] * dt_token + head_H[None, :]
+    at_grad_TH = row * grad_dt_row + token_T.to(tl.int64)[:, None] * grad_dt_token + head_H[None, :]
+    at_step_TH = (row * length + token_T)[:, None] * heads + head_H[None, :]
     share = rows * tl.num_programs(0) * heads
     skip_TH = tl.load(skip_BHL + at_TH, mask=there_TH, other=0.0)
     tl.store(grads_3BCH + share + at_border_H, tl.sum(skip_TH, axis=0), mask=heads_there)
     direct_TH = tl.load(direct_BHL + at_TH, mask=there_TH, other=0.0)
     if ITSELF:
-        tl.store(grad_step_BLH + at_dt_TH, direct_TH, mask=there_TH)
+        tl.store(grad_step_BLH + at_step_TH, direct_TH, mask=there_TH)
         of_own_TH = tl.load(scores_BHL + at_TH, mask=there_TH, other=0.0) * skip_TH
-        tl.store(grad_own_step_BLH + at_dt_TH, of_own_TH, mask=there_TH)
-    if GIVEN:
-        tl.store(grad_dt_BLH + at_dt_TH, grad_g_TH, mask=there_TH)
+        tl.store(grad_own_step_BLH + at_step_TH, of_own_TH, mask=there_TH)
+    if LOG_DECAYS:
+        tl.store(grad_dt_BLH + at_grad_TH, grad_g_TH, mask=there_TH)
     else:
         delta_TH = tl.load(delta_BHL + at_TH, mask=there_TH, other=0.0)
         grad_delta_TH = direct_TH + grad_g_TH * tl.load(A_H + head_H, mask=heads_there, other=0.0)[None, :]
         grad_dt_TH = grad_delta_TH * _slopes(dt_BLH + at_dt_TH, dt_bias_H + head_H, there_TH, heads_there)
-        tl.store(grad_dt_BLH + at_dt_TH, grad_dt_TH, mask=there_TH)
+        tl.store(grad_dt_BLH + at_grad_TH, grad_dt_TH, mask=there_TH)
         tl.store(grads_3BCH + at_border_H, tl.sum(grad_g_TH * delta_TH, axis=0), mask=heads_there)
         tl.store(grads_3BCH + 2 * share + at_border_H, tl.sum(grad_dt_TH, axis=0), mask=heads_there)
 
 
 @triton.jit
 def _slopes(dt_TH: tl.tensor, dt_bias_H: tl.tensor, there_TH: tl.tensor, heads_there: tl.tensor) -> tl.tensor:
-    """Compute the slopes of softplus at dt + dt_bias, which are read from these places in memory."""
+    """Return the derivative of softplus at dt + dt_bias; the arguments `dt_TH` and `dt_bias_H` are pointers."""
     dt_TH = tl.load(dt_TH, mask=there_TH, other=0.0).to(tl.float32)
     bias_H = tl.load(dt_bias_H, mask=heads_there, other=0.0)
     return tl.where(there_TH, tl.sigmoid(dt_TH + bias_H[None, :]), 0.0)
@@ -232,7 +325,11 @@ def _decay_gradients(
     gain_TH: tl.tensor, loss_TH: tl.tensor, pairs_TH: tl.tensor, through_H: tl.tensor, there_TH: tl.tensor, apart: int,
     PARTS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """dg from its terms, at their places in memory; those of pairs lie in as many parts, so far apart."""
+    """Return dg_t, the sum of four terms, which are loaded from pointers except `through`.
+
+    `gain` is summed over tokens from t on, and `loss` over tokens before t. `through` is the same for all tokens.
+    `pairs` consists of PARTS partial sums, whose distance in memory is `apart` elements.
+    """
     gain_TH = tl.load(gain_TH, mask=there_TH, other=0.0).to(tl.float64)
     loss_TH = tl.load(loss_TH, mask=there_TH, other=0.0).to(tl.float64)
     grad_g_TH = tl.cumsum(gain_TH, axis=0, reverse=True) + (tl.cumsum(loss_TH, axis=0) - loss_TH)

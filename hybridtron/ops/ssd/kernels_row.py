@@ -1,13 +1,16 @@
-"""The inputs of SSD as the Triton kernels read them, and in what sizes they are cut.
+"""SSD's inputs in the form that the Triton kernels read, and the kernels' tile sizes.
 
-A product's factors are rounded to the type of x, B and C where that is bf16, summed in fp32; fp16 goes through tf32,
-which holds it exactly and a state's range too; fp32 stays fp32. States and sums are fp32.
+The dtype of x, B and C decides the precision of matrix multiplications. For bf16, both factors are cast to bf16. For
+fp16, tf32 is used, which represents fp16 numbers exactly and has the range that states need. For fp32, factors stay
+fp32. States and accumulation are always fp32.
 
-Legend: as in `reference`.
+Legend: B rows (sequences in a batch), L tokens, H heads, P head size, G head groups that share B and C, N state
+size.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,11 +18,18 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from hybridtron.ops.kernel_launch import ceil_div, power_of_2
+from hybridtron.ops.kernel_launch import ceil_div, heads_side_by_side, last_side_by_side, power_of_2
+
+MAX_STRIDE = 2**23  # elements between tokens: offsets inside a chunk, which has up to 128 tokens, are int32
 
 
+@functools.cache
 def products_of(dtype: torch.dtype) -> dict[str, Any]:
-    """The type that factors are rounded to, and how fp32 factors are multiplied, for what has this type."""
+    """Return two kernel constants for this dtype: PRODUCT and PRECISION.
+
+    PRODUCT is the dtype to which the factors of a matrix multiplication are cast. PRECISION is `input_precision` of
+    tl.dot.
+    """
     chosen = {torch.bfloat16: (tl.bfloat16, "ieee"), torch.float16: (tl.float32, "tf32")}
     product, precision = chosen.get(dtype, (tl.float32, "ieee"))
     return {"PRODUCT": product, "PRECISION": precision}
@@ -27,35 +37,47 @@ def products_of(dtype: torch.dtype) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ProductTiles:
-    """How the kernels with matrix products are cut, the warps of their programs, and stages of the loop over heads.
+    """Tile sizes for the kernels with matrix multiplications, and two compiler options.
 
-    Tokens of a chunk and of a program; state entries that a sum of products takes at a time, and that a program's
-    result holds. Long chunks mean few states in memory.
+    chunk    tokens per chunk; the longer the chunks, the fewer states are in memory
+    tokens   tokens in a chunk that a program computes
+    inner    entries of the axis N that a kernel takes at a time if it sums over N
+    outer    entries of the axis N that a program computes if its result has the axis N
+    warps    warps per program
+    stages   pipeline stages of the loop over heads in `group_gradients`
     """
 
     chunk: int
-    own: int
+    tokens: int
     inner: int
     outer: int
     warps: int = 8
     stages: int = 1
 
 
+@functools.cache
 def tiles(dtype: torch.dtype, head: int, state: int) -> ProductTiles:
-    """Chosen so that ptxas spills next to no registers for an H100; fp32's products run without tensor cores."""
+    """Return tile sizes for which ptxas spills almost no registers on an H100.
+
+    `head` is P and `state` is N. Tiles are small for fp32, whose multiplications run without tensor cores.
+    """
     if dtype == torch.bfloat16 and head <= 64 and state <= 128:
-        return ProductTiles(128, own=64, inner=64, outer=128, stages=2)
+        return ProductTiles(128, tokens=64, inner=64, outer=128, stages=2)
     if dtype == torch.bfloat16:
-        return ProductTiles(64, own=64, inner=64, outer=64, stages=2)
+        return ProductTiles(64, tokens=64, inner=64, outer=64, stages=2)
     if dtype == torch.float16 and head <= 64:
-        return ProductTiles(64, own=64, inner=32, outer=64)
-    return ProductTiles(32, own=16, inner=32, outer=64, stages=2)
+        return ProductTiles(64, tokens=64, inner=32, outer=64)
+    return ProductTiles(32, tokens=16, inner=32, outer=64, stages=2)
 
 
 class SSDRow(NamedTuple):
-    """The inputs of either op in the scan's words, contiguous; documents are counted from 0.
+    """Inputs to `ssd_scan` or `decay_scan` under the names of `ssd_scan`, in the layouts that the kernels read.
 
-    Without A and dt_bias, dt are log decays, and x comes with both steps or neither.
+    x, B, C and dt may have any strides over rows and tokens. All other tensors are contiguous.
+
+    For `decay_scan`, x, B and C hold v, k and q, dt holds the log decays, and A and dt_bias are None. `step` is the
+    factor by which later tokens see a token, and `own_step` the factor by which a token sees itself. Either both are
+    given or both are None.
     """
 
     x_BLHP: Tensor
@@ -70,24 +92,36 @@ class SSDRow(NamedTuple):
     step_BLH: Tensor | None
     own_step_BLH: Tensor | None
 
+    def readable(self) -> SSDRow:
+        """Return the row; tensors whose layout the kernels can't read are copied."""
+        return SSDRow(
+            readable_tokens(self.x_BLHP),
+            last_side_by_side(self.dt_BLH),
+            _contiguous(self.A_H),
+            readable_tokens(self.B_BLGN),
+            readable_tokens(self.C_BLGN),
+            self.D_H.contiguous(),
+            *map(_contiguous, self[6:]),
+        )
+
     @property
-    def given(self) -> bool:
-        """True where log decays are in the place of dt."""
+    def has_log_decays(self) -> bool:
+        """True if dt holds log decays."""
         return self.A_H is None
 
     @property
     def itself(self) -> bool:
-        """True where a token sees itself by another step than later tokens see it."""
+        """True if `step` and `own_step` are given."""
         return self.own_step_BLH is not None
 
     @property
     def rates(self) -> tuple[Tensor, Tensor]:
-        """dt_bias and A, or something to point at."""
+        """dt_bias and A. With log decays these are replaced by another tensor, a valid pointer that no kernel reads."""
         return (self.dt_BLH, self.dt_BLH) if self.A_H is None or self.dt_bias_H is None else (self.dt_bias_H, self.A_H)
 
     @property
     def steps(self) -> tuple[Tensor, Tensor]:
-        """Both steps, or something small to point at."""
+        """`step` and `own_step`. If they are None, D replaces them, as a valid pointer that no kernel reads."""
         if self.step_BLH is None or self.own_step_BLH is None:
             return self.D_H, self.D_H
         return self.step_BLH, self.own_step_BLH
@@ -98,23 +132,26 @@ class SSDRow(NamedTuple):
 
     @property
     def chunks(self) -> int:
+        """Number of chunks in a row."""
         return ceil_div(self.x_BLHP.shape[1], self.tiles.chunk)
 
     @property
     def documents(self) -> Tensor:
-        """Something to point at; DOCUMENTS says whether it holds documents."""
+        """Document numbers. If they are None, another tensor replaces them, a valid pointer that no kernel reads."""
         return self.dt_BLH if self.documents_BL is None else self.documents_BL
 
     def grid(self, per_chunk: int, programs: int) -> tuple[int, int, int]:
+        """Return a grid with three axes: chunks times `per_chunk`, then `programs`, then rows."""
         return self.chunks * per_chunk, programs, self.x_BLHP.shape[0]
 
     def lengths(self) -> tuple[int, int, int]:
-        """L, H, G."""
+        """Return L, H and G."""
         return self.x_BLHP.shape[1], self.x_BLHP.shape[2], self.B_BLGN.shape[2]
 
     def constants(self) -> dict[str, Any]:
-        """Sizes of tiles and the type of products, for kernels with matrix products."""
-        head, state = self.x_BLHP.shape[3], self.B_BLGN.shape[3]
+        """Return the constants of all kernels with matrix multiplications: sizes, tile sizes, precision and warps."""
+        head = self.x_BLHP.shape[3]
+        state = self.B_BLGN.shape[3]
         return {
             "P": head,
             "N": state,
@@ -126,31 +163,45 @@ class SSDRow(NamedTuple):
 
     @property
     def inner(self) -> int:
-        """State entries that a sum of products takes at a time."""
+        """Entries along N that a kernel takes at a time if it sums over N."""
         return min(self.tiles.inner, _block(self.B_BLGN.shape[3]))
 
     @property
     def outer(self) -> int:
-        """State entries that a program's result holds."""
+        """Entries along N that a program computes if its result has the axis N."""
         return min(self.tiles.outer, _block(self.B_BLGN.shape[3]))
 
     @property
     def slices(self) -> int:
-        """Programs among which the state entries of a result are divided."""
+        """Number of programs among which a result's axis N is divided."""
         return _block(self.B_BLGN.shape[3]) // self.outer
 
     def per_token(self) -> Tensor:
-        """An empty tensor with a number for each token and head (B, H, L)."""
+        """Return an uninitialized fp32 tensor with an entry for each token and head (B, H, L)."""
         rows, length, heads, _ = self.x_BLHP.shape
         return self.x_BLHP.new_empty(rows, heads, length, dtype=torch.float32)
 
     def states(self) -> Tensor:
-        """An empty state for every chunk (B, chunks, H, P, N)."""
+        """Return an uninitialized fp32 tensor with a state for every chunk (B, chunks, H, P, N)."""
         rows, _, heads, head = self.x_BLHP.shape
         shape = rows, self.chunks, heads, head, self.B_BLGN.shape[3]
         return self.x_BLHP.new_empty(shape, dtype=torch.float32)
 
 
+def strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Return the strides over rows and over tokens, for each tensor."""
+    return tuple(stride for tensor in tensors for stride in tensor.stride()[:2])
+
+
+def readable_tokens(tensor: Tensor) -> Tensor:
+    """Return a tensor (B, L, H, P) itself if the kernels can read it, else a contiguous copy."""
+    return heads_side_by_side(tensor) if tensor.stride(1) <= MAX_STRIDE else tensor.contiguous()
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
 def _block(size: int) -> int:
-    """What a matrix product takes for a size: a power of two, from 16 on."""
+    """Return the smallest tile size for tl.dot that covers `size`: a power of two, at least 16."""
     return max(16, power_of_2(size))

@@ -1,6 +1,8 @@
-"""The scan of Mamba-2 by the mamba-ssm package's Triton kernels, with states and document boundaries.
+"""Mamba-2's scan by the mamba-ssm package's Triton kernels, which support initial states and document boundaries.
 
-Tested against a stand-in for the package only; unmeasured on a GPU.
+Tested only against a stand-in for the package, and never measured on a GPU.
+
+Legend: B rows (sequences in a batch), L tokens, H heads, P head size, G groups, N state size.
 """
 
 from __future__ import annotations
@@ -21,23 +23,27 @@ CHUNK = 256  # tokens, as in the package's own models
 
 def _unsupported_reason(inputs: SSDInputs) -> str | None:
     if inputs.x_BLHP.dtype == torch.float64:
-        return "the kernels have no float64"
+        return "the kernels do not support float64"
     return None
 
 
 def _repeats_bits() -> bool:
-    """Return True if the installed version can sum in a fixed order when torch asks for determinism.
+    """Return True if the installed version of the package supports torch's deterministic mode.
 
-    Exactly these versions have the module that is looked for.
+    These are the versions with the module `mamba_ssm.utils.determinism`.
     """
     return optional_package("mamba_ssm.utils.determinism").module is not None
 
 
 def mamba_ssm(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
-    """Run the package's kernels, which count documents from 0 and pass the initial state to document 0 only."""
+    """Return y in x's dtype, and the state after the last token in fp32, computed by the package's kernels.
+
+    The kernels number documents from 0, and use the initial state only in document 0.
+    """
     x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, state_BHPN, documents_BL = inputs
     per_token = (x_BLHP, B_BLGN, C_BLGN)
-    shared = functools.reduce(torch.promote_types, (t.dtype for t in per_token))  # their products need one type for all
+    # the kernels multiply x, B and C with each other and need a single dtype for the three
+    shared = functools.reduce(torch.promote_types, (t.dtype for t in per_token))
     x, B, C = (t.to(shared) for t in per_token)
     starts_BL = document_starts(documents_BL)
     package = optional_package(PACKAGE).module

@@ -1,4 +1,4 @@
-"""The scan of Mamba-2 (SSD, state space duality), and its recurrence as an op of its own: Dao and Gu 2024.
+"""Mamba-2's scan (SSD, state space duality), and its recurrence with given decays: Dao and Gu 2024.
 
     ssd_scan:    delta_t = softplus(dt_t + dt_bias)
                  h_t = exp(delta_t A) h_{t-1} + delta_t x_t B_t^T          one number A and one delta for each head
@@ -7,13 +7,15 @@
     decay_scan:  h_t = exp(g_t) h_{t-1} + step_t v_t k_t^T                     g_t <= 0
                  y_t = (exp(g_t) h_{t-1} + own_step_t v_t k_t^T) q_t + D v_t
 
-The second is for steps that do not follow from the decay (Mamba-3): later tokens see a token with factor `step`, the
-token sees itself with factor `own_step`. Heads of a group share B and C, or k and q: head h belongs to group
-h // (H / G). Where a new document begins, nothing of the document before it remains.
+h is the state (P, N) of a head. In `ssd_scan` delta is both the step and the decay's exponent. `decay_scan` is for
+mixers in which the two are independent, as in Mamba-3. There the outputs of later tokens see a token with the factor
+`step`, while the token's own output sees it with the factor `own_step`. The heads of a group share B and C, or k and q:
+head h belongs to group h // (H / G). Where a new document begins, the state is set to zero before the first token.
 
-Not here: projections, convolution and gated norm (mixers), and limits of delta, which no published model sets.
+The projections, the convolution and the gated norm around the scan are in `hybridtron/mixers`. Mamba-2's code has
+optional limits of delta. They are left out here, since no published model sets them.
 
-Legend: B rows, L tokens, H heads, P head size, G groups, N state size.
+Legend: B rows (sequences in a batch), L tokens, H heads, P head size, G groups, N state size.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ import torch
 from torch import Tensor
 
 from hybridtron.ops.documents import document_starts
-from hybridtron.ops.precision import state_before, wide_type
+from hybridtron.ops.precision import state_or_zeros, wide_type
 from hybridtron.ops.scan.reference import step_sizes
 
 
 class SSDInputs(NamedTuple):
-    """Values per token, parameters, and the state before the row (None for zeros).
+    """Per-token tensors, parameters, and the state before the row (None for zeros).
 
-    Without `documents_BL` a row is one document.
+    If `documents_BL` is None, a row is one document.
     """
 
     x_BLHP: Tensor
@@ -46,9 +48,10 @@ class SSDInputs(NamedTuple):
 
 
 class DecayInputs(NamedTuple):
-    """Values per token with a log decay for each head, and the state before the row (None for zeros).
+    """Per-token tensors, the state before the row (None for zeros), and D (None for zeros).
 
-    `step` and `own_step` are given together or not at all, which means 1. A missing D means 0.
+    `g` is the log decay of each head. `step` and `own_step` are both given, or both None, which means 1. If
+    `documents_BL` is None, a row is one document.
     """
 
     q_BLGN: Tensor
@@ -63,7 +66,7 @@ class DecayInputs(NamedTuple):
 
 
 def ssd_scan(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
-    """Return y in the type of x, and the state after the last token in fp32 (float64 for float64 inputs)."""
+    """Return y in x's dtype, and the state after the last token in fp32 (float64 for float64 inputs)."""
     x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, state_BHPN, documents_BL = inputs
     wide = wide_type(x_BLHP)
     x = x_BLHP.to(wide)
@@ -75,7 +78,7 @@ def ssd_scan(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
 
 
 def decay_scan(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
-    """Return y in the type of v, and the state after the last token in fp32 (float64 for float64 inputs)."""
+    """Return y in v's dtype, and the state after the last token in fp32 (float64 for float64 inputs)."""
     q_BLGN, k_BLGN, v_BLHP, g_BLH, state_BHPN, documents_BL, step_BLH, own_step_BLH, D_H = inputs
     wide = wide_type(v_BLHP)
     v = v_BLHP.to(wide)
@@ -105,5 +108,5 @@ def decay_scan(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
 
 
 def initial_state(x_BLHP: Tensor, B_BLGN: Tensor, state_BHPN: Tensor | None) -> Tensor:
-    """Return the state before the row in the compute dtype; zeros if none is given."""
-    return state_before(state_BHPN, x_BLHP, *x_BLHP.shape[2:], B_BLGN.shape[3])
+    """Return the state before the row in fp32 (float64 for float64 inputs); zeros if it is None."""
+    return state_or_zeros(state_BHPN, x_BLHP, *x_BLHP.shape[2:], B_BLGN.shape[3])

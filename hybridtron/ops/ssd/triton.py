@@ -1,8 +1,8 @@
-"""The scan of Mamba-2, and its recurrence, by our own Triton kernels (`kernels`).
+"""Mamba-2's scan (`ssd_scan`) and its recurrence with given decays (`decay_scan`) by our own Triton kernels.
 
-They take and return states, know document boundaries, and are deterministic. For the scan the mamba-ssm package comes
-first; these kernels run if the package is missing, or if `run.deterministic` is set and its version can't repeat its
-bits. Checked on an H200 (benchmarks/gpu.md).
+The kernels support initial and final states and document boundaries, and are deterministic. For `ssd_scan`, dispatch
+prefers the mamba-ssm package. These kernels run if the package is missing, or if `run.deterministic` is set and the
+installed version of the package is not deterministic. Checked on an H200 in an earlier version (benchmarks/gpu.md).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from hybridtron.ops.kernel_launch import ceil_div, own_kernels
 from hybridtron.ops.ssd.reference import DecayInputs, SSDInputs
 
-# maximum channels and state entries per head that fit beside a chunk's tokens
-MAX_HEAD = 128
-MAX_STATE = 256
+# with larger heads or states, the tiles of a chunk would not fit in a multiprocessor's registers and shared memory
+MAX_HEAD = 128  # maximum channels per head (P)
+MAX_STATE = 256  # maximum state size (N)
 
 
 def _unsupported_reason(inputs: SSDInputs) -> str | None:
@@ -23,13 +23,13 @@ def _unsupported_decay_reason(inputs: DecayInputs) -> str | None:
     head = inputs.v_BLHP.shape[3]
     slices = ceil_div(head, MAX_HEAD)
     if head % slices:
-        return f"heads of {head} values, which are not cut into {slices} equal slices of at most {MAX_HEAD}"
+        return f"heads of {head} channels, which can't be divided into {slices} equal heads of at most {MAX_HEAD}"
     return _too_large(head // slices, inputs.k_BLGN.shape[3])
 
 
 def _too_large(head: int, state: int) -> str | None:
     if head > MAX_HEAD or state > MAX_STATE:
-        return f"heads of {head} channels and {state} state entries; the kernels take {MAX_HEAD} and {MAX_STATE}"
+        return f"heads of {head} channels, {state} state entries; the kernels support at most {MAX_HEAD}, {MAX_STATE}"
     return None
 
 

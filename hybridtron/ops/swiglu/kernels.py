@@ -1,8 +1,12 @@
-"""The gate of a SwiGLU block by Triton: forward and backward each read what they need once and write it once.
+"""Triton kernels for SwiGLU's gate: each reads its inputs once and writes its outputs once.
 
-    y = g s u,   dg = dy u s (1 + g (1 - s)),   du = dy g s,   s = sigmoid(g),   g = multiplier * gate
+    g = m gate,   s = sigmoid(g),   y = g s up
+    grad gate = m grad_y up s (1 + g (1 - s)),   grad up = grad_y g s
 
-What all gates share is in `gate_kernels`. Right on an H200 (benchmarks/gpu.md).
+m is the configured multiplier. `gate_kernels` has the code that this op shares with `geglu`. Checked on an H200
+(benchmarks/gpu.md).
+
+Legend: R rows (all leading axes flattened), F channels of gate and of up, 2F channels of `gate_up`.
 """
 
 from __future__ import annotations
@@ -16,12 +20,13 @@ from hybridtron.ops.swiglu.reference import SwiGLUInputs
 
 
 def swiglu(inputs: SwiGLUInputs) -> Tensor:
-    """y, with a backward pass."""
+    """Return silu(multiplier * gate) * up, with gradients for gate and up."""
     return gated(inputs.gate_up, GateKernels(_forward, _backward, (inputs.multiplier,)))
 
 
 @triton.jit
 def _forward(gate_up_R2F: tl.tensor, y_RF: tl.tensor, channels: int, multiplier: float, BLOCK: tl.constexpr) -> None:
+    """Store y for one row and BLOCK channels."""
     gate_F, up_F = load_pair(gate_up_R2F, channels, BLOCK)
     gate_F = multiplier * gate_F
     store_one(y_RF, gate_F * tl.sigmoid(gate_F) * up_F, channels, BLOCK)
@@ -31,14 +36,15 @@ def _forward(gate_up_R2F: tl.tensor, y_RF: tl.tensor, channels: int, multiplier:
 def _backward(
     gate_up_R2F: tl.tensor,
     grad_y_RF: tl.tensor,
-    found_R2F: tl.tensor,
+    grad_gate_up_R2F: tl.tensor,
     channels: int,
     multiplier: float,
     BLOCK: tl.constexpr,
 ) -> None:
+    """Store the gradients of gate and up for one row and BLOCK channels."""
     gate_F, up_F = load_pair(gate_up_R2F, channels, BLOCK)
     grad_F = load_one(grad_y_RF, channels, BLOCK)
     gate_F = multiplier * gate_F
     share_F = tl.sigmoid(gate_F)
     of_gate_F = multiplier * grad_F * up_F * share_F * (1.0 + gate_F * (1.0 - share_F))
-    store_pair(found_R2F, of_gate_F, grad_F * gate_F * share_F, channels, BLOCK)
+    store_pair(grad_gate_up_R2F, of_gate_F, grad_F * gate_F * share_F, channels, BLOCK)

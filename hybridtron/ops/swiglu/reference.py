@@ -1,8 +1,8 @@
-"""The gate of a SwiGLU block.
+"""SwiGLU's gate, the elementwise part of the MLP.
 
     y = silu(multiplier * gate) * up,   silu(g) = g * sigmoid(g)
 
-Only the elementwise part: the projections before and after it belong to the mixer.
+The projections before and after the gate are in the MLP's module (`hybridtron/mixers`).
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridtron.ops.multiplied import multiplied
+from hybridtron.ops.multiply import multiply
 
 
 class SwiGLUInputs(NamedTuple):
-    """Gate and up, concatenated on the last axis as one projection returns them, and the gate's multiplier."""
+    """The inputs: gate and up concatenated on the last axis, and the constant by which gate is multiplied."""
 
     gate_up: Tensor
     multiplier: float = 1.0
 
 
 def swiglu(inputs: SwiGLUInputs) -> Tensor:
-    """Return silu(multiplier * gate) * up, in the dtype of the input."""
+    """Return silu(multiplier * gate) * up, in the input's dtype."""
     gate, up = inputs.gate_up.chunk(2, dim=-1)
-    return F.silu(multiplied(gate, inputs.multiplier)) * up
+    return F.silu(multiply(gate, inputs.multiplier)) * up

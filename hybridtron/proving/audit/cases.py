@@ -1,8 +1,11 @@
 """Cases of the audit: layouts, small architectures and their combinations, and any recipe shrunk to a small size.
 
-A case is a full configuration and a number of data-parallel ranks. The table runs every architecture in every layout.
-Options that would multiply the table (tied embeddings, recomputation, few key/value heads, documents) rotate through it
-instead, so that each layout and each architecture is combined with each of their values.
+A case is a full configuration and a number of data-parallel ranks. `table` yields a case for every architecture in
+every layout that the architecture supports. Further options (tied embeddings, recomputation, few key/value heads,
+documents) would multiply the cases. Each case therefore has only one combination of these options, which changes from
+case to case.
+
+In the patterns below, a letter stands for one sub-layer. `small_model` defines the letters.
 """
 
 from __future__ import annotations
@@ -10,12 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from hybridtron.architecture.adapters import AdaptersConfig, Adapting
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import architecture
-from hybridtron.config.resolve import resolve
+from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import (
     Config,
     DataConfig,
@@ -35,22 +39,29 @@ ADAPTED = {
     "adapters-dropout": replace(ADAPTERS, dropout=0.3),
     "adapters-dora": replace(ADAPTERS, dora=True),
 }
-"""Adapters on every projection of the architecture with this name; the projections are frozen."""
+"""Adapter settings by the architecture's name. Every projection has an adapter, and frozen weights."""
 MULTIPLIED: dict[str, dict[str, Any]] = {
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     "falcon-h1": {"embedding_multiplier": 3.0, "logits_scaling": 0.5},
 }
-"""Multipliers of the architecture with this name."""
-VOCABULARY = 96  # divisible by many numbers of ranks
+"""Settings by the architecture's name: multipliers of the embedding, of sub-layer outputs and of the logits."""
+VOCABULARY = 96  # divisible by 2, 3, 4, 6 and 8 ranks
 LR = 1e-2
 OPTIM = OptimConfig(eps=1e-3, clip=0.05, z_loss=1e-3)
-"""A large eps, because AdamW's first step is otherwise the gradient's sign, which rounding may flip; clipping that
-takes effect; a z-loss."""
+"""Options for optimizer and loss: a large eps, a clipping norm that every gradient exceeds, and a z-loss.
+
+The eps is large for the following reason. With a small eps, AdamW's first update is nearly the sign of the gradient,
+and rounding can flip the sign of a small gradient.
+"""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Number of ranks along each axis."""
+    """Sizes of a parallel layout.
+
+    `sequence` turns sequence parallelism on. `virtual` says how many virtual stages each pipeline rank has. All other
+    fields are rank counts.
+    """
 
     tensor: int = 1
     sequence: bool = False
@@ -61,11 +72,11 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks over all axes; virtual stages share the ranks of their pipeline."""
+        """Product of the rank counts. Virtual stages need no further ranks."""
         return self.tensor * self.pipeline * self.context * self.data
 
     def on(self, parallel: ParallelConfig) -> ParallelConfig:
-        """Return `parallel` with this layout and its other settings unchanged."""
+        """Return `parallel` with this layout's sizes; its other settings are unchanged."""
         return replace(
             parallel,
             tensor=self.tensor,
@@ -93,6 +104,7 @@ LAYOUTS = {
     "cp2-dp2": Layout(context=2, data=2),
     "tp4": Layout(tensor=4),
 }
+"""Layouts by name. In names, tp is tensor, sp sequence, pp pipeline, dp data and cp context parallelism."""
 
 ARCHITECTURES = {
     "samba": "M-W-M",
@@ -119,15 +131,16 @@ ARCHITECTURES = {
     "granite": "S-g-G",
     "falcon-h1": "kvjGvWjpk",
 }
-"""Patterns with an odd number of layers, so that no number of stages divides them.
+"""Patterns by the architecture's name. The number of sub-layers is odd, so that stages have different sizes.
 
-Options rotate from row to row, and planted bugs rely on the options of their row: append new rows at the end.
+Append new architectures at the end: the options of a case depend on the architecture's index, and the audit finds some
+planted bugs only with certain options.
 """
 BLOCKS = {
     "s": {"kind": "shared_attention", "heads": 4, "hidden": 48, "rank": 3, "adapt_attention": True},
     "t": {"kind": "shared_span", "heads": 4, "hidden": 48, "rank": 3, "chunk": [4, 8], "block": 2, "blocks": 2},
 }
-"""Letters whose sub-layers share one set of weights."""
+"""Options by letter. Sub-layers with one of these letters share their weights with all sub-layers of this letter."""
 PARALLEL = {
     "k": {
         **{"kind": "mamba2", "state": 4, "head_dim": 4, "norm": False, "output_multiplier": 0.5},
@@ -136,24 +149,32 @@ PARALLEL = {
     "j": {"kind": "swiglu", "hidden": 48, "gate_multiplier": 0.75, "output_multiplier": 1.5},
     "p": {"kind": "swiglu", "hidden": 48, "beside": True},
 }
-"""Multiplied parts of Falcon-H1, and an MLP as a parallel branch; attention as a parallel branch is "v"."""
+"""Options by letter, for Falcon-H1: sub-layers with multipliers, and an MLP as a parallel branch.
+
+`beside` makes a sub-layer a parallel branch of the previous sub-layer.
+"""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison: a small configuration, and the number of data-parallel ranks."""
+    """One comparison: a small configuration, and how many data-parallel ranks it has."""
 
     name: str
     layout: str
     config: Config
     data: int
 
+    @cached_property
+    def plan(self) -> RunPlan:
+        """Run plan for the configuration."""
+        return RunPlan.of(self.config)
+
     @property
     def world_size(self) -> int:
         return self.config.parallel.model_ranks * self.data
 
     def options(self) -> str:
-        """Return the case's rotating options as text for the table."""
+        """Return the options that change from case to case, as text for the table."""
         model = self.config.model
         parallel = self.config.parallel
         letters = set(model.pattern)
@@ -162,7 +183,7 @@ class Case:
         ]
         words = [
             "tied" if model.tie_embeddings else "untied",
-            str(resolve(self.config)[0].documents),
+            str(self.plan.phases[0].documents),
             "" if parallel.recompute == Recompute.none else f"recompute={parallel.recompute}",
             *(f"kv_heads={options.get('kv_heads')}{' conv' if options.get('conv') else ''}" for options in attention),
         ]
@@ -170,7 +191,7 @@ class Case:
 
 
 def table() -> Iterator[Case]:
-    """Yield every architecture in every layout that it supports."""
+    """Yield a case for every architecture in every layout that the architecture supports."""
     for row, (name, pattern) in enumerate(ARCHITECTURES.items()):
         for column, (layout, ranks) in enumerate(LAYOUTS.items()):
             if not shares_out(pattern, ranks):
@@ -205,7 +226,7 @@ MLPS: dict[str, dict[str, Any]] = {
 
 
 def shares_out(pattern: str, ranks: Layout) -> bool:
-    """Return True if all mixers can be cut in this layout."""
+    """Return whether a pattern's model supports this layout."""
     arch = architecture(small_model(pattern, False, {}))
     if ranks.context > 1 and not all(spec.shares_rows for spec in arch.specs):
         return False
@@ -215,10 +236,11 @@ def shares_out(pattern: str, ranks: Layout) -> bool:
 
 
 def small_model(pattern: str, tied: bool, heads: dict[str, Any]) -> ModelConfig:
-    """Build one of the table's models with these attention options."""
+    """Return a small model with this pattern. `heads` has options for attention layers, and `tied` ties embeddings."""
     attention = {"kind": "attention", "heads": 4, **heads}
     mamba2 = {"kind": "mamba2", "state": 4, "head_dim": 4}
-    # A query nearly orthogonal to its keys reads almost nothing, and the norm would enlarge that with its rounding.
+    # The output of linear attention is near 0 if a query is nearly orthogonal to its keys. With a small eps, the norm
+    # after linear attention would enlarge this output together with its rounding error.
     linear = {"norm_eps": 0.01}
     layers = {
         "M": {"kind": "mamba", "state": 4},
@@ -254,7 +276,10 @@ def small_model(pattern: str, tied: bool, heads: dict[str, Any]) -> ModelConfig:
 
 
 def small(model: ModelConfig, parallel: ParallelConfig, documents: Documents, data: int) -> Config:
-    """Build a step of a few micro-batches with short rows, at least two per data-parallel rank."""
+    """Return a configuration with short sequences, and a few micro-batches for each data-parallel rank.
+
+    Each data-parallel rank has at least two micro-batches, and their count is a multiple of the pipeline rank count.
+    """
     per_rank = math.ceil(max(2, 4 // data) / parallel.pipeline) * parallel.pipeline
     return Config(
         model=model,
@@ -280,19 +305,21 @@ SHRUNK: dict[str, dict[str, int]] = {
     "swiglu": {"hidden": VOCABULARY},
     "squared_relu": {"hidden": VOCABULARY},
 }
-"""Smaller values, by kind, for options that cost time but change no code path; used where a recipe sets the option."""
+"""Small option values, by the mixer's kind. To save time, they replace a recipe's values; the same code runs."""
 
 
 def shrunk(config: Config, data: int) -> Config:
-    """Return a recipe with small widths, states, windows and text; pattern, heads, options, tying and layout are
-    kept.
+    """Return a recipe with a small width, small states, windows and vocabulary, and short sequences.
+
+    The pattern, the head counts, tied embeddings, the layout and all other layer options are kept.
     """
     letters: dict[str, dict[str, Any]] = {}
     for letter, options in config.model.layers.items():
         smaller = SHRUNK.get(options["kind"], {})
         letters[letter] = {k: smaller.get(k, v) if v is not None else None for k, v in options.items()}
     heads = [options["heads"] for options in letters.values() if "heads" in options]
-    # at least four channels per head: an even number for rotary positions, and an integer one with expand_k=0.75
+    # The width gives each head a multiple of four channels. Rotary positions need an even number of channels, and with
+    # expand_k=0.75, three quarters of the channels must be an integer.
     width = 4 * math.lcm(1, *heads)
     model = replace(config.model, width=width * math.ceil(32 / width), vocab_size=VOCABULARY, layers=letters)
-    return small(model, config.parallel, resolve(config)[0].documents, data)
+    return small(model, config.parallel, RunPlan.of(config).phases[0].documents, data)

@@ -1,4 +1,8 @@
-"""Selects the audit's cases from the command line, compares them, and prints the table."""
+"""Selects the audit's cases from the command line, compares them, and prints the table.
+
+The audit compares a training step in a parallel layout with the same step on one process. A case is a small model in
+one layout. Each case is compared in float64 and in fp32, on GPUs in fp32 only.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +16,21 @@ from rich.table import Table
 
 from hybridtron.config.check import require
 from hybridtron.config.load import load
+from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.device import visible_gpus
 from hybridtron.parallel.pool import Pool, WorkerError
 from hybridtron.problems import ConfigError, Problem, did_you_mean
+from hybridtron.proving.audit.audit import Audit
 from hybridtron.proving.audit.bugs import BUGS
 from hybridtron.proving.audit.cases import ARCHITECTURES, LAYOUTS, Case, shrunk, table
-from hybridtron.proving.audit.compared import PRECISIONS, AuditPrecision
-from hybridtron.proving.audit.run import Audit
+from hybridtron.proving.audit.differences import PRECISIONS, AuditPrecision
 
 CONSOLE = Console(width=None if sys.stdout.isatty() else 160)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the audit for these arguments. Returns the exit code."""
+    """Run the audit with these options of the command line. Return the exit code: 0 if all cases agree, else 1."""
     if arguments.list:
         print_list()
         return 0
@@ -47,7 +52,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def cases_of(arguments: argparse.Namespace) -> list[Case]:
-    """Return the selected cases. Raises ConfigError if a name is unknown or a layout does not fit."""
+    """Return the cases that the command line selects. The first line that applies counts:
+
+    - with `--cases`: the named architectures in the named layouts
+    - with only `--fake-bug`: the case that reveals this bug
+    - else: a shrunk recipe, in the layout of its settings or in the named layouts
+
+    Raises ConfigError if a name is unknown or a layout does not fit the recipe.
+    """
     bug = arguments.fake_bug
     layouts = arguments.layouts
     if bug is not None:
@@ -68,46 +80,55 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
 
 
 def _require_no_settings(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError if settings are given together with `--cases`, which has its own layouts."""
+    """Raise ConfigError if settings or `--data` are given together with `--cases`, where they have no effect."""
     settings = [*arguments.settings, *([f"--data {arguments.data}"] if arguments.data > 1 else [])]
     if settings:
         layouts = f"`--cases {arguments.cases} --layouts NAME` with {', '.join(LAYOUTS)}"
-        cure = f"choose some of them by {layouts}; or leave --cases, and `{' '.join(settings)}` is audited on a recipe"
+        cure = f"choose layouts by {layouts}, or remove --cases to audit a recipe with `{' '.join(settings)}`"
         raise ConfigError(
             [
                 Problem(
-                    " ".join(settings), "no-effect", f"has no effect on --cases, which has layouts of its own: {cure}"
+                    " ".join(settings),
+                    "no-effect",
+                    f"has no effect together with --cases, whose cases have fixed layouts: {cure}",
                 )
             ]
         )
 
 
 def on_gpus(cases: Sequence[Case], gpus: int) -> Iterator[Case]:
-    """Yield the cases that fit on this number of GPUs, and print the others. Raises ConfigError for fewer than two
-    GPUs.
+    """Yield the cases with at most `gpus` ranks, and print the names of the skipped cases.
+
+    Raises ConfigError for fewer than two GPUs.
     """
     if gpus < 2:
         raise ConfigError(
-            [Problem("--gpus", "unavailable", f"needs at least two GPUs, and {gpus} can be used here: leave it out")]
+            [Problem("--gpus", "unavailable", f"needs at least two GPUs, but this machine has {gpus}: remove --gpus")]
         )
     for case in cases:
         if case.world_size <= gpus:
             yield case
         else:
-            print(f"left out: {case.name} {case.layout}, which needs {case.world_size} GPUs", file=sys.stderr)
+            print(f"skipped {case.name} {case.layout}, which needs {case.world_size} GPUs", file=sys.stderr)
 
 
 def fitting(config: Config, layout: str, data: int) -> Case:
-    """Return the shrunk recipe in its layout. Raises ConfigError if the layout does not fit, in full size or shrunk."""
+    """Return the case of a shrunk recipe, in the layout of the recipe's settings and with `data` data-parallel ranks.
+
+    Raises ConfigError unless the layout fits both the recipe in full size and the shrunk recipe.
+    """
     small = shrunk(config, data)
     case = Case(config.run.name, layout, small, data)
-    require(config, case.world_size)
-    require(small, case.world_size)
+    require(RunPlan.of(config), case.world_size)
+    require(case.plan, case.world_size)
     return case
 
 
 def in_layouts(config: Config, layouts: Sequence[str], skip: bool) -> Iterator[Case]:
-    """Yield the shrunk recipe in the named layouts; with `skip` print layouts that do not fit instead of raising."""
+    """Yield the case of the shrunk recipe in each of the named layouts.
+
+    A layout that does not fit the recipe raises ConfigError. With `skip`, the layout is printed and skipped instead.
+    """
     for name in layouts:
         layout = LAYOUTS[name]
         try:
@@ -115,7 +136,7 @@ def in_layouts(config: Config, layouts: Sequence[str], skip: bool) -> Iterator[C
         except ConfigError as error:
             if not skip:
                 raise
-            print(f"left out: {name}, as {error.problems[0]}", file=sys.stderr)
+            print(f"skipped layout {name}: {error.problems[0]}", file=sys.stderr)
 
 
 def _described(parallel: ParallelConfig, data: int) -> str:
@@ -132,7 +153,10 @@ def _described(parallel: ParallelConfig, data: int) -> str:
 
 
 def audit(comparison: Audit, cases: Sequence[Case], bug: str | None, precisions: Sequence[AuditPrecision]) -> bool:
-    """Compare all cases in these precisions, print a row for each and all differences. Return True if all agree."""
+    """Compare every case in each precision. Print a table of comparisons, and the differences above their limits.
+
+    Return True if no comparison failed and no difference is above its limit.
+    """
     rows = Table(
         "model", "layout", "options", "type", "compared", "tensors within", "worst", "off by", "of limit", box=None
     )
@@ -151,13 +175,16 @@ def audit(comparison: Audit, cases: Sequence[Case], bug: str | None, precisions:
 
 
 def compare(comparison: Audit, case: Case, precision: AuditPrecision, bug: str | None, rows: Table) -> list[str]:
-    """Compare one case, add its row, and return descriptions of its differences."""
-    place = f"{case.name} {case.layout} {precision.name}"
+    """Compare one case in one precision, and add a row to the table.
+
+    Return a list with one description if the case failed or has a difference above its limit, else an empty list.
+    """
+    label = f"{case.name} {case.layout} {precision.name}"
     try:
         differences = comparison.compare(case, precision, bug)
     except WorkerError as error:
         rows.add_row(case.name, case.layout, case.options(), precision.name, "", "", "[red]failed[/red]", "", "")
-        return [f"{place}: the run failed, {error}"]
+        return [f"{label}: the parallel step failed: {error}"]
     worst = differences[0]
     wrong = [difference for difference in differences if not difference.passes]
     color = "red" if wrong else "green"
@@ -176,12 +203,12 @@ def compare(comparison: Audit, case: Case, precision: AuditPrecision, bug: str |
     named = ", ".join(f"{difference.what} by {difference.relative:.1e}" for difference in wrong[:5])
     more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
     if wrong:
-        return [f"{place}: {len(wrong)} of {len(differences)} differ: {named}{more}"]
+        return [f"{label}: {len(wrong)} of {len(differences)} values differ by more than their limits: {named}{more}"]
     return []
 
 
 def print_list() -> None:
-    """Print the names that the options accept."""
+    """Print the names that `--layouts`, `--cases` and `--fake-bug` accept."""
     layouts = Table("layout", "ranks", box=None, title="--layouts", title_justify="left")
     for name, layout in LAYOUTS.items():
         layouts.add_row(name, str(layout.world_size))
@@ -195,7 +222,7 @@ def print_list() -> None:
 
 
 def _chosen(option: str, text: str, known: list[str]) -> list[str]:
-    """Parse a comma-separated option, where `all` means all known names. Raises ConfigError for unknown names."""
+    """Return the names in a comma-separated option; `all` gives all known names. Raises ConfigError for other names."""
     names = known if text == "all" else text.split(",")
     _known(option, names, known)
     return names
@@ -204,7 +231,11 @@ def _chosen(option: str, text: str, known: list[str]) -> list[str]:
 def _known(option: str, names: Sequence[str], known: list[str]) -> None:
     """Raise ConfigError for names that are not known."""
     problems = [
-        Problem(option, "unknown-name", f"has no {name!r}{did_you_mean(name, known)}; have: {', '.join(known)}")
+        Problem(
+            option,
+            "unknown-name",
+            f"does not accept {name!r}{did_you_mean(name, known)}: choose from {', '.join(known)}",
+        )
         for name in names
         if name not in known
     ]

@@ -1,6 +1,7 @@
 """Faults that are injected into a run: signals to its processes, damaged checkpoint files, a full disk.
 
-Each kind returns a description of its target, or None if it is not possible at the moment.
+Each kind of fault is a function in `KINDS`. The function injects the fault and returns a description of the target. If
+the fault is not possible at the moment, the function returns None.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridtron.proving.chaos.run import ProcessStart, Run
+from hybridtron.proving.chaos.training_run import ProcessStart, Run
 
 DISK_MIB = 32  # size of the file system that can be filled
 
 
 class Disk:
-    """A small in-memory file system, mounted at a run's checkpoints folder, that can be filled up.
+    """A small in-memory file system that can be filled up, mounted at a run's checkpoints folder.
 
-    Mounting may be forbidden; then `why_not` has the reason and the checkpoints stay on the ordinary disk.
+    If mounting fails, `why_not` has the reason, and the run writes its checkpoints to the ordinary disk. `why_not` is
+    None while the file system is mounted.
     """
 
     def __init__(self, run: Run) -> None:
@@ -45,7 +47,7 @@ class Disk:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Unmount, keeping the checkpoints on the ordinary disk."""
+        """Copy the checkpoints to the ordinary disk, and unmount the file system."""
         if self.why_not is not None:
             return
         self.free()
@@ -67,50 +69,55 @@ class Disk:
                         raise
 
     def free(self) -> None:
+        """Delete the file that fills the file system."""
         self.ballast.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
-class Scene:
-    """Context of a fault: the running processes, the disk, and a random generator."""
+class FaultContext:
+    """Values that a fault's function uses: the running processes, the disk, and a random generator."""
 
     started: ProcessStart
     disk: Disk
     draw: random.Random
 
 
-def signal_a_rank(scene: Scene, number: signal.Signals) -> str | None:
+def signal_a_rank(context: FaultContext, number: signal.Signals) -> str | None:
     """Send a signal to a random rank."""
-    rank = scene.draw.randrange(len(scene.started.ranks))
-    scene.started.ranks[rank].send_signal(number)
+    rank = context.draw.randrange(len(context.started.ranks))
+    context.started.ranks[rank].send_signal(number)
     return f"rank {rank}"
 
 
-def signal_a_worker(scene: Scene, number: signal.Signals) -> str | None:
-    """Send a signal to a random data worker, if there are any."""
-    workers = scene.started.workers()
+def signal_a_worker(context: FaultContext, number: signal.Signals) -> str | None:
+    """Send a signal to a random data worker; return None if there are no workers."""
+    workers = context.started.workers()
     if not workers:
         return None
-    rank = scene.draw.randrange(len(workers))
+    rank = context.draw.randrange(len(workers))
     os.kill(workers[rank], number)
     return f"worker process of rank {rank}"
 
 
-def damage(scene: Scene, how: Callable[[bytearray, random.Random], bytearray | None]) -> str | None:
-    """Kill the run, and damage a file of its checkpoints.
+def damage(context: FaultContext, how: Callable[[bytearray, random.Random], bytearray | None]) -> str | None:
+    """Kill the run, and change a random checkpoint file by `how`. Return None if there is no checkpoint yet.
 
-    The only valid checkpoint is spared, and so is that of the last step, because a finished run is not read again.
+    `how` maps the stored bytes to new bytes, or to None to delete the file. The file is either part of a checkpoint, or
+    the pointer to the newest checkpoint. Two checkpoints are not damaged:
+
+    - the only valid checkpoint, because the run must be able to resume
+    - the last step's checkpoint, because a finished run does not read it again
     """
-    run = scene.started.run
-    draw = scene.draw
+    run = context.started.run
+    draw = context.draw
     if not list(run.checkpoints.glob("step-*")):
         return None
-    scene.started.kill()
-    from hybridtron.checkpoint import folder as folders  # takes seconds
+    context.started.kill()
+    from hybridtron.checkpoint import folder as folders  # the import takes seconds
 
     paths = folders.all_of(run.folder)
-    sound = [path for path in paths if is_sound(path)]
-    paths = [path for path in paths if sound not in ([], [path]) and folders.step_of(path) < run.steps]
+    valid = [path for path in paths if is_sound(path)]
+    paths = [path for path in paths if valid not in ([], [path]) and folders.step_of(path) < run.steps]
     files = sorted(file for path in paths for file in path.glob("*"))
     files += run.checkpoints.glob(folders.POINTER)
     if not files:
@@ -125,7 +132,7 @@ def damage(scene: Scene, how: Callable[[bytearray, random.Random], bytearray | N
 
 
 def is_sound(folder: Path) -> bool:
-    """Return True if every byte of a checkpoint is as it was written."""
+    """Return whether a checkpoint is valid: every byte is as it was written."""
     from hybridtron.checkpoint.checkpoint import Checkpoint
     from hybridtron.checkpoint.manifest import BrokenCheckpoint
 
@@ -136,54 +143,54 @@ def is_sound(folder: Path) -> bool:
 
 
 def flipped(stored: bytearray, draw: random.Random) -> bytearray:
-    """Flip a random bit."""
+    """Return the bytes with a random bit flipped."""
     stored[draw.randrange(len(stored))] ^= 1 << draw.randrange(8)
     return stored
 
 
 def truncated(stored: bytearray, draw: random.Random) -> bytearray:
-    """Cut the file at a random position."""
+    """Return the bytes before a random position."""
     return stored[: draw.randrange(len(stored))]
 
 
 def deleted(stored: bytearray, draw: random.Random) -> None:
-    return None
+    return None  # for this result, `damage` deletes the file
 
 
-def fill_the_disk(scene: Scene) -> str | None:
-    """Fill the checkpoints' file system, if it could be mounted."""
-    if scene.disk.why_not is not None:
+def fill_the_disk(context: FaultContext) -> str | None:
+    """Fill the file system that holds the checkpoints; return None if no such file system is mounted."""
+    if context.disk.why_not is not None:
         return None
-    scene.disk.fill()
+    context.disk.fill()
     return "checkpoints"
 
 
 FULL_DISK = "full disk"
-KINDS: dict[str, Callable[[Scene], str | None]] = {
-    "SIGKILL a rank": lambda scene: signal_a_rank(scene, signal.SIGKILL),
-    "SIGSTOP a rank": lambda scene: signal_a_rank(scene, signal.SIGSTOP),
-    "SIGTERM a rank": lambda scene: signal_a_rank(scene, signal.SIGTERM),
-    "SIGKILL the loader": lambda scene: signal_a_worker(scene, signal.SIGKILL),
-    "SIGSTOP the loader": lambda scene: signal_a_worker(scene, signal.SIGSTOP),
-    "flip a bit": lambda scene: damage(scene, flipped),
-    "truncate a file": lambda scene: damage(scene, truncated),
-    "delete a file": lambda scene: damage(scene, deleted),
+KINDS: dict[str, Callable[[FaultContext], str | None]] = {
+    "SIGKILL a rank": lambda context: signal_a_rank(context, signal.SIGKILL),
+    "SIGSTOP a rank": lambda context: signal_a_rank(context, signal.SIGSTOP),
+    "SIGTERM a rank": lambda context: signal_a_rank(context, signal.SIGTERM),
+    "SIGKILL the loader": lambda context: signal_a_worker(context, signal.SIGKILL),
+    "SIGSTOP the loader": lambda context: signal_a_worker(context, signal.SIGSTOP),
+    "flip a bit": lambda context: damage(context, flipped),
+    "truncate a file": lambda context: damage(context, truncated),
+    "delete a file": lambda context: damage(context, deleted),
     FULL_DISK: fill_the_disk,
 }
 
 
-def strike(scene: Scene, left: list[str]) -> tuple[str, str] | None:
-    """Inject the first possible kind of fault in `left`; return its kind and target, or None if no kind is possible.
+def inject_fault(context: FaultContext, remaining: list[str]) -> tuple[str, str] | None:
+    """Inject the first kind of fault in `remaining` that is possible now, and remove this kind from the list.
 
-    When `left` is empty, it is refilled with all kinds in random order, so that each kind comes once before any
-    repeats.
+    Return the kind and its target, or None if no kind is possible. An empty `remaining` is refilled with all kinds in
+    random order, so that each possible kind is injected once before any kind repeats.
     """
-    for _ in range(2):  # if none of the remaining kinds is possible, start over with all
-        left[:] = left or scene.draw.sample(list(KINDS), len(KINDS))
-        for kind in left:
-            hit = KINDS[kind](scene)
-            if hit is not None:
-                left.remove(kind)
-                return kind, hit
-        left.clear()
+    for _ in range(2):  # if none of the remaining kinds is possible, try again with all kinds
+        remaining[:] = remaining or context.draw.sample(list(KINDS), len(KINDS))
+        for kind in remaining:
+            target = KINDS[kind](context)
+            if target is not None:
+                remaining.remove(kind)
+                return kind, target
+        remaining.clear()
     return None

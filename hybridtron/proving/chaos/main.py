@@ -1,20 +1,30 @@
 """Checks that a run under random faults ends with exactly the parameters of an undisturbed run, on your machine.
 
-    hybridtron chaos                                    in a checkout also: make chaos
+    hybridtron chaos
     hybridtron chaos --layout tp2 --seed 7 --steps 400
 
-It trains a tiny model on two processes, which read through data workers and save every few steps: once undisturbed, and
-once under faults. Ranks and workers are killed and stopped, the run is signalled to stop, checkpoint files get flipped
-bits, are truncated and deleted, and the disk fills up. Each time the run ends it is started again, as a cluster would
-requeue it. A third run has its torchrun killed and restarted at once, and in the end is started twice at the same time.
-Finally weights, optimizer, carried states and the losses of all steps must be equal bit for bit, and no fault may have
-stalled the run for longer than twice run.timeout.
+The program trains a tiny model three times. Each run has two processes with data workers, and saves a checkpoint every
+few steps.
 
-Faults come after a random number of steps, every kind once before any repeats. A full disk needs the right to mount:
-root has it, and so does every user where the kernel allows user namespaces with mounts. Elsewhere this fault is left
-out, and the report says so. Only this program and its runs see the mount, so that none is left behind.
+1. The first run is undisturbed.
+2. The second run is restarted each time it ends, and gets these faults:
+   - SIGKILL or SIGSTOP for a rank or a data worker, SIGTERM for a rank
+   - a flipped bit in a checkpoint file, a truncated or deleted checkpoint file
+   - a full disk
+3. The third run is started by torchrun. Several times torchrun is killed and restarted immediately. In the end two
+   torchruns start the run at the same time.
 
-Exit codes: 0 all equal, 1 not equal, 2 a wrong argument.
+All three runs must end with weights, optimizer states and recurrent states that are equal bit for bit. The losses of
+all steps must be equal too. No fault may stall a run for longer than twice run.timeout.
+
+Faults are injected after random numbers of steps. Every kind of fault is injected once before any kind repeats. The
+--seed determines the order of faults and the numbers of steps, but not the moment within a step.
+
+To fill the disk, the program mounts a small file system. Mounting needs root, or a kernel that allows mounts in user
+namespaces. If mounting fails, this fault is skipped, and the report says so. Only this program and its runs see the
+mount, which disappears when they end.
+
+Exit codes: 0 all runs are equal, 1 they are not equal or a run failed, 2 a wrong argument.
 """
 
 from __future__ import annotations
@@ -29,6 +39,8 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,36 +48,44 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hybridtron.limits import path_of
+from hybridtron.problems import CommandParser
 from hybridtron.proving.chaos import starts as chaos_starts
+from hybridtron.proving.chaos.fault_run import HEADER, FaultRun, FaultRunFailed, Injected
 from hybridtron.proving.chaos.faults import Disk
-from hybridtron.proving.chaos.ordeal import HEADER, Injected, Ordeal, OrdealFailed
-from hybridtron.proving.chaos.run import LAYOUTS, SAVE_EVERY, TIMEOUT_S, Run, arguments_of, write_data
-from hybridtron.shipped import PACKAGE
+from hybridtron.proving.chaos.training_run import LAYOUTS, SAVE_EVERY, TIMEOUT_S, Run, arguments_of, write_data
+from hybridtron.resources import PACKAGE
 
-APART = "HYBRIDTRON_CHAOS_APART"  # set inside the program's own mount namespace
-SAME = ("step", "tokens", "loss", "grad_norm", "validation")  # reproducible fields of a metrics line
+APART = "HYBRIDTRON_CHAOS_APART"  # environment variable, set once the program is in its own mount namespace
+SAME = ("step", "tokens", "loss", "grad_norm", "validation")  # fields of a metrics line that do not depend on time
 
 
 def unequal(clean: Run, chaos: Run) -> list[str]:
-    """List the differences between both finished runs: losses, and all contents of the final checkpoint."""
+    """Return descriptions of all differences between two finished runs, in metrics and in the final checkpoints."""
     from hybridtron.checkpoint import folder as folders
     from hybridtron.checkpoint.checkpoint import Checkpoint
     from hybridtron.checkpoint.manifest import BrokenCheckpoint
     from hybridtron.checkpoint.rewrite import differences
 
-    ours, theirs = (
+    clean_metrics, chaos_metrics = (
         [{key: json.loads(line).get(key) for key in SAME} for line in run.lines()] for run in (clean, chaos)
     )
     lines = [
-        f"step {a['step']}: {a} undisturbed, {b} under faults" for a, b in zip(ours, theirs, strict=False) if a != b
+        f"step {a['step']}: {a} in the undisturbed run, {b} in the other run"
+        for a, b in zip(clean_metrics, chaos_metrics, strict=False)
+        if a != b
     ]
-    if not len(ours) == len(theirs) == clean.steps:
-        lines.append(f"{len(ours)} steps have metrics undisturbed, {len(theirs)} under faults, of {clean.steps}")
+    if not len(clean_metrics) == len(chaos_metrics) == clean.steps:
+        lines.append(
+            f"the undisturbed run has metrics of {len(clean_metrics)} steps, the other run of {len(chaos_metrics)} "
+            f"steps; both should have {clean.steps}"
+        )
     try:
-        left, right = (Checkpoint.open(folders.folder_of(run.folder, run.steps)) for run in (clean, chaos))
+        clean_checkpoint, chaos_checkpoint = (
+            Checkpoint.open(folders.folder_of(run.folder, run.steps)) for run in (clean, chaos)
+        )
         lines += [
-            f"{difference.what}: {difference.left} undisturbed, {difference.right} under faults"
-            for difference in differences(left, right)
+            f"{difference.what}: {difference.left} in the undisturbed run, {difference.right} in the other run"
+            for difference in differences(clean_checkpoint, chaos_checkpoint)
         ]
     except BrokenCheckpoint as error:
         lines.append(str(error))
@@ -73,50 +93,83 @@ def unequal(clean: Run, chaos: Run) -> list[str]:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Parse the command line; wrong values end the process with exit code 2."""
-    parser = argparse.ArgumentParser(
-        prog="hybridtron chaos", description="A run under random faults ends as one without."
+    """Parse the command line. A wrong value ends the process with exit code 2."""
+    parser = CommandParser(
+        prog="hybridtron chaos", description="Check that a run under random faults ends like an undisturbed run."
     )
     parser.add_argument("--steps", type=int, default=200, metavar="N", help="default: %(default)s")
     parser.add_argument("--mean", type=float, default=20, metavar="N", help="steps between faults (%(default)s)")
-    parser.add_argument("--seed", type=int, help="of the faults; the moment within a step is chance all the same")
-    parser.add_argument("--layout", choices=LAYOUTS, default="dp2", help="of the two processes (%(default)s)")
-    parser.add_argument("--keep-folder", action="store_true", help="keep the runs also where all is well")
-    parser.add_argument("--page", type=path_of, metavar="FILE", help="write the table there, in Markdown")
+    parser.add_argument("--seed", type=int, help="seed of the faults' order and steps, not of moments within a step")
+    parser.add_argument("--layout", choices=LAYOUTS, default="dp2", help="layout of the two processes (%(default)s)")
+    parser.add_argument("--keep-folder", action="store_true", help="keep the run folders even if all runs are equal")
+    parser.add_argument("--page", type=path_of, metavar="FILE", help="write the report to FILE, in Markdown")
     chosen = parser.parse_args(arguments)
     if chosen.steps < 1 or chosen.mean < 1:
-        parser.error(f"--steps {chosen.steps} and --mean {chosen.mean:g} must be at least 1")
+        parser.refuse(
+            "--steps", "out-of-range", f"--steps {chosen.steps} and --mean {chosen.mean:g} must both be at least 1"
+        )
     return chosen
 
 
 def main(arguments: list[str]) -> int:
-    """Train undisturbed and under faults, and compare. Returns the exit code."""
+    """Train all runs, compare their results, and print a report. Return the exit code."""
     chosen = parse(arguments)
     if chosen.seed is None:
         chosen.seed = random.SystemRandom().randrange(10**6)
     home = Path("runs/chaos").absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{chosen.seed}"
     request = f"{chosen.steps} steps on {chosen.layout}, --seed {chosen.seed}"
-    print(f"{request}, a fault every {chosen.mean:g} steps or so; runs: {home}", flush=True)
+    print(f"{request}, a fault every {chosen.mean:g} steps on average; run folders: {home}", flush=True)
     write_data(home / "data")
     began = time.monotonic()
-    ordeal, wrong = compared(chosen, home)
+    fault_run, result = compare_runs(chosen, home)
+    goodput = chosen.steps / max(fault_run.done, chosen.steps)
     summary = [
-        f"{len(ordeal.faults)} faults, {ordeal.starts} starts; then {chaos_starts.KILLS} kills of torchrun",
-        f"goodput: {chosen.steps / max(ordeal.done, chosen.steps):.0%}, of {ordeal.done} steps done, lost ones too",
-        *([f"a full disk was left out: {ordeal.disk.why_not}"] if ordeal.disk.why_not else []),
-        "NOT THE SAME" if wrong else "weights, optimizer, states and the losses of all steps: the same, bit for bit",
+        f"{len(fault_run.faults)} faults, {fault_run.starts} starts; then {chaos_starts.KILLS} kills of torchrun",
+        f"goodput: {goodput:.0%} of {fault_run.done} steps, which include steps that were lost and repeated",
+        *(
+            [f"the full disk was skipped, because mounting failed: {fault_run.disk.why_not}"]
+            if fault_run.disk.why_not
+            else []
+        ),
+        result.verdict,
     ]
-    report(chosen, ordeal.faults, [*summary, *wrong])
-    print(f"{time.monotonic() - began:.0f} s, all runs")
+    wrong = [*result.failures, *result.differences]
+    report(chosen, fault_run.faults, [*summary, *wrong])
+    print(f"all runs took {time.monotonic() - began:.0f} s")
     if wrong or chosen.keep_folder:
-        print(f"runs and logs: {home}")
+        print(f"run folders and logs: {home}")
     else:
         shutil.rmtree(home)
     return 1 if wrong else 0
 
 
-def compared(chosen: argparse.Namespace, home: Path) -> tuple[Ordeal, list[str]]:
-    """Train all three runs, and return the record of faults and all differences from the undisturbed run."""
+@dataclass(frozen=True)
+class ChaosResult:
+    """The result of all runs.
+
+    failures: descriptions of the runs that failed
+    differences: descriptions of the differences between finished runs
+    """
+
+    failures: Sequence[str] = ()
+    differences: Sequence[str] = ()
+
+    @property
+    def verdict(self) -> str:
+        """The report's line about the result."""
+        if self.failures:
+            return "A RUN FAILED, so the results were not all compared"
+        if self.differences:
+            return "NOT THE SAME"
+        return "weights, optimizer, states and the losses of all steps are equal bit for bit"
+
+
+def compare_runs(chosen: argparse.Namespace, home: Path) -> tuple[FaultRun, ChaosResult]:
+    """Train undisturbed, under faults and by torchrun. Return the run under faults, and the result of all runs.
+
+    The run by torchrun is skipped if the run under faults differs from the undisturbed run, or if one of these two
+    runs fails.
+    """
     runs = []
     for name in ("peace", "chaos", "starts"):
         runs.append(Run(home / name, arguments_of(home / "data", chosen.steps, chosen.layout), chosen.steps))
@@ -133,18 +186,22 @@ def compared(chosen: argparse.Namespace, home: Path) -> tuple[Ordeal, list[str]]
         transient=True,
     )
     with Disk(chaos) as disk, bar as progress:
-        ordeal = Ordeal(chaos, chosen.mean, random.Random(chosen.seed), disk)
+        fault_run = FaultRun(chaos, chosen.mean, random.Random(chosen.seed), disk)
         try:
-            Ordeal(clean, float("inf"), random.Random(), disk).survive(progress)
-            ordeal.survive(progress)
-        except OrdealFailed as error:
-            return ordeal, [str(error)]
-        wrong = unequal(clean, chaos)
-    return ordeal, wrong or chaos_starts.survive(starts, random.Random(chosen.seed)) or unequal(clean, starts)
+            FaultRun(clean, float("inf"), random.Random(), disk).survive(progress)
+            fault_run.survive(progress)
+        except FaultRunFailed as error:
+            return fault_run, ChaosResult(failures=[str(error)])
+        differences = unequal(clean, chaos)
+    if differences:
+        return fault_run, ChaosResult(differences=differences)
+    if failures := chaos_starts.survive(starts, random.Random(chosen.seed)):
+        return fault_run, ChaosResult(failures=failures)
+    return fault_run, ChaosResult(differences=unequal(clean, starts))
 
 
 def report(chosen: argparse.Namespace, faults: list[Injected], summary: list[str]) -> None:
-    """Print all faults with their outcome, and write the page if one is asked for."""
+    """Print all faults with their outcomes, and write the report to the file of `--page` if one is given."""
     from hybridtron.proving.measuring import BenchReport, publish
 
     options = f"--layout {chosen.layout} --steps {chosen.steps} --mean {chosen.mean:g} --seed {chosen.seed}"
@@ -155,25 +212,28 @@ def report(chosen: argparse.Namespace, faults: list[Injected], summary: list[str
 
 
 def apart(arguments: list[str]) -> None:
-    """Restart this program in its own mount namespace, if the system allows one."""
-    ways = (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"])
-    for way in ways if APART not in os.environ and shutil.which("unshare") else ():
-        if subprocess.run([*way, "true"], capture_output=True, check=False).returncode == 0:
+    """Replace this process by the same program in a mount namespace of its own.
+
+    Return only if the system allows no such namespace, or if this process already is in one.
+    """
+    unshares = (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"])
+    for unshare in unshares if APART not in os.environ and shutil.which("unshare") else ():
+        if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode == 0:
             variables = {APART: "1", "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *sys.path])}
-            command = [*way, sys.executable, "-P", "-m", "hybridtron", "chaos", *arguments]
-            os.execvpe(way[0], command, os.environ | variables)
+            command = [*unshare, sys.executable, "-P", "-m", "hybridtron", "chaos", *arguments]
+            os.execvpe(unshare[0], command, os.environ | variables)
 
 
-def stopped(number: int, _: object) -> NoReturn:
-    """Exit on a signal, so that processes and mounts are cleaned up."""
+def exit_on_signal(number: int, _: object) -> NoReturn:
+    """Raise SystemExit on a signal, so that processes and mounts are cleaned up."""
     raise SystemExit(128 + number)
 
 
 def program(arguments: list[str]) -> int:
-    """Run `main` in its own mount namespace, with clean exits on signals."""
+    """Run `main` in a mount namespace of its own, and clean up on SIGTERM and SIGINT. Return the exit code."""
     warnings.simplefilter("ignore")
     if not {"-h", "--help"} & set(arguments):
         apart(arguments)
-    signal.signal(signal.SIGTERM, stopped)
-    signal.signal(signal.SIGINT, stopped)
+    signal.signal(signal.SIGTERM, exit_on_signal)
+    signal.signal(signal.SIGINT, exit_on_signal)
     return main(arguments)

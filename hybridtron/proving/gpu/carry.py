@@ -1,23 +1,33 @@
-"""Make a folder with which a GPU machine without a network can run `make gpu-measure`'s parts.
+"""Make a folder with which a GPU machine without a network can run the parts of `make gpu-measure`.
 
     python -m hybridtron.proving.gpu.carry .carry --python .venv312/bin/python
     python -m hybridtron.proving.gpu.carry .carry --python .venv312/bin/python --extra wheels/of/mamba-ssm
 
-On that machine, in a copy of this checkout with the folder in it: `bash .carry/measure.sh RESULTS --minutes 4.5`.
+A part is a group of measurements: for example, those for one recipe's training step.
 
-    wheels/         packages that the machine lacks: pure Python, or built for its Python by their makers, or of --extra
-    triton/         Triton's cache with the kernels that the parts launch, compiled for sm_90
-    modelled.json   times of a rehearsal, which results show next to the measured ones
-    measure.sh      installs the wheels into a folder of its own and runs the queue
-    carried.json    versions that the machine must have
+Copy this checkout, with the folder in it, to the GPU machine. There, run in the copy:
+`bash .carry/measure.sh RESULTS --minutes 4.5`. The folder has:
 
-The interpreter must have the machine's Python version (--python-version), torch, the packages that training needs, and
-the machine's Triton (--triton), because Triton finds compiled kernels by its own bytes and those of ptxas. Its version
-of torch does not matter. `make setup PYTHON=python3.12 VENV=.venv312` and `pip install triton==3.6.0` make such an
-interpreter. The part `machine` reports whether they are the same. --extra is for wheels with compiled code, such as
-mamba-ssm or causal-conv1d.
+    wheels/         packages that the GPU machine lacks: pure Python, prebuilt for its Python, or from --extra
+    triton/         Triton's cache with the kernels that the parts launch, compiled for Hopper GPUs (sm_90)
+    modelled.json   times from a rehearsal (steps simulated without a GPU), shown next to the measured times
+    measure.sh      script that installs the wheels into a temporary folder and runs the parts
+    carried.json    versions of Python and packages with which the kernels were compiled
 
-Exit codes: 0 made, 1 larger than --limit-mib or a step failed, 2 wrong arguments.
+--python names the interpreter that compiles the kernels. This interpreter needs:
+
+- the GPU machine's Python version (--python-version)
+- the GPU machine's Triton version (--triton)
+- torch in any version, and the packages that training needs
+
+Triton finds a compiled kernel by a hash over Triton's files and the assembler ptxas. With another Triton version, the
+GPU machine would compile all kernels again. Two commands make an interpreter with the right versions:
+`make setup PYTHON=python3.12 VENV=.venv312` and `pip install triton==3.6.0`. On the GPU machine, the part `machine`
+reports whether the versions match.
+
+--extra is for wheels with compiled code, such as mamba-ssm or causal-conv1d.
+
+Exit codes: 0 the folder is complete, 1 it is larger than --limit-mib or a command failed, 2 wrong arguments.
 """
 
 import argparse
@@ -43,7 +53,7 @@ DISTRIBUTIONS = (
     "psutil",
     "einops",
 )
-SOURCE_ALONE = ("antlr4-python3-runtime==4.9.3",)  # a requirement of omegaconf that has no wheel
+SOURCE_ALONE = ("antlr4-python3-runtime==4.9.3",)  # required by omegaconf; it has no wheel on the package index
 MODULES = ("megatron.core", "hydra", "omegaconf", "xxhash", "einops", "rich", "fla")
 MIB = 2**20
 SCRIPT = """#!/bin/bash
@@ -61,7 +71,7 @@ exec python3 -m hybridtron.proving.gpu.measure --output "$results" --modelled {f
 
 @dataclass(frozen=True)
 class Carried:
-    """Options of the command line: the folder to make, and the machine that it is for."""
+    """Options from the command line: the folder to make, and the versions on the GPU machine."""
 
     folder: Path
     python: Path
@@ -78,19 +88,19 @@ def parse(arguments: list[str] | None = None) -> Carried:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--python", type=Path, required=True, help="the interpreter that compiles the kernels")
-    parser.add_argument("--python-version", default="3.12", help="of the machine (default: %(default)s)")
-    parser.add_argument("--triton", default="3.6.0", help="of the machine (default: %(default)s)")
+    parser.add_argument("--python", type=Path, required=True, help="interpreter that compiles the kernels")
+    parser.add_argument("--python-version", default="3.12", help="on the GPU machine (default: %(default)s)")
+    parser.add_argument("--triton", default="3.6.0", help="on the GPU machine (default: %(default)s)")
     parser.add_argument("--megatron", default="0.16.1", help="megatron-core to carry (default: %(default)s)")
     parser.add_argument("--fla", default="0.6.0", help="fla-core to carry (default: %(default)s)")
-    parser.add_argument("--gpu", default="h100", help="of the rehearsal's times (default: %(default)s)")
-    parser.add_argument("--extra", type=Path, metavar="FOLDER", help="of wheels with compiled code")
-    parser.add_argument("--limit-mib", type=float, default=64.0, help="of all together (default: %(default)s)")
+    parser.add_argument("--gpu", default="h100", help="kind of GPU for modelled times (default: %(default)s)")
+    parser.add_argument("--extra", type=Path, metavar="FOLDER", help="wheels with compiled code, to copy")
+    parser.add_argument("--limit-mib", type=float, default=64.0, help="for the folder's size (default: %(default)s)")
     return Carried(**vars(parser.parse_args(arguments)))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Make the folder. Returns the exit code."""
+    """Make the folder. Return the exit code."""
     chosen = parse(arguments)
     versions = interpreter(chosen.python)
     wrong = [
@@ -99,34 +109,37 @@ def main(arguments: list[str] | None = None) -> int:
         if versions[name] != version
     ]
     if wrong:
-        print(f"{chosen.python} has {' and '.join(wrong)}: give another --python, or say what the machine has")
+        print(
+            f"{chosen.python} has {' and '.join(wrong)}: give an interpreter with the GPU machine's versions as "
+            f"--python, or set --python-version and --triton to the GPU machine's versions"
+        )
         return 2
     chosen.folder.mkdir(parents=True, exist_ok=True)
     wheels(chosen)
     kernels(chosen)
     (chosen.folder / "measure.sh").write_text(SCRIPT.format(folder=chosen.folder.name))
     (chosen.folder / "carried.json").write_text(json.dumps(versions, indent=1) + "\n")
-    imported(chosen)
-    return sized(chosen)
+    check_wheels(chosen)
+    return print_sizes(chosen)
 
 
 def wanted_of(asked: Carried) -> dict[str, str]:
-    """Return the versions that a machine must have to find compiled kernels."""
+    """Return the versions that the compiling interpreter and the GPU machine must share."""
     return {"python": asked.python_version, "triton": asked.triton}
 
 
 def interpreter(python: Path) -> dict[str, str]:
     """Return the versions of Python, torch, Triton and megatron-core in the interpreter that compiles."""
-    asks = (
+    program = (
         "import json, sys; from importlib.metadata import version\n"
         "versions = {name: version(name) for name in ('torch', 'triton', 'megatron-core')}\n"
         "print(json.dumps({'python': '.'.join(map(str, sys.version_info[:2])), **versions}))"
     )
-    return json.loads(run([str(python), "-c", asks]))
+    return json.loads(run([str(python), "-c", program]))
 
 
 def wheels(asked: Carried) -> None:
-    """Download wheels for the machine's Python, build those that exist only as source, and copy those of --extra."""
+    """Download wheels for the GPU machine's Python, build those of SOURCE_ALONE, and copy the wheels of --extra."""
     folder = asked.folder / "wheels"
     shutil.rmtree(folder, ignore_errors=True)
     pip = [str(asked.python), "-m", "pip"]
@@ -141,7 +154,10 @@ def wheels(asked: Carried) -> None:
 
 
 def kernels(asked: Carried) -> None:
-    """Rehearse the queue's parts, which compiles their kernels into the folder's cache; only machine code is kept."""
+    """Rehearse the parts, which compiles their kernels into the folder `triton` and writes modelled.json.
+
+    TRITON_STORE_BINARY_ONLY keeps only the machine code in the cache.
+    """
     cache = asked.folder / "triton"
     shutil.rmtree(cache, ignore_errors=True)
     folders = {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache.resolve()), "TRITON_STORE_BINARY_ONLY": "1"}
@@ -149,31 +165,32 @@ def kernels(asked: Carried) -> None:
     run([*command, "--gpu", asked.gpu], {**os.environ, **folders})
     model = json.loads((asked.folder / "modelled.json").read_text())
     print(
-        f"kernels of {len(model['steps'])} recipes and {len(model['calls'])} calls, by the compiler {model['compiler']}"
+        f"compiled the kernels of {len(model['steps'])} recipes and {len(model['calls'])} op calls, "
+        f"with the compiler {model['compiler']}"
     )
 
 
-def imported(asked: Carried) -> None:
-    """Check that the wheels can be installed as on the machine, and imported."""
+def check_wheels(asked: Carried) -> None:
+    """Install the wheels as measure.sh does, and import their modules. If a command fails, exit with code 1."""
     site = asked.folder / "tried"
     shutil.rmtree(site, ignore_errors=True)
     target = ["--no-index", "--no-deps", "--no-compile", "--target", str(site)]
     files = [str(wheel) for wheel in sorted((asked.folder / "wheels").glob("*.whl"))]
     run([str(asked.python), "-m", "pip", "install", "--quiet", *target, *files])
-    asks = "\n".join(f"import {name}" for name in MODULES)
-    run([str(asked.python), "-W", "ignore", "-c", asks], {**os.environ, "PYTHONPATH": str(site)})
+    program = "\n".join(f"import {name}" for name in MODULES)
+    run([str(asked.python), "-W", "ignore", "-c", program], {**os.environ, "PYTHONPATH": str(site)})
     shutil.rmtree(site)
 
 
-def sized(asked: Carried) -> int:
-    """Print the sizes of the folder's files. Returns the exit code: 1 if the total exceeds the limit."""
+def print_sizes(asked: Carried) -> int:
+    """Print the sizes of files and folders. Return the exit code: 1 if the total exceeds the limit, else 0."""
     sizes = {path.name: size_of(path) / MIB for path in sorted(asked.folder.iterdir())}
     for name, size in sizes.items():
         print(f"{size:8.2f} MiB  {name}")
     total = sum(sizes.values())
     print(f"{total:8.2f} MiB  of {asked.limit_mib:.0f}")
     if total > asked.limit_mib:
-        print(f"{asked.folder} is too large to travel at once: leave wheels out of --extra")
+        print(f"{asked.folder} exceeds --limit-mib: remove wheels from the folder of --extra, or raise --limit-mib")
         return 1
     return 0
 
@@ -185,11 +202,11 @@ def size_of(path: Path) -> int:
 
 
 def run(command: list[str], environment: dict[str, str] | None = None) -> str:
-    """Run a program and return its output. If it fails, print its message and exit with code 1."""
+    """Run a program and return its output. If the program fails, print its error output and exit with code 1."""
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if ended.returncode:
         print(
-            f"{' '.join(command[:4])} ... ends with {ended.returncode}:\n{ended.stderr.strip()[-2000:]}",
+            f"`{' '.join(command[:4])} ...` failed with exit code {ended.returncode}:\n{ended.stderr.strip()[-2000:]}",
             file=sys.stderr,
         )
         raise SystemExit(1)

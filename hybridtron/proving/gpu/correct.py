@@ -1,6 +1,18 @@
 """Compares every op and mixer on the device with its fp32 reference on the CPU: outputs, states and all gradients.
 
-The calls of the ops are those that the mixers and the loss make: they are recorded while these run on the CPU.
+Each mixer is compared as a module. While a mixer runs on the CPU, the inputs of its op calls are recorded. Each op is
+then compared on the recorded inputs. Ops that no mixer calls get random inputs.
+
+Letters in names of tensors:
+
+    L   tokens in a sequence
+    B   sequences
+    T   tokens in all sequences
+    D   channels in the residual stream
+    V   vocabulary
+    H   heads
+    P   channels per head
+    C   output channels in an adapted projection
 """
 
 from __future__ import annotations
@@ -71,16 +83,23 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "adapter dropout=0.2": {"dropout": 0.2},
     "adapter dora=True": {"dora": True},
 }
-TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
+TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 3e-2}  # limits on the relative error, by dtype
 FURTHER_OFF = {("kda heads=2", torch.bfloat16): 0.1}
-"""Larger tolerances: A_log has two entries here, and each gradient is a sum over all tokens (0.084 on an H200)."""
-ROWS = 2
+"""Larger tolerances, by mixer and dtype.
+
+With two heads, A_log has two elements. The gradient of each element is a sum over all tokens, in which rounding errors
+add up: the relative error was 0.084 on an H200.
+"""
+ROWS = 2  # sequences in a batch
 VOCAB = 1000
 NOISE = Normal(0.02)
 
 
 def correctness(report: BenchReport) -> None:
-    """Report a line for every op and mixer, with the largest error of all its calls."""
+    """Add a table with a row for every op and mixer. A row has the largest error over all calls, in each dtype.
+
+    For each dtype, also add the goal that all errors are within their tolerances.
+    """
     if report.quick:
         sizes = ModelSizes(64, 4)
         length = 128
@@ -100,15 +119,21 @@ def correctness(report: BenchReport) -> None:
 
 
 Found = tuple[str, torch.dtype, float]
-"""Name, type, and the largest difference of outputs or gradients, relative to the reference's norm."""
+"""Result of a comparison, as a tuple:
+
+- name of an op or mixer
+- dtype
+- largest relative error: the norm of a difference in outputs or gradients, divided by the norm of the reference
+"""
 
 
 def _all(sizes: ModelSizes, length: int, side_by_side: bool) -> Iterator[Found]:
-    """Yield the results of all parts, with one process per kind of mixer if `side_by_side`.
+    """Yield the results for all mixers, adapters and ops.
 
-    One process alone would compile kernels for minutes.
+    With `side_by_side`, each kind of mixer runs in its own process. In a single process, compiling all kernels takes
+    minutes.
     """
-    assert set(OPTIONS) == set(SPECS), "a new mixer stands in OPTIONS too"
+    assert set(OPTIONS) == set(SPECS), "OPTIONS and SPECS name different mixers: add each new mixer to OPTIONS"
     parts = {kind: partial(_of_mixers, kind, sizes, length) for kind in OPTIONS}
     parts["the rest"] = partial(_of_the_rest, sizes, length)
     if not side_by_side:
@@ -116,12 +141,15 @@ def _all(sizes: ModelSizes, length: int, side_by_side: bool) -> Iterator[Found]:
         return
     processes = max(1, min(len(parts), (os.cpu_count() or 1) // 2))
     with ProcessPoolExecutor(processes, get_context("spawn"), max_tasks_per_child=1) as pool:
-        for waiting in [pool.submit(_survived, name, part) for name, part in parts.items()]:
+        for waiting in [pool.submit(_run_part, name, part) for name, part in parts.items()]:
             yield from waiting.result()
 
 
-def _survived(name: str, part: Callable[[], list[Found]]) -> list[Found]:
-    """Run a part; if it fails, return an infinite error, so that the other parts are still reported."""
+def _run_part(name: str, part: Callable[[], list[Found]]) -> list[Found]:
+    """Return the results of `part`: those for one kind of mixer, or for adapters and further ops.
+
+    If the part fails, return an infinite error, so that the other parts still run.
+    """
     torch.set_num_threads(1)
     try:
         return part()
@@ -131,7 +159,7 @@ def _survived(name: str, part: Callable[[], list[Found]]) -> list[Found]:
 
 
 def _of_mixers(kind: str, sizes: ModelSizes, length: int) -> list[Found]:
-    """Return the errors of one mixer kind with all its options, and those of its ops."""
+    """Return the errors for one kind of mixer, with each set of options in OPTIONS, and for the ops that it calls."""
     device = compute_device()
     errors = list[Found]()
     for dtype in TOLERANCES:
@@ -145,14 +173,14 @@ def _of_mixers(kind: str, sizes: ModelSizes, length: int) -> list[Found]:
 
 
 def _of_the_rest(sizes: ModelSizes, length: int) -> list[Found]:
-    """Return the errors of adapters, and those of all ops without a mixer."""
+    """Return the errors for adapters, and for ops that no mixer calls."""
     device = compute_device()
     errors = list[Found]()
     for dtype in TOLERANCES:
         for adapter, options in ADAPTERS.items():
             errors.append((adapter, dtype, _adapter_error(options, sizes.width, length, dtype, device)))
         calls: list[Call] = []
-        with noted(calls), force("reference"):
+        with record_calls(calls), force("reference"):
             x_LBD, added_LBD = torch.randn(2, length, ROWS, sizes.width, dtype=dtype).requires_grad_()
             weight_D = torch.ones(sizes.width, dtype=dtype, requires_grad=True)
             for stream_LBD in (x_LBD, x_LBD.float()):
@@ -164,7 +192,8 @@ def _of_the_rest(sizes: ModelSizes, length: int) -> list[Found]:
             weight_VD = weight_VD / sizes.width**0.5
             linear_cross_entropy(LinearCrossEntropyInputs(x_TD, weight_VD, labels_T, mask_T, 1e-4))
             y_BLHP, z_BLHP = torch.randn(2, ROWS, length, 4, sizes.width // 4, dtype=dtype).requires_grad_()
-            squares_BLH = gated_squares(GatedSquaresInputs(y_BLHP, z_BLHP))  # as in a norm over ranks
+            # a gated norm whose heads are divided among ranks calls the ops gated_squares and gated_scale
+            squares_BLH = gated_squares(GatedSquaresInputs(y_BLHP, z_BLHP))
             gated_scale(GatedScaleInputs(y_BLHP, z_BLHP, torch.rsqrt(squares_BLH + 1), weight_D.unflatten(0, (4, -1))))
             numbers_LB = token_numbers(5, torch.arange(length).expand(ROWS, -1), 0).T
             dropout(DropoutInputs(x_LBD, numbers_LB, channel_numbers(5, 3, sizes.width), 0.3))
@@ -175,22 +204,23 @@ def _of_the_rest(sizes: ModelSizes, length: int) -> list[Found]:
 
 
 Call = tuple[Op, Any]
+"""An op and the inputs of a call."""
 
 
 def _by_content(budget: Budget, sizes: ModelSizes, length: int, dtype: torch.dtype) -> SparseInputs:
-    """Return inputs whose keys are selected by given bins and scores.
+    """Return random inputs for sparse attention, with the bins and scores that select keys.
 
-    A mixer's own bins and scores would differ with the rounding of its type.
+    A mixer computes bins and scores from its input. Rounding could then change the selected keys and thus the outputs.
     """
     q, k, v = (torch.randn(ROWS, length, n, dtype=dtype).requires_grad_() for n in (16, 16, sizes.width))
     documents = (torch.arange(length) >= length // 3).long().expand(ROWS, -1)
-    places = torch.where(documents > 0, torch.arange(length) - length // 3, torch.arange(length))
+    positions = torch.where(documents > 0, torch.arange(length) - length // 3, torch.arange(length))
     if budget.bin:
-        of_queries, of_keys = torch.randint(4, (2, ROWS, length))
+        query_bins, key_bins = torch.randint(4, (2, ROWS, length))
     else:
-        of_queries = None
-        of_keys = None
-    visible = Seen(budget, documents, places, of_queries, of_keys, torch.randn(ROWS, length))
+        query_bins = None
+        key_bins = None
+    visible = Seen(budget, documents, positions, query_bins, key_bins, torch.randn(ROWS, length))
     return SparseInputs(q, k, v, visible)
 
 
@@ -198,21 +228,24 @@ def _of_calls(calls: list[Call], dtype: torch.dtype, device: torch.device) -> li
     return [(op.name, dtype, _op_error(op, inputs, device)) for op, inputs in calls]
 
 
-def noted(calls: list[Call]) -> AbstractContextManager[None]:
-    """Record the calls of ops inside the block, with copies of their inputs."""
+def record_calls(calls: list[Call]) -> AbstractContextManager[None]:
+    """Return a context that appends each op call inside it to `calls`: the op, and copies of its inputs."""
     return observed(lambda op, inputs: calls.append((op, tree_map_only(Tensor, _copied, inputs))))
 
 
 def mixer_error(
     spec: MixerSpec, sizes: ModelSizes, length: int, dtype: torch.dtype, device: torch.device, calls: list[Call]
 ) -> float:
-    """Return the largest relative error of a mixer on a device, against fp32 on the CPU from the same rounded inputs.
+    """Return a mixer's largest relative error on a device, compared with fp32 on the CPU.
 
-    The first row holds two documents. The mixer's op calls, in this type, are appended to `calls`.
+    The run on the device is in `dtype`. Both runs start from the same inputs and weights, rounded to `dtype`. The
+    batch's first sequence holds two documents. A third run is on the CPU in `dtype`: its op calls are appended to
+    `calls`.
 
-    Gradients are those of outputs after a document's first token. The first token reads only itself: if q . k is near
-    0, the norm enlarges an output near 0 to the size of all others, and the smaller it is, the larger is its gradient.
-    One was 30 times the others'.
+    The sum whose gradients are compared excludes the output for each document's first token. The first token reads only
+    itself, so its output may be near 0. A norm then enlarges the output until it is as large as other outputs, and
+    multiplies the gradient by the same factor. In one case, this gradient was 30 times as large as the gradients of
+    other tokens, and so was its rounding error.
     """
     boundary = length - length // 3
     documents_BL = torch.stack([(torch.arange(length) >= boundary).int(), torch.zeros(length, dtype=torch.int32)])
@@ -233,13 +266,16 @@ def mixer_error(
         gradients = torch.autograd.grad(_some_sum([later_LBD]), weights, allow_unused=True, materialize_grads=True)
         return [y_LBD, *state.values(), *gradients]
 
-    with noted(calls):
+    with record_calls(calls):
         made(torch.device("cpu"), dtype, "reference")
     return _apart(made(device, dtype, None), made(torch.device("cpu"), torch.float32, "reference"))
 
 
 def _adapter_error(options: dict[str, Any], width: int, length: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Return the largest relative error of an adapter on one part of a projection, as in `mixer_error`."""
+    """Return an adapter's largest relative error on a device, compared with fp32 on the CPU.
+
+    The projection's output channels have two parts, k and v, and the adapter changes only k.
+    """
     parts = [AdaptedPart("k", width, True), AdaptedPart("v", width // 2, False)]
     seq = replace(SeqInfo.stream(ROWS, length), key=7)
 
@@ -258,7 +294,7 @@ def _adapter_error(options: dict[str, Any], width: int, length: int, dtype: torc
 
 
 def filled_mixer(spec: MixerSpec, sizes: ModelSizes, device: torch.device, dtype: torch.dtype) -> Mixer:
-    """Build a mixer with initial weights; zeros are replaced by noise, because they would hide their factors."""
+    """Return a mixer with initial weights. A weight that is all zeros gets random values, so no gradient is zero."""
     mixer = build_mixer(spec, sizes, SINGLE_RANK)
     table = spec.parameters(sizes)
     for name, weight in mixer.named_parameters():
@@ -269,10 +305,12 @@ def filled_mixer(spec: MixerSpec, sizes: ModelSizes, device: torch.device, dtype
 
 
 def _op_error(op: Op, inputs: Any, device: torch.device) -> float:
+    """Return an op's largest relative error on a device, compared with its fp32 reference on the CPU."""
+
     def result(function: Callable[..., Any], prepared: Callable[[Tensor], Tensor]) -> list[Tensor]:
         copies = tree_map_only(Tensor, lambda x: prepared(x).detach().clone().requires_grad_(x.requires_grad), inputs)
         outputs = [tensor for tensor in _tensors(function(copies)) if tensor.is_floating_point()]
-        if op.name == "angles":  # equal up to full rotations
+        if op.name == "angles":  # angles may differ by full rotations, so their cosines and sines are compared
             outputs = [part for angle in outputs for part in (angle.cos(), angle.sin())]
         leaves = [tensor for tensor in _tensors(copies) if tensor.requires_grad]
         results = [tensor for tensor in outputs if tensor.requires_grad]
@@ -287,14 +325,14 @@ def _op_error(op: Op, inputs: Any, device: torch.device) -> float:
 
 
 def _some_sum(tensors: list[Tensor]) -> Tensor:
-    """Return a random linear function of tensors, the same on every device."""
+    """Return the sum of all elements, each multiplied by a random weight. The weights are equal on every device."""
     random = torch.Generator().manual_seed(1)
     weights = [torch.randn(tensor.shape, generator=random).to(tensor.device) for tensor in tensors]
     return torch.stack([(t.float() * w).sum() for t, w in zip(tensors, weights, strict=True)]).sum()
 
 
 def _apart(ours: list[Tensor], exact: list[Tensor]) -> float:
-    """Return the largest difference of any tensor pair, relative to the exact tensor's norm."""
+    """Return the largest relative error in pairs of tensors: the difference's norm / the exact tensor's norm."""
     pairs = [
         (a.detach().float().cpu(), b.detach().float().cpu())
         for a, b in zip(ours, exact, strict=True)
@@ -305,7 +343,7 @@ def _apart(ours: list[Tensor], exact: list[Tensor]) -> float:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """Return a detached copy that requires a gradient if the tensor does; RoPE's angles do not."""
+    """Return a detached copy that requires a gradient if the tensor does."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 

@@ -1,17 +1,24 @@
-"""Checks this machine's GPU: does everything run, is it correct, and how fast is it. One command writes one table.
+"""Checks this machine's GPU: does everything run, is it correct, and how fast is it.
 
-    hybridtron check gpu               writes benchmarks/gpu_check.md
+    hybridtron check gpu               writes the report benchmarks/gpu_check.md
     hybridtron check gpu --only correctness --only kernels
     hybridtron check gpu --only every_recipe --recipe samba_421m
-    hybridtron check gpu --rehearse    with tiny sizes on any machine; its numbers mean nothing
+    hybridtron check gpu --rehearse    tiny sizes on any machine, to try the command; its numbers mean nothing
 
-Parts: correctness (every op and mixer against its reference on the CPU, fp32 and bf16), recipes (samba_421m and
-samba_1.3b for a few steps: tokens/s, TFLOP/s, MFU by our count, peak memory against the estimate), every_recipe (a step
-of each that fits, for its verification card), kernels (as `hybridtron bench kernels`: each alone, 2k to 64k tokens,
-compared with other packages' kernels and a rehearsal), fp8 (the same recipe in FP8 and in bf16, if Transformer Engine
-is installed). A part that fails is reported and does not stop the others.
+The parts are:
 
-Exit codes: 0 all well, or no CUDA device to check; 1 a part failed or a result is off by too much; 2 wrong arguments.
+    correctness    every op and mixer compared with its reference on the CPU, in fp32 and bf16
+    recipes        samba_421m and samba_1.3b for a few steps: tokens/s, TFLOP/s, MFU (the fraction of the GPU's peak
+                   FLOP/s that the model's FLOPs amount to), and peak memory compared with the estimate
+    every_recipe   a few steps with each recipe, with as many sequences as fit into memory; the results are written to
+                   the recipe's verification card (a page with its measurements, in benchmarks/cards)
+    kernels        times of each kernel for 2k to 64k tokens, as `hybridtron bench kernels` measures them, compared with
+                   the kernels of other packages and with modelled times
+    fp8            one recipe in FP8 and in bf16, if Transformer Engine is installed
+
+If a part fails, the failure is reported, and the following parts still run.
+
+Exit codes: 0 success, or no CUDA device; 1 a part failed or a goal was not reached; 2 wrong arguments.
 """
 
 from __future__ import annotations
@@ -22,7 +29,8 @@ import traceback
 from typing import TYPE_CHECKING
 
 from hybridtron.limits import path_of
-from hybridtron.shipped import BENCHMARKS, pages
+from hybridtron.problems import CommandParser
+from hybridtron.resources import BENCHMARKS, pages
 
 if TYPE_CHECKING:
     from hybridtron.proving.measuring import BenchReport
@@ -34,24 +42,26 @@ PARTS = {
     "kernels": f"{BENCHMARKS}.kernels",
     "fp8": f"{__package__}.speed",
 }
-"""Name -> module with a function of that name, which fills the report."""
-ROUNDS = 7  # repetitions of every measurement
+"""Module by the part's name. The module's function with the part's name runs the part and fills the report."""
+ROUNDS = 7  # repetitions of every time measurement
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="hybridtron check gpu", description="Check this machine's GPU with all ops, mixers and recipes."
     )
-    parser.add_argument("--only", action="append", choices=PARTS, help="this part; may be given several times")
-    parser.add_argument("--recipe", action="append", default=[], help="of every_recipe; may be given several times")
-    parser.add_argument("--rehearse", action="store_true", help="tiny sizes on any machine, to try this tool")
-    parser.add_argument("--output", type=path_of, metavar="FILE", help="the table (default: benchmarks/gpu_check.md)")
+    parser.add_argument("--only", action="append", choices=PARTS, help="run only this part; may be repeated")
+    parser.add_argument(
+        "--recipe", action="append", default=[], help="in every_recipe, run only this recipe; may be repeated"
+    )
+    parser.add_argument("--rehearse", action="store_true", help="use tiny sizes on any machine, to try this command")
+    parser.add_argument("--output", type=path_of, metavar="FILE", help="report (default: benchmarks/gpu_check.md)")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
-    """Run the parts and write their table. Returns the exit code."""
+    """Run the parts, and print and write the report. Return the exit code."""
     chosen = parse(arguments)
     from hybridtron.device import compute_device  # imports torch, which --help does not need
     from hybridtron.ops.registry import choices
@@ -60,7 +70,7 @@ def main(arguments: list[str]) -> int:
     parts = chosen.only or list(PARTS)
     device = compute_device().type
     if device == "cpu" and not chosen.rehearse:
-        print(f"no CUDA device here. On a machine with one this would run {', '.join(parts)}:\n\n{__doc__}")
+        print(f"This machine has no CUDA device. On a GPU, these parts would run: {', '.join(parts)}.\n\n{__doc__}")
         return 0
     report = BenchReport("GPU check", chosen.rehearse, 1 if chosen.rehearse else ROUNDS, device=device)
     report.table("kernels", ("op", "runs", "why"), choices(device))
@@ -74,7 +84,7 @@ def main(arguments: list[str]) -> int:
 
 
 def ran(part: str, report: BenchReport, recipes: list[str]) -> bool:
-    """Run a part, which fills the report. Return False if it failed."""
+    """Run a part, which fills the report. Return False if the part failed. `recipes` is for the part every_recipe."""
     try:
         fill = getattr(importlib.import_module(PARTS[part]), part)
         fill(report, *([recipes] if part == "every_recipe" else []))

@@ -1,16 +1,20 @@
-"""Measures the next undone parts of a list on this GPU, the most valuable first. `make gpu-measure`.
+"""Measures the next undone parts of a list on this GPU, the most valuable first: `make gpu-measure`.
 
     python -m hybridtron.proving.gpu.measure --minutes 4.5
     python -m hybridtron.proving.gpu.measure --only norms --only "step gla_360m"
     python -m hybridtron.proving.gpu.measure --list        parts, limits, and which are done for the current code
     python -m hybridtron.proving.gpu.measure --page        writes benchmarks/gpu_queue.md from benchmarks/results/gpu
-    python -m hybridtron.proving.gpu.measure --rehearse    every line on any machine with tiny sizes
+    python -m hybridtron.proving.gpu.measure --rehearse    all parts on any machine, with tiny sizes
 
-Each part runs in its own process with a time limit; one that hangs or crashes loses only its own rows. Rows are JSON
-lines in one file of the output folder, on disk as soon as they are measured. When they are copied to
-benchmarks/results/gpu and committed, their parts count as done for the card that measured them and for a digest of the
-measured code. An edit of docs, comments or other code leaves them done. For a machine without a network, `python -m
-hybridtron.proving.gpu.carry` makes a folder with everything that it needs.
+A part is a small group of measurements: for example, those of one recipe's training step (`queue/parts.py`). Each part
+runs in its own process with a time limit. A crash or hang therefore loses only the results of that part. A result is a
+JSON line in a file in the output folder, and is on disk as soon as it is measured.
+
+A part counts as done once its results are copied to benchmarks/results/gpu. It is done for one kind of GPU (the card)
+and for one digest of the measured code. Docs, comments and other code do not change this digest.
+
+For a machine without a network, `python -m hybridtron.proving.gpu.carry` makes a folder with everything that the
+machine needs.
 
 Exit codes: 0 all parts that ran are done, or no CUDA device; 1 a part failed; 2 wrong arguments.
 """
@@ -23,11 +27,11 @@ import time
 from pathlib import Path
 
 from hybridtron.problems import Unusable
-from hybridtron.proving.gpu.queue.child import modelled
+from hybridtron.proving.gpu.queue.child import read_modelled
 from hybridtron.proving.gpu.queue.parts import PARTS, named
 from hybridtron.proving.gpu.queue.rows import FAILED, Row, attempts, read
-from hybridtron.proving.gpu.queue.run import QueueRun, undone
-from hybridtron.shipped import pages
+from hybridtron.proving.gpu.queue.run_parts import QueueRun, undone
+from hybridtron.resources import pages
 
 OUTPUT = Path("build/gpu_measure")
 MINUTES = 4.5
@@ -40,12 +44,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     names = [part.name for part in PARTS]
     parser.add_argument("--minutes", type=float, default=MINUTES, help="time for all parts (default: %(default)s)")
-    parser.add_argument("--only", action="append", choices=names, metavar="PART", help="done or not; may be repeated")
-    parser.add_argument("--list", action="store_true", help="the parts, and which of them are done")
+    parser.add_argument(
+        "--only", action="append", choices=names, metavar="PART", help="run this part even if done; may be repeated"
+    )
+    parser.add_argument("--list", action="store_true", help="list the parts and their states")
     parser.add_argument("--page", action="store_true", help="write benchmarks/gpu_queue.md")
-    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="FOLDER", help="of rows (default: %(default)s)")
-    parser.add_argument("--modelled", type=Path, metavar="FILE", help="a rehearsal's times, to stand beside")
-    parser.add_argument("--rehearse", action="store_true", help="tiny sizes on any machine, to try this tool")
+    parser.add_argument(
+        "--output", type=Path, default=OUTPUT, metavar="FOLDER", help="for results (default: %(default)s)"
+    )
+    parser.add_argument("--modelled", type=Path, metavar="FILE", help="modelled times, to show with measured times")
+    parser.add_argument("--rehearse", action="store_true", help="use tiny sizes on any machine, to try this command")
     return parser.parse_args(arguments)
 
 
@@ -56,7 +64,7 @@ def results() -> Path | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """List, measure or write the page, as the arguments say. Returns the exit code."""
+    """List the parts, measure parts, or write the page, depending on the arguments. Return the exit code."""
     chosen = parse(arguments)
     committed = results()
     rows = [row for folder in (committed, chosen.output) if folder is not None for row in read(folder)]
@@ -67,7 +75,9 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.page:
         if committed is None:
             raise Unusable(
-                "--page writes benchmarks/gpu_queue.md, and this is not a checkout: run it in one", code="no-file"
+                "--page writes benchmarks/gpu_queue.md of a checkout, but this package is not in a checkout: "
+                "run the command in a checkout",
+                code="no-file",
             )
         print(page.write(committed))
         return 0
@@ -76,24 +86,25 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(page.listed(earlier, card)))
         return 0
     if card is None and not chosen.rehearse:
-        print(f"no CUDA device here.\n\n{__doc__}")
+        print(f"This machine has no CUDA device.\n\n{__doc__}")
         return 0
     if chosen.only:
         parts = [named(name) for name in chosen.only]
     else:
         parts = undone(PARTS, card or "cpu", earlier)
-    first = about(card or "cpu", modelled(chosen.modelled).get("commit"), chosen.rehearse)
+    first = about(card or "cpu", read_modelled(chosen.modelled).get("commit"), chosen.rehearse)
     file = file_of(chosen.output, card or "cpu")
     run = QueueRun(file, first, 60 * chosen.minutes, chosen.rehearse, chosen.modelled)
     ended = run.take(parts)
-    print(f"{run.rows}: {len(ended)} parts; committed in benchmarks/results/gpu they are done")
+    print(f"{run.rows} has {len(ended)} parts: copy the file to benchmarks/results/gpu, and the parts count as done")
     return 1 if FAILED in ended.values() else 0
 
 
 def about(card: str, carried: str | None, rehearsed: bool) -> Row:
-    """Return the card, commit and versions of this run's numbers.
+    """Return the values that describe all results of this run: GPU, commit, versions, and whether sizes are tiny.
 
-    A copy without git uses `carried`, the commit that was carried along.
+    `carried` is the commit that a folder made by `carry` records. This commit is used if the checkout is a copy without
+    a git repository.
     """
     from hybridtron.device import describe_device
     from hybridtron.proving.gpu.recipes import commit, package_versions
@@ -104,7 +115,7 @@ def about(card: str, carried: str | None, rehearsed: bool) -> Row:
 
 
 def file_of(folder: Path, card: str) -> Path:
-    """Return a new file for this run's rows, named by time and card."""
+    """Return a path for this run's results, named by time and card. The folder is created."""
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{card.replace(' ', '_')}.jsonl"
 

@@ -1,4 +1,8 @@
-"""Runs a step of every recipe that fits on this device: losses, speed and memory, for its verification card."""
+"""Runs a few steps with every recipe on this device, for its verification card: losses, speed and memory.
+
+A verification card is a file in benchmarks/cards with a recipe's measured results, and with the results of a rehearsal
+(a training step that is simulated without a GPU).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from typing import Any
 import torch
 
 from hybridtron.config.load import choices_of
-from hybridtron.config.resolve import resolve
+from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import Config
 from hybridtron.device import compute_device, describe_device, forget_peak_memory, peak_memory_gib, warn_of_waits
 from hybridtron.ops.kernel_launch import TRITON
@@ -24,11 +28,11 @@ from hybridtron.planning.memory import plan
 from hybridtron.planning.rates import GB
 from hybridtron.problems import ConfigError
 from hybridtron.proving.measuring import BenchReport
-from hybridtron.proving.steps import Steps, checked, one_process, random_batches, speed
+from hybridtron.proving.steps import Steps, load_checked, one_process, random_batches, speed
 from hybridtron.requirements import installed
-from hybridtron.shipped import pages
+from hybridtron.resources import pages
 
-STEPS = 3  # the fastest counts
+STEPS = 3  # number of timed steps; the fastest step determines the speed
 LINES_WRITTEN = ("command", "commit", "versions", "gpu", "losses", "peak_gb", "waits", "tokens_per_second", "mfu")
 SYNCHRONIZES = "synchronizing CUDA operation"  # part of torch's warning
 QUICK = ("laptop", "mamba2_laptop")
@@ -38,18 +42,22 @@ PACKAGES = ("torch", TRITON, "megatron-core", *BESIDE)
 
 
 def every_recipe(report: BenchReport, names: Sequence[str] = ()) -> None:
-    """Report a line for each of these recipes, or all, and write a file next to the cards; failures become notes."""
+    """Run steps with the named recipes, or with all recipes if `names` is empty.
+
+    Each recipe gets a row in the report's table, and a file with its measurements in cards/measured. If a recipe can't
+    run on this device, or if its step fails, a note in the report says so.
+    """
     cells = []
     checkout = pages()
     failed = list[str]()
     for name in names or (QUICK if report.quick else choices_of("recipe")):
         try:
             settings = fitting(name, report.quick)
-            results = taken(settings)
+            results = take_steps(settings)
         except (ConfigError, torch.OutOfMemoryError) as error:
-            report.notes.append(f"{name} takes no step: {str(error).splitlines()[-1].strip()}")
+            report.notes.append(f"{name} can't run on this device: {str(error).splitlines()[-1].strip()}")
             continue
-        except Exception:  # a failed recipe must not stop the others
+        except Exception:  # after a failure, the remaining recipes still run
             traceback.print_exc()
             failed.append(name)
             continue
@@ -62,25 +70,29 @@ def every_recipe(report: BenchReport, names: Sequence[str] = ()) -> None:
 
 
 def fitting(name: str, quick: bool) -> list[str]:
-    """Return settings for one micro-batch with as many of the recipe's rows as fit into the device's memory."""
+    """Return key=value settings for a step with one micro-batch, which fits into the memory of an H100.
+
+    The number of sequences in the recipe's micro-batch is halved until the planned memory is below 90% of the GPU's
+    memory, or until one sequence is left. With `quick`, the settings give short sequences, and memory is not planned.
+    """
     settings = [f"recipe={name}", "precision=bf16", "cluster=h100"]
     if quick:
         return [*settings, *SHORT]
-    rows = checked(settings).phases[0].micro_batch
+    rows = load_checked(settings).phases[0].micro_batch
     while True:
         chosen = [*settings, f"phases.0.micro_batch={rows}", f"phases.0.global_batch={rows}"]
-        config = checked(chosen)
+        config = load_checked(chosen)
         limit = (config.cluster.memory_gb or 0) * GB
-        if rows == 1 or plan(resolve(config)[0], 1).fullest.memory.total < 0.9 * limit:
+        if rows == 1 or plan(RunPlan.of(config).phases[0], 1).fullest.memory.total < 0.9 * limit:
             return chosen
         rows //= 2
 
 
-def taken(settings: list[str]) -> dict[str, Any]:
-    """Run the steps of one recipe, and return the results with the cards' keys."""
+def take_steps(settings: list[str]) -> dict[str, Any]:
+    """Run one recipe's steps, and return the measurements for its verification card, by the keys LINES_WRITTEN."""
     recipe = settings[0].removeprefix("recipe=")
     options = settings[1:]
-    config = checked(settings)
+    config = load_checked(settings)
     forget_peak_memory()
     report = BenchReport("steps", repetitions=STEPS)
     with one_process(config) as groups:
@@ -99,7 +111,7 @@ def taken(settings: list[str]) -> dict[str, Any]:
         "gpu": describe_device(),
         "losses": losses,
         "peak_gb": None if memory is None else memory * 2**30 / GB,
-        "waits": None if memory is None else len(waits),  # neither exists on a CPU
+        "waits": None if memory is None else len(waits),  # a CPU has no device memory and no synchronizations
         **_speeds(config, seconds),
     }
     assert tuple(results) == LINES_WRITTEN
@@ -108,7 +120,10 @@ def taken(settings: list[str]) -> dict[str, Any]:
 
 @contextmanager
 def host_waits() -> Iterator[list[str]]:
-    """Yield a list that gets torch's warnings of host synchronizations inside the block, once it has ended."""
+    """Record torch's warnings about synchronizations, by which the host waits for the device, in the block.
+
+    Yield a list, which is empty while the block runs, and gets the warnings' texts when the block ends.
+    """
     messages: list[str] = []
     on_cuda = compute_device().type == "cuda"
     with warnings.catch_warnings(record=True) as recorded:
@@ -130,18 +145,18 @@ def _speeds(config: Config, seconds: float) -> dict[str, float | None]:
 
 
 def package_versions() -> list[str]:
-    """List the installed packages that matter here, with their versions."""
+    """Return name and version of each installed package in PACKAGES, as text."""
     return [f"{name} {version}" for name in PACKAGES if (version := installed(name))]
 
 
-def losses_of(found: dict[str, Any]) -> tuple[str, str]:
+def losses_of(results: dict[str, Any]) -> tuple[str, str]:
     """Return the first and the last loss as text."""
-    values = list(found["losses"].values())
+    values = list(results["losses"].values())
     return f"{values[0]:.4f}", f"{values[-1]:.4f}"
 
 
 def commit() -> str | None:
-    """Return the checkout's commit, or None outside a checkout."""
+    """Return the checkout's commit hash, or None outside a git repository."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
@@ -150,8 +165,8 @@ def commit() -> str | None:
     return process.stdout.strip() or None
 
 
-def write(path: Path, found: dict[str, Any]) -> None:
-    """Update the file with new results; other keys keep their values."""
+def write(path: Path, results: dict[str, Any]) -> None:
+    """Write the results into a JSON file. Keys of the file that are not in `results` keep their values."""
     path.parent.mkdir(parents=True, exist_ok=True)
     before = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**before, **found}, indent=1) + "\n")
+    path.write_text(json.dumps({**before, **results}, indent=1) + "\n")

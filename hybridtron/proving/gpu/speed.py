@@ -7,16 +7,17 @@ from collections.abc import Sequence
 
 import torch
 
-from hybridtron.config.resolve import resolve
 from hybridtron.device import forget_peak_memory, peak_memory_gib
 from hybridtron.planning.memory import plan
 from hybridtron.problems import ConfigError
 from hybridtron.proving.measuring import BenchReport
-from hybridtron.proving.steps import Steps, checked, one_process, random_batches, speed
+from hybridtron.proving.steps import Steps, load_checked, one_process, random_batches, speed
 
+# settings for tiny models
 TINY = ("model.width=128", "model.vocab_size=384", "model.layers.-.hidden=128", "model.layers.W.window=64")
 TINY += ("model.layers.W.heads=2", "model.layers.W.kv_heads=2", "phases.0.seq_len=128", "phases.0.global_batch=2")
 TINY += ("phases.0.micro_batch=1",)
+# headers of the table's columns
 SPEED = ("recipe", "precision", "rows x tokens", "tokens/s", "TFLOP/s", "MFU", "peak memory", "estimate", "loss")
 
 
@@ -26,38 +27,44 @@ def recipes(report: BenchReport) -> None:
 
 
 def fp8(report: BenchReport) -> None:
-    """Measure one recipe in bf16 and in every FP8 recipe."""
+    """Measure one recipe in bf16 and with every FP8 scaling."""
     precisions = ["bf16", "fp8_delayed", "fp8_current", "fp8_block"]
     measure(report, "FP8: steps", [("samba_1.7b_padded", 2)], precisions)
 
 
 def measure(report: BenchReport, title: str, wanted: Sequence[tuple[str, int]], precisions: Sequence[str]) -> None:
-    """Report a line for each recipe and precision, and notes on those that can't run here."""
+    """Add a table with a row for each recipe in each precision.
+
+    `wanted` has pairs: a recipe, and the number of sequences in a micro-batch. If a recipe can't run in a precision on
+    this device, the table has no row for them, and a note in the report gives the reason.
+    """
     cells = []
     for name, rows in wanted:
         for precision in precisions:
             try:
-                cells.append(trained(report, name, rows, precision))
+                cells.append(train_rows(report, name, rows, precision))
             except (ConfigError, torch.OutOfMemoryError) as error:
                 reason = str(error).splitlines()[-1].strip()
                 report.notes.append(f"{name} in {precision} is not measured: {reason}")
     report.table(f"{title} on random tokens, forward, backward and AdamW", SPEED, cells)
 
 
-def trained(report: BenchReport, name: str, rows: int, precision: str) -> tuple[str, ...]:
-    """Run steps of two micro-batches with this number of rows; return the cells of the fastest step and the last
-    loss.
+def train_rows(report: BenchReport, name: str, rows: int, precision: str) -> tuple[str, ...]:
+    """Run steps with two micro-batches of `rows` sequences each.
+
+    Return the table cells for the columns SPEED: the speed of the fastest step, memory, and the last step's loss.
     """
     settings = [f"recipe={name}", f"precision={precision}", f"phases.0.micro_batch={rows}", "cluster=h100"]
     settings.append(f"phases.0.global_batch={2 * rows}")
     if report.quick:
         settings += [*TINY, f"precision.emulate={str(precision.startswith('fp8')).lower()}"]
-    config = checked(settings)
+    config = load_checked(settings)
     forget_peak_memory()
     with one_process(config) as groups:
         steps = Steps(config, groups, random_batches(config))
         seconds = report.timed({f"{name} in {precision}": steps}).popitem()[1].fastest
     loss = steps.losses[-1].item()
+    planned = plan(steps.phase, 1).fullest.memory.total
     del steps
     gc.collect()
     phase = config.phases[0]
@@ -72,7 +79,7 @@ def trained(report: BenchReport, name: str, rows: int, precision: str) -> tuple[
         f"{tflops:.4g}",
         "-" if peak is None else f"{tflops / peak:.1%}",
         in_gib(memory),
-        in_gib(plan(resolve(config)[0], 1).fullest.memory.total / 2**30),
+        in_gib(planned / 2**30),
         f"{loss:.3f}",
     )
 

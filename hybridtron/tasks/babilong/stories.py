@@ -1,8 +1,8 @@
-"""The stories of bAbI's tasks 1 to 10: statements, and questions after some of them.
+"""The stories in bAbI's tasks 1 to 10: statements, and questions after some statements.
 
-The rules follow the public task definitions; where these leave a choice, it is uniform. Each question in a story gives
-a sample, with the statements before it and without earlier questions. `hybridtron tasks list` describes each story by
-its docstring's first sentence.
+The rules follow the public task definitions. Where the definitions leave a choice, it is drawn uniformly. A sample is
+one question from a story with all statements before the question; earlier questions are left out. `hybridtron tasks
+list` prints the first sentence from each story's docstring.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from random import Random
 
 from hybridtron.tasks.babilong.world import PLACES, Handling, World
 
-QUESTIONS = 5  # per story; task 4 has one
+QUESTIONS = 5  # questions per story; task 4 has a single question
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A question after the first `facts` statements, and its answer. `about` fills the answer's template."""
+    """A question after the first `facts` statements in a story, and its answer.
+
+    `about` are the people, objects or places that the answer template in `prompts.Prompt` names. The story generators
+    leave `facts` at 0; `story_of` sets it.
+    """
 
     facts: int
     question: str
@@ -38,7 +42,7 @@ Steps = Iterator[str | Asked]
 
 
 def story_of(steps: Steps) -> Story:
-    """Collect statements and questions until a story has QUESTIONS questions, or the generator ends."""
+    """Return a story with a generator's statements and questions, up to QUESTIONS questions."""
     facts: list[str] = []
     questions: list[Asked] = []
     for step in steps:
@@ -64,8 +68,8 @@ def qa1(random: Random) -> Steps:
 def _stream(world: World, *kinds: tuple[str, ...]) -> Steps:
     """Yield random statements without end.
 
-    For each, a move or one of the tuples in `kinds` is drawn with equal probability; a tuple means a random handling of
-    its kinds. If none is valid, the statement is a move.
+    For each statement, a move or one of the tuples in `kinds` is drawn with equal probability. If a tuple is drawn, the
+    statement is a random valid action of the tuple's kinds (get, drop, give), or a move if no such action is valid.
     """
     while True:
         chosen = world.random.choice((*kinds, ()))
@@ -74,10 +78,10 @@ def _stream(world: World, *kinds: tuple[str, ...]) -> Steps:
 
 
 def _moving_objects(random: Random, ask: Callable[[World], Asked | None]) -> Steps:
-    """Yield a story of objects that people get, carry and drop.
+    """Yield a story about objects that people get, carry and drop.
 
-    After at least 3 statements since the last question, each statement is followed by a question with probability 1/2,
-    unless `ask` returns None.
+    After a question, at least 3 statements come before the next question. From the third statement on, each is followed
+    by a question with probability 1/2, unless `ask` returns None because no question is possible.
     """
     world = World(random)
     since_question = 0
@@ -103,7 +107,7 @@ def qa2(random: Random) -> Steps:
 
 
 def qa3(random: Random) -> Steps:
-    """The location of an object before its last known one."""
+    """The location of an object before its last known location."""
 
     def ask(world: World) -> Asked | None:
         known_items = sorted(item for item, trail in world.trail.items() if len(trail) >= 2)
@@ -117,7 +121,7 @@ def qa3(random: Random) -> Steps:
 
 
 def qa4(random: Random) -> Steps:
-    """Three places on a line, given by two facts; the place on one side of the middle one."""
+    """Given two facts about three places on a line, the place on one side of the middle place."""
     first, second = random.choice((("north", "south"), ("east", "west")))
     a, b, c = random.sample(PLACES, 3)  # a is `first` of b, b is `first` of c
     pairs = random.sample(((a, b), (b, c)), 2)
@@ -135,7 +139,7 @@ def qa4(random: Random) -> Steps:
         yield Asked(0, f"What is the {b} {side} of?", behind)
 
 
-GIVING = (  # question, answer, relative frequency in the released data set
+GIVING = (  # question, field of Handling with the answer, relative frequency in the released data set
     ("What did {a} give to {b}?", "object", 0.33),
     ("Who gave the {o}?", "person", 0.18),
     ("Who did {a} give the {o} to?", "receiver", 0.17),
@@ -169,10 +173,10 @@ def qa5(random: Random) -> Steps:
         since_question = 0
 
 
-def _apart(one: Handling, given: Handling) -> bool:
-    """Check that a handling involves neither the given object nor the same pair of giver and receiver."""
-    same_pair = (one.person, one.receiver) == (given.person, given.receiver)
-    return one.object != given.object and not same_pair
+def _apart(handling: Handling, gift: Handling) -> bool:
+    """Return True if an action involves neither the object in `gift` nor its pair of giver and receiver."""
+    same_pair = (handling.person, handling.receiver) == (gift.person, gift.receiver)
+    return handling.object != gift.object and not same_pair
 
 
 def qa6(random: Random) -> Steps:
@@ -186,7 +190,7 @@ def qa6(random: Random) -> Steps:
 
 
 def _yes_or_no(world: World, person: str, place: str) -> Asked:
-    """Ask for a person's true place or for another one, with equal probabilities."""
+    """Return a question that names the person's place (answer yes) or another place (no), with equal probabilities."""
     if world.random.random() < 0.5:
         return Asked(0, f"Is {person} in the {place}?", "yes")
     return Asked(0, f"Is {person} in the {world.another_place(place)}?", "no")
@@ -195,7 +199,8 @@ def _yes_or_no(world: World, person: str, place: str) -> Asked:
 def _carrying(random: Random, question: str, answer: Callable[[list[str]], str]) -> Steps:
     """Yield a story with questions about the objects that a person carries.
 
-    The first question follows the first handling, but at least 2 statements. Others follow every 2 statements.
+    The first question comes as soon as there are 2 statements and an action on an object. Each later question comes
+    after 2 more statements.
     """
     world = World(random)
     since_question = 0
@@ -250,10 +255,10 @@ def qa9(random: Random) -> Steps:
 
 
 def qa10(random: Random) -> Steps:
-    """A question about a person's location, with the answers yes, no and maybe, where some statements leave two places.
+    """A question about a person's location, with answer yes, no or maybe; some statements name two possible places.
 
-    A question follows every two statements. Its answer is drawn first; if no person's last statement allows it, the
-    second statement is drawn so that it does.
+    A question follows every two statements. The answer is drawn before the statements. If no person's last statement
+    allows this answer after the first statement, the second statement is drawn so that it allows the answer.
     """
     world = World(
         random, ("Bill", "Fred", "Julie", "Mary"), ("kitchen", "bedroom", "office", "school", "park", "cinema")
@@ -262,7 +267,7 @@ def qa10(random: Random) -> Steps:
     while True:
         answer = random.choice(("yes", "no", "maybe"))
         yield _perhaps(world, said, random.choice(("move", "is", "either")))
-        # the number of places that a person's last statement must leave open
+        # the number of places that the last statement about the person must leave possible; None: any number
         num_places = {"yes": 1, "maybe": 2}.get(answer)
         possible = num_places is None or any(len(places) == num_places for places in said.values())
         if possible:
@@ -273,7 +278,7 @@ def qa10(random: Random) -> Steps:
             kinds = ("either",)
         yield _perhaps(world, said, random.choice(kinds))
         suited_people = sorted(person for person, places in said.items() if num_places in (None, len(places)))
-        if not suited_people:  # the second statement changed the only person for whom the answer was possible
+        if not suited_people:  # the second statement was about the only person for whom the answer was possible
             person = random.choice(sorted(said))
             answer = {1: "yes", 2: "maybe"}[len(said[person])]
         else:
@@ -283,7 +288,10 @@ def qa10(random: Random) -> Steps:
 
 
 def _perhaps(world: World, said: dict[str, tuple[str, ...]], kind: str) -> str:
-    """Return a statement (move, is or either), and record in `said` the places that it leaves for the person."""
+    """Return a statement of a kind (move, is or either) about a random person.
+
+    The places that the statement leaves possible for the person are recorded in `said`.
+    """
     if kind == "move":
         places_before = dict(world.where)
         statement = world.move()

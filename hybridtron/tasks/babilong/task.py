@@ -1,14 +1,17 @@
-"""BABILong's tasks: a bAbI story's facts, scattered in order between the sentences of a long text, and a question.
+"""BABILong's tasks: the facts of a bAbI story, scattered in order between the sentences of a long text, and a question.
 
-The text starts at a random sentence of an essay (in the paper: a book from PG-19) and has as many words as fit. Its
-sentences have at least 10 words, and none has both a person and a place of the stories. Facts are inserted at random
-gaps, drawn with replacement. A story with more than length / 8 facts, or one that doesn't fit the length, is drawn
-again.
+The text (background) begins at a random sentence of an essay (in the paper: a book from PG-19) and has as many words as
+fit the length, which is the sample's maximum number of tokens. The background has only sentences with at least 10
+words, and none with both a person and a place from the stories. Facts are inserted at random gaps between sentences; a
+gap may get several facts. If more than one fact per 8 tokens of the length stands before the story's question, or if
+the sample does not fit the length even without background, another story is drawn.
 
-Metrics. The first two look at the answer up to its first period:
-    accuracy            of all labels, the answer has the right one alone; labels in the question don't count
-    accuracy_reference  the same, but labels also match within words, as in the public code: "one" is in "none"
-    contains            the right label occurs anywhere in the answer (lm-evaluation-harness, more lenient)
+Labels are a task's possible answers; only in qa8, an answer may be several labels, separated by commas. There are three
+metrics. The first two read the model's answer only up to its first period:
+
+    accuracy            1 if the answer has all right labels and no other label; labels in the question don't count
+    accuracy_reference  like accuracy, but labels also match within words, as in the public code: "one" is in "none"
+    contains            1 if the right answer occurs literally anywhere in the answer; as in lm-evaluation-harness
 """
 
 from __future__ import annotations
@@ -29,10 +32,10 @@ from hybridtron.tasks.fitting import most_units
 from hybridtron.tasks.haystack import SYNTHETIC, corpus_sentences
 
 STYLES = ("few_shot", "tuned")
-STORIES_TRIED = 200  # maximum number of stories drawn to find one that is short enough
-SHORTEST_SENTENCE = 10  # words
-NAMED = {*PEOPLE, "Fred", "Jeff", "Bill", "Julie"}
-NAMED_PLACES = {*PLACES, "school", "park", "cinema"}
+STORIES_TRIED = 200  # maximum number of stories that are drawn until a story has few enough facts
+MIN_SENTENCE_WORDS = 10  # minimum number of words in a sentence of the background
+NAMED = {*PEOPLE, "Fred", "Jeff", "Bill", "Julie"}  # all people of the stories
+NAMED_PLACES = {*PLACES, "school", "park", "cinema"}  # all places of the stories
 LABELS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("qa1", "qa2", "qa3", "qa4"), PLACES),
     "qa5": ("Bill", "Fred", "Jeff", "Mary", *OBJECTS),
@@ -46,11 +49,12 @@ LABELS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Babilong(FittedTask):
-    """A bAbI story hidden in a text.
+    """A bAbI story hidden in a text. Words of background are added until the text has the wanted length.
 
-    story  qa1 to qa10
-    style  few_shot: with instruction and examples; tuned: text and question alone, for models trained on the task
-    essay  provider of the text (haystack.py); "none": the facts alone (BABILong's 0k)
+    story  bAbI task: qa1 to qa10
+    style  few_shot: prompts have an instruction and examples
+           tuned: prompts have only text and question, for models that are trained on the task
+    essay  the background's source (haystack.py lists the choices), or "none" for no background (0k in BABILong)
     """
 
     generate: ClassVar[int] = 20
@@ -75,7 +79,10 @@ class Babilong(FittedTask):
         return 0, max(length // 512, 1)
 
     def most(self, size: Callable[[int], int], tokenizer: TextTokens, length: int) -> int:
-        """Return how many words fit this sample; stories differ too much in length to share one number."""
+        """Return the number of background words that fit this sample.
+
+        Other tasks search for this number once and not per sample. Here stories differ too much in length for that.
+        """
         if self.essay == "none":
             return 0
         return most_units(size, length, *self.steps(length))
@@ -101,9 +108,9 @@ class Babilong(FittedTask):
         return TaskText(question, "", completion, (asked.answer,), meta)
 
     def drawn(self, random: Random, index: int, length: int) -> tuple[Story, Asked]:
-        """Draw a story with at most length / 8 facts, and choose one of its questions by the index.
+        """Draw stories until a story has at most length / 8 facts before the question that the index chooses.
 
-        Raises TaskError if none of STORIES_TRIED stories is short enough.
+        Returns the story and this question. Raises TaskError if none of STORIES_TRIED stories is short enough.
         """
         for _ in range(STORIES_TRIED):
             story = story_of(STORIES[self.story](random))
@@ -114,7 +121,10 @@ class Babilong(FittedTask):
         raise TaskError(f"{self.name}: a length of {length} is too short: {reason}", code="does-not-fit")
 
     def background(self, random: Random, words: int) -> list[str]:
-        """Return `words` words of consecutive sentences from a random one on; the last sentence is cut."""
+        """Return consecutive sentences with `words` words in total, from a random sentence on.
+
+        The last sentence may be cut. After the essay's last sentence, the first follows.
+        """
         if self.essay == "none" or words == 0:
             return []
         sentences = _sentences(self.essay)
@@ -142,21 +152,26 @@ class Babilong(FittedTask):
 
 
 def in_words(label: str, text: str) -> bool:
-    """Check that a label occurs as a word."""
+    """Return True if a label occurs in the text as a word."""
     return re.search(rf"\b{re.escape(label)}\b", text) is not None
 
 
 def in_letters(label: str, text: str) -> bool:
-    """Check that a label occurs anywhere, even within a word."""
+    """Return True if a label occurs anywhere in the text, even within a word."""
     return label in text
 
 
 def judged(
     answer: str, wanted: str, question: str, labels: tuple[str, ...], occurs: Callable[[str, str], bool]
 ) -> float:
-    """Return 1 if the labels in the answer, without those in the question, are exactly the wanted ones, else 0.
+    """Return 1 if the labels in the answer, without those in the question, are exactly the wanted labels, else 0.
 
-    The answer ends at its first period or example. `occurs(label, text)` finds labels; case is ignored.
+    answer: the text that the model has written
+    wanted: the right labels, separated by commas
+    labels: all possible answers of the task
+    occurs: function of (label, text) that returns True if the label occurs in the text
+
+    Only the answer's text before its first period, `<context>` or `<example>` counts. Case is ignored.
     """
     written = re.split(r"\.|<context>|<example>", answer.lower())[0]
     lowered = [label.lower() for label in labels]
@@ -167,12 +182,15 @@ def judged(
 
 @cache
 def _sentences(provider: str) -> list[str]:
-    """Return a corpus's sentences that can be background: long enough, and without both a person and a place."""
+    """Return the sentences that can be background, from the corpus of a provider such as `files:DIR`.
+
+    They have at least MIN_SENTENCE_WORDS words, and do not contain both a person and a place from the stories.
+    """
     sentences = []
     for sentence in corpus_sentences(provider):
         words = set(re.findall(r"\w+", sentence))
-        if len(sentence.split()) >= SHORTEST_SENTENCE and not (words & NAMED and words & NAMED_PLACES):
+        if len(sentence.split()) >= MIN_SENTENCE_WORDS and not (words & NAMED and words & NAMED_PLACES):
             sentences.append(sentence)
     if not sentences:
-        raise TaskError(f"essay={provider}: has no sentence of {SHORTEST_SENTENCE} words", code="missing")
+        raise TaskError(f"essay={provider}: has no sentence of {MIN_SENTENCE_WORDS} words", code="missing")
     return sentences

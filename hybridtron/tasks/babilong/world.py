@@ -1,8 +1,14 @@
-"""A simulation of bAbI's world: where people and objects are, and how much of this the statements have revealed.
+"""A simulation of bAbI's world: people and objects at places, and the facts that statements have revealed.
 
-The initial state is drawn uniformly and not shown, so a reader knows a person's place only after a statement about it.
-All actions are valid: people move to another place, take objects that lie where they are, drop or give objects that
-they hold, and give them to people at the same place. The wording follows the released data set.
+The initial state is drawn uniformly, and no statement shows it. So a model that reads the story knows a person's place
+only after a statement about this person. Only valid actions occur:
+
+    a person moves to another place
+    a person gets an object that lies at the person's place
+    a person drops an object that the person holds
+    a person gives an object that the person holds to another person at the same place
+
+The statements' wording follows the released data set.
 """
 
 from __future__ import annotations
@@ -34,11 +40,11 @@ class World:
     """The world's true state, and the part that statements have revealed.
 
     where    each person's true place
-    lies     each object's place, unless it is held
-    known    each person's place, if a statement has revealed it
-    holder   each held object's holder
-    trail    each object's successive known places, oldest first; emptied when its place becomes unknown
-    handled  people who took part in a get, drop or give
+    lies     true place for each object that no person holds
+    known    place for each person whose place a statement has revealed
+    holder   person who holds the object, for each object that is held
+    trail    each object's known places one after another, oldest first; empty once its place is unknown
+    handled  people who took part in an action on an object (get, drop or give)
     """
 
     random: Random
@@ -56,11 +62,11 @@ class World:
         self.lies = {item: self.random.choice(self.places) for item in OBJECTS}
 
     def held_by(self, person: str) -> list[str]:
-        """List the objects that a person holds, oldest first."""
+        """Return the objects held by a person, in the order in which the person got them."""
         return [item for item, holder in self.holder.items() if holder == person]
 
     def another_place(self, than: str) -> str:
-        """Draw a place other than the given one."""
+        """Return a random place other than `than`."""
         return self.random.choice([place for place in self.places if place != than])
 
     def move(self) -> str:
@@ -73,7 +79,7 @@ class World:
         return f"{person} {self.random.choice(MOVE)} the {place}."
 
     def handlings(self, kinds: tuple[str, ...]) -> list[Handling]:
-        """List the valid actions of these kinds."""
+        """Return all valid actions of these kinds (get, drop, give)."""
         handlings = [
             Handling("get", person, item)
             for item, place in self.lies.items()
@@ -106,9 +112,12 @@ class World:
         self.lies[item] = self.where[person]
         return f"{person} {self.random.choice(DROP)} the {item}{suffix}."
 
-    def _seen(self, one: str, person: str) -> None:
-        """Extend an object's trail by its holder's place; the trail is cleared if that place is not known."""
+    def _seen(self, item: str, person: str) -> None:
+        """Append the place of `person`, who holds the object, to the object's trail.
+
+        If this place is not known, the trail is cleared.
+        """
         if person not in self.known:
-            self.trail[one] = []
-        elif self.trail.setdefault(one, [])[-1:] != [self.known[person]]:
-            self.trail[one].append(self.known[person])
+            self.trail[item] = []
+        elif self.trail.setdefault(item, [])[-1:] != [self.known[person]]:
+            self.trail[item].append(self.known[person])

@@ -1,8 +1,15 @@
 """RULER's common words: find the 10 most frequent words in a numbered list. The prompt begins with a solved example.
 
-In the large setting common words appear 30 times, others 3 times (example: 40 words, 10 and 3 times); in the small one
-6 times and once (example: 20 words, 3 times and once). The public generator takes the small setting below a length of
-4096. Here it is taken if the large one doesn't fit, and the sample records its setting.
+In a list 10 words are common; each appears more often than any other word. There are two settings, which say how often
+words appear:
+
+              list:                     example:
+    setting   common words   others     common words   others    different words
+    large     30 times       3 times    10 times       3 times   40
+    small     6 times        once       3 times        once      20
+
+The public generator uses the small setting for lengths below 4096. By default, this task uses the small setting if the
+large setting does not fit the length. A sample records its setting.
 """
 
 from __future__ import annotations
@@ -14,7 +21,7 @@ from pathlib import Path
 from random import Random
 from typing import ClassVar
 
-from hybridtron.regular_files import Unreadable, read_regular
+from hybridtron.safe_open import Unreadable, read_regular
 from hybridtron.tasks.base import Sample, TaskError, TextTokens
 from hybridtron.tasks.fitted import TaskText
 from hybridtron.tasks.fitting import TooShort, most_units
@@ -27,18 +34,21 @@ QUESTION = (
     "Question: What are the 10 most common words in the above list?"
 )
 PREFIX = " Answer: The top 10 words that appear most often in the list are:"
-COMMON = 10
-# repeats of (common, other) words in the list; the same in the example; number of words in the example
+COMMON = 10  # number of common words
+# setting -> (repeats of common words, of other words) in the list; the same in the example; different words in the
+# example
 REPEATS = {"large": ((30, 3), (10, 3), 40), "small": ((6, 1), (3, 1), 20)}
-LARGEST_LIST = 2**26  # bytes
+MAX_LIST_BYTES = 2**26  # maximum size of a file with words
 
 
 @dataclass(frozen=True)
 class CommonWords(RulerTask):
     """The common words task; texts grow by distinct words.
 
-    setting  large, small, or auto (large if it fits)
-    words    file with one word per line, instead of the 8166 words of the package wonderwords
+    setting   large, small, or auto: large if that fits the length, else small (with `faithful`, as the public generator
+              chooses)
+    words     file with one word per line; "" stands for the 8166 words in the package wonderwords
+    faithful  also reproduce accidents in the public generator (base.py)
     """
 
     generate: ClassVar[int] = 120
@@ -63,9 +73,10 @@ class CommonWords(RulerTask):
             )
 
     def most(self, size: Callable[[int], int], tokenizer: TextTokens, length: int) -> int:
-        """Return how many distinct words a sample has at first: fitted for each sample, unless `faithful`.
+        """Return how many distinct words are tried first; without `faithful` this number is found for each sample.
 
-        Words are repeated up to 30 times, so lists with equally many words differ by hundreds of letters.
+        One number for all samples would fit badly. A word is repeated up to 30 times, so lists with equal numbers of
+        words differ by hundreds of letters.
         """
         if self.faithful:
             return super().most(size, tokenizer, length)
@@ -82,9 +93,9 @@ class CommonWords(RulerTask):
                 return replace(self, setting="small").sample(seed, index, tokenizer, length)
         sample = super().sample(seed, index, tokenizer, length)
         if sample.meta["units"] >= len(known := word_list(self.words)):
-            cure = "words=FILE names a longer list"
+            cure = "set words=FILE to a longer list, or choose a smaller length"
             raise TaskError(
-                f"{self.name}: a length of {length} has room for more than the {len(known)} words; {cure}",
+                f"{self.name}: a length of {length} has room for more than all {len(known)} words; {cure}",
                 code="does-not-fit",
             )
         return sample
@@ -101,7 +112,12 @@ class CommonWords(RulerTask):
     def drawn(
         self, known: tuple[str, ...], random: Random, count: int, repeats: tuple[int, int]
     ) -> tuple[list[str], str]:
-        """Draw `count` words, the first COMMON of which are common; returns the common ones and the numbered list."""
+        """Draw `count` words, of which the first COMMON words are the common words.
+
+        repeats: how many times a common word and another word appear in the list
+
+        Returns the common words, and the text of the numbered list in random order.
+        """
         words = random.sample(known, count)
         common = words[:COMMON]
         others = words[COMMON:]
@@ -110,26 +126,26 @@ class CommonWords(RulerTask):
 
 
 def numbered(words: list[str]) -> str:
-    """Write a numbered list: ` 1. a 2. b`."""
+    """Return a numbered list as text: ` 1. a 2. b`."""
     return "".join(f" {number}. {word}" for number, word in enumerate(words, 1))
 
 
 @cache
 def word_list(file: str) -> tuple[str, ...]:
-    """Return a file's distinct words, sorted; without a file, those of wonderwords.
+    """Return the distinct words in a file, sorted; if `file` is "", return the words in the package wonderwords.
 
     Raises TaskError if the file can't be read or has too few words.
     """
     if not file:
         return single_words()
     try:
-        lines = read_regular(Path(file), LARGEST_LIST).decode().splitlines()
+        lines = read_regular(Path(file), MAX_LIST_BYTES).decode().splitlines()
     except (Unreadable, OSError, UnicodeDecodeError) as error:
         raise TaskError(f"cwe: words={file} can't be read: {error}", code="unreadable") from error
     words = tuple(sorted({line.strip() for line in lines} - {""}))
     if len(words) < REPEATS["large"][2]:
         raise TaskError(
-            f"cwe: words={file} has {len(words)} words; the example alone takes {REPEATS['large'][2]}",
+            f"cwe: words={file} has {len(words)} words; the example alone needs {REPEATS['large'][2]}",
             code="does-not-fit",
         )
     return words

@@ -1,7 +1,8 @@
-"""Needle in a haystack: RULER's eight NIAH tasks, and a single needle by depth and length.
+"""Needle in a haystack (NIAH): RULER's eight tasks, and a task with a single needle at chosen depths.
 
-A needle assigns a value to a key: `One of the special magic numbers for KEY is: VALUE.` The question asks for all
-values of one or several keys. The haystack is a repeated line, an essay, or other needles.
+A needle assigns a value to a key: `One of the special magic numbers for KEY is: VALUE.` Needles are hidden in a long
+text, the haystack, which is a repeated line, an essay, or other needles. The question asks for all values of one or
+several keys.
 """
 
 from __future__ import annotations
@@ -26,22 +27,25 @@ INTRODUCTION = (
 QUESTION = "\nWhat are all the special magic {kind} for {query} mentioned in the provided text?"
 PREFIX = " The special magic {kind} for {query} mentioned in the provided text are"
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+# replacements in the prompt, in this order, if the answer is a single value
 SINGULAR = (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer"))
-DEPTHS = tuple(round(100 * step / 39) for step in range(40))  # positions, in percent of an essay's sentences
+DEPTHS = tuple(round(100 * step / 39) for step in range(40))  # possible depths of needles in an essay, in percent
 KINDS = ("words", "numbers", "uuids")
 HAYSTACKS = ("noise", "essay", "needle")
-MOST_NEEDLES = 2**14
+MAX_NEEDLES = 2**14
 
 
 @dataclass(frozen=True)
 class Needles(RulerTask):
-    """RULER's NIAH task: keys and values hidden in noise, an essay or other keys and values.
+    """RULER's NIAH task: keys and values hidden in a haystack.
 
-    haystack     noise, essay or needle
-    keys, values words, numbers or uuids
-    num_keys     number of hidden keys, or num_queries if that is larger; each has num_values values
-    num_queries  number of keys in the question
-    essay        the essay's provider (haystack.py)
+    haystack      noise (a repeated line), essay, or needle (other keys with values)
+    keys, values  words, numbers or uuids
+    num_keys      how many keys are hidden; it is raised to num_queries if it is smaller
+    num_values    how many values each key has
+    num_queries   how many keys the question asks for
+    essay         the essay's provider (haystack.py)
+    faithful      also reproduce accidents in the public generator (base.py)
     """
 
     generate: ClassVar[int] = 128
@@ -87,15 +91,20 @@ class Needles(RulerTask):
                     f"{self.name}: {option}={value}: must be one of {', '.join(known)}", code="unknown-name"
                 )
         if min(self.num_keys, self.num_values, self.num_queries) < 1:
-            raise TaskError(f"{self.name}: num_keys, num_values and num_queries are at least 1", code="out-of-range")
+            raise TaskError(
+                f"{self.name}: num_keys, num_values and num_queries must be at least 1", code="out-of-range"
+            )
         needles = max(self.num_keys, self.num_queries) * self.num_values
-        if needles > MOST_NEEDLES:
-            raise TaskError(f"{self.name}: keys times values must be at most {MOST_NEEDLES:,}", code="out-of-range")
+        if needles > MAX_NEEDLES:
+            raise TaskError(
+                f"{self.name}: num_keys (or num_queries) times num_values must be at most {MAX_NEEDLES:,}",
+                code="out-of-range",
+            )
         if self.haystack == "essay" and needles > len(DEPTHS):
             options = f"num_keys={self.num_keys} num_queries={self.num_queries} num_values={self.num_values}"
             raise TaskError(
-                f"{self.name}: {options}: haystack=essay has places for {len(DEPTHS)} needles, not for {needles:,}; "
-                "ask for fewer, or set haystack=noise or haystack=needle",
+                f"{self.name}: {options}: haystack=essay can hold at most {len(DEPTHS)} needles, not {needles:,}; "
+                "choose fewer keys or values, or set haystack=noise or haystack=needle",
                 code="does-not-fit",
             )
 
@@ -115,7 +124,7 @@ class Needles(RulerTask):
         return self.asked_about(context, asked_keys, outputs, {"hidden": hidden, "places": places})
 
     def asked_about(self, context: str, asked: Sequence[str], outputs: tuple[str, ...], meta: dict) -> TaskText:
-        """Fill in the template, in the singular if there is only one output."""
+        """Return a sample's texts, in the singular if there is only one output; `asked` are the keys asked for."""
         kind = self.values
         parts = [INTRODUCTION, QUESTION, PREFIX]
         if len(outputs) == 1:
@@ -129,19 +138,25 @@ class Needles(RulerTask):
         return TaskText(f"{before}{context}{after}", prefix, f" {listed(outputs)}.", outputs, meta)
 
     def lines(self, keys: list[str], units: int, random: Random) -> tuple[list[str], str]:
-        """Return the haystack's lines or sentences, and their separator. Units are lines, or words of an essay."""
+        """Return the haystack's lines or sentences, and their separator.
+
+        `units` is the number of lines, or for an essay the number of words.
+        """
         if self.haystack == "essay":
             return split_sentences(" ".join(essay(self.essay, units))), " "
         return [NOISE] * units if self.haystack == "noise" else self._distractors(keys, units, random), "\n"
 
     def places(self, needles: int, lines: int, random: Random, index: int) -> list[int]:
-        """Return for each needle the index of the line or sentence before which it is inserted, in order."""
+        """Return for each needle the line index before which it is inserted, in ascending order.
+
+        `needles` and `lines` are numbers. In an essay, sentences are the lines.
+        """
         if self.haystack == "essay":
             return sorted(lines * depth // 100 for depth in random.sample(DEPTHS, needles))
         return sorted(random.sample(range(lines), needles))
 
     def _distractors(self, keys: list[str], count: int, random: Random) -> list[str]:
-        """Return `count` needles as a haystack; their keys differ from the hidden ones."""
+        """Return `count` needles as a haystack; none of them has one of the hidden keys `keys`."""
         lines = []
         while len(lines) < count:
             key = drawn(self.keys, random)
@@ -152,9 +167,10 @@ class Needles(RulerTask):
 
 @dataclass(frozen=True)
 class NeedleByDepth(Needles):
-    """One number in noise or an essay, at a depth given by the sample's index.
+    """A single needle in noise or an essay, at a depth that depends on the sample's index.
 
-    Sample i has depth (i mod depth_steps) / (depth_steps - 1); with depth_steps=0 it is drawn uniformly from 0 to 1.
+    Sample i has depth (i mod depth_steps) / (depth_steps - 1). With depth_steps=0 depths are drawn uniformly from 0
+    to 1.
     """
 
     name: str = "needle"
@@ -167,7 +183,11 @@ class NeedleByDepth(Needles):
 
     def check(self, length: int) -> None:
         if self.haystack == "needle" or max(self.num_keys, self.num_values, self.num_queries) > 1:
-            raise TaskError(f"{self.name}: hides one needle, haystack=noise or haystack=essay", code="conflict")
+            raise TaskError(
+                f"{self.name}: this task hides a single needle; set haystack=noise or haystack=essay, "
+                "and num_keys, num_values and num_queries to 1",
+                code="conflict",
+            )
         super().check(length)
 
     def places(self, needles: int, lines: int, random: Random, index: int) -> list[int]:
@@ -175,7 +195,7 @@ class NeedleByDepth(Needles):
 
 
 def drawn(kind: str, random: Random) -> str:
-    """Draw a key or value: `adjective-noun`, 7 digits, or a UUID of version 4."""
+    """Return a random key or value: `adjective-noun` for words, 7 digits for numbers, or a UUID (version 4)."""
     if kind == "words":
         return word_pair(random)
     if kind == "numbers":
@@ -184,7 +204,7 @@ def drawn(kind: str, random: Random) -> str:
 
 
 def inserted(lines: Sequence[str], places: Sequence[int], needles: Sequence[str]) -> list[str]:
-    """Insert each needle before the line at its place; `places` are in ascending order."""
+    """Return the lines with each needle inserted before the line at its place; `places` are in ascending order."""
     result: list[str] = []
     for start, place, needle in zip([0, *places], places, needles, strict=False):
         result += [*lines[start:place], needle]

@@ -1,8 +1,10 @@
 """RULER's question answering among documents: qa_1 (SQuAD) and qa_2 (HotpotQA).
 
-The prompt has the documents that answer the question, others of the same article, and random ones, all shuffled. Sample
-i asks question i. The option `data` names the file, SQuAD's dev-v2.0.json or hotpot_dev_distractor_v1.json; without it,
-the file is expected where `hybridtron tasks download` stores it. Substitutes that need no download are in qa_synth.py.
+The prompt has documents in random order: those that answer the question, then, as far as the length allows, other
+documents from the same article, and then random documents. Sample i asks question i of the data set. The data set is a
+file: SQuAD's dev-v2.0.json or HotpotQA's hotpot_dev_distractor_v1.json. `hybridtron tasks download` stores this file
+where the task looks for it; the option `data` names another path. Similar tasks that need no download are in
+qa_synth.py.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from random import Random
 from typing import ClassVar
 
 from hybridtron.nested import json_of
-from hybridtron.regular_files import Unreadable, read_regular
+from hybridtron.safe_open import Unreadable, read_regular
 from hybridtron.tasks.base import Sample, TaskError, TextTokens
 from hybridtron.tasks.download import FOLDER, PUBLISHED
 from hybridtron.tasks.fitted import TaskText, fitted
@@ -24,14 +26,15 @@ from hybridtron.tasks.ruler.base import RulerTask
 ASK = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
 QUESTION = ASK + "\n\nThe following are given documents.\n\n{context}\n\n" + ASK + "\n\nQuestion: {question}"
 PREFIX = " Answer:"
-LARGEST_DATA = 2**30  # bytes
+MAX_DATA_BYTES = 2**30  # maximum size of a data set's file
 
 
 @dataclass(frozen=True)
 class AskedQuestion:
-    """A question and its accepted answers, with indices of documents.
+    """A question, its accepted answers, and the indices of its documents.
 
-    `gold` documents must be in the prompt; `near` ones (of the same article) fill it before random ones do.
+    gold  documents that must be in the prompt
+    near  other documents from the same article, which are preferred to random documents
     """
 
     question: str
@@ -52,8 +55,9 @@ class DocumentSet:
 class QuestionAnswering(RulerTask):
     """RULER's QA task; texts grow by documents.
 
-    source  squad or hotpotqa
-    data    path of the data set's file; "": where `hybridtron tasks download` stores it
+    source    squad or hotpotqa
+    data      path of the data set's file; "" stands for the path at which `hybridtron tasks download` stores the file
+    faithful  also reproduce accidents of the public generator (base.py)
     """
 
     generate: ClassVar[int] = 32
@@ -73,7 +77,7 @@ class QuestionAnswering(RulerTask):
         return max(fewest, step), step
 
     def known(self) -> DocumentSet:
-        """Read the data set, cached. Raises TaskError if its file is missing or can't be read."""
+        """Return the data set, which is read once. Raises TaskError if its file is missing or can't be read."""
         return _data_set(self.name, self.source, self.file.absolute())
 
     @property
@@ -88,7 +92,8 @@ class QuestionAnswering(RulerTask):
         questions = self.known().questions
         if index >= len(questions):
             raise TaskError(
-                f"{self.name}: there is no question {index}: {self.file} has {len(questions)}", code="out-of-range"
+                f"{self.name}: there is no question {index}: {self.file} has {len(questions)} questions",
+                code="out-of-range",
             )
         return questions[index]
 
@@ -96,7 +101,9 @@ class QuestionAnswering(RulerTask):
         self.check(length)
         if fitted(self, tokenizer, length) > (count := len(self.known().documents)):
             raise TaskError(
-                f"{self.name}: a length of {length} has room for more than the {count} documents", code="does-not-fit"
+                f"{self.name}: a length of {length} has room for more than all {count} documents of the data set; "
+                "choose a smaller length",
+                code="does-not-fit",
             )
         return super().sample(seed, index, tokenizer, length)
 
@@ -127,7 +134,7 @@ class QuestionAnswering(RulerTask):
 
 
 def question_scores(sample: Sample, answer: str) -> dict[str, float]:
-    """Score an answer by RULER's metric and by two stricter ones, exact match and F1."""
+    """Return RULER's metric of an answer, and two stricter metrics: exact match and F1."""
     return {
         "string_match_part": string_match_part(answer, sample.outputs),
         "exact": exact_match(answer, sample.outputs),
@@ -138,11 +145,11 @@ def question_scores(sample: Sample, answer: str) -> dict[str, float]:
 @cache
 def _data_set(name: str, source: str, file: Path) -> DocumentSet:
     if not file.exists():
-        cure = f"`hybridtron tasks download {source}` fetches {PUBLISHED[source].name}, or data=FILE names it"
-        substitute = f"qa_synth_{name[-1]} is a task of its kind without a download"
-        raise TaskError(f"{name}: there is no {file}: {cure}; {substitute}", code="no-file")
+        cure = f"run `hybridtron tasks download {source}`, or set data=FILE to a copy of {PUBLISHED[source].name}"
+        substitute = f"the similar task qa_synth_{name[-1]} needs no download"
+        raise TaskError(f"{name}: {file} does not exist: {cure}; {substitute}", code="no-file")
     try:
-        content = json_of(read_regular(file, LARGEST_DATA))
+        content = json_of(read_regular(file, MAX_DATA_BYTES))
         data_set = {"squad": _squad, "hotpotqa": _hotpotqa}[source](content)
     except (Unreadable, OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise TaskError(
@@ -154,7 +161,7 @@ def _data_set(name: str, source: str, file: Path) -> DocumentSet:
 
 
 def _squad(content: dict) -> DocumentSet:
-    """Convert SQuAD: each paragraph is a document; questions without an answer are left out."""
+    """Return the data set from SQuAD's JSON: each paragraph is a document; unanswerable questions are left out."""
     data_set = DocumentSet()
     for article in content["data"]:
         first = len(data_set.documents)
@@ -170,7 +177,10 @@ def _squad(content: dict) -> DocumentSet:
 
 
 def _hotpotqa(content: list) -> DocumentSet:
-    """Convert HotpotQA: each distinct paragraph with its title is a document; a question's ten paragraphs are gold."""
+    """Return the data set from HotpotQA's JSON: each distinct paragraph with its title is a document.
+
+    All paragraphs that the data set lists for a question (usually ten) are gold.
+    """
     data_set = DocumentSet()
     numbers: dict[str, int] = {}
     for entry in content:

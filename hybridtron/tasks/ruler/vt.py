@@ -1,11 +1,11 @@
-"""RULER's variable tracking: find all variables with a given value, assigned through a chain hidden in noise.
+"""RULER's variable tracking: find all variables that have a given value through a chain of assignments.
 
     VAR AAAAA = 12345
     VAR BBBBB = VAR AAAAA
 
-A chain's assignments are in order, at random lines. The prompt begins with a solved example, which has shorter names
-and a fixed number of noise lines. (The public generator limits it to 500 tokens instead: about 10 lines with common
-vocabularies, but none at all with bytes.)
+A chain's assignments are inserted in this order at random places between noise lines. The prompt begins with a solved
+example, which has shorter names and a fixed number of noise lines. (The public generator instead limits the example to
+500 tokens. With common tokenizers these are about 10 noise lines, but with bytes as tokens not a single line.)
 """
 
 from __future__ import annotations
@@ -30,17 +30,21 @@ PREFIX = (
     " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned "
     "the value {value}, they are: "
 )
-FAITHFUL_LINES = 10
-LETTERS = 5
-EXAMPLE_LETTERS = 3
-MOST_LINKS = 2**10
+FAITHFUL_LINES = 10  # noise lines in the example with `faithful`
+LETTERS = 5  # letters in a variable's name
+EXAMPLE_LETTERS = 3  # letters in a variable's name in the example
+MAX_LINKS = 2**10  # maximum of chains times hops, and of `example_lines`
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """One text's hidden content: each chain's variables and value, and the line before which each assignment is.
+    """The chains that are hidden in a text.
 
-    `lines` counts the noise lines.
+    names   each chain's variables, in order
+    values  each chain's value
+    places  for each chain, the line indices before which its assignments are inserted; the lines include
+            earlier chains' assignments
+    lines   how many noise lines there are
     """
 
     names: list[list[str]]
@@ -49,7 +53,10 @@ class Drawn:
     lines: int
 
     def texts(self) -> tuple[str, str, str]:
-        """Return question, answer prefix and answer; the question asks for the first chain."""
+        """Return three texts: the question with its context, the answer prefix, and the answer.
+
+        The question asks for the first chain's variables.
+        """
         lines = [NOISE] * self.lines
         for names, value, places in zip(self.names, self.values, self.places, strict=True):
             links = [
@@ -64,11 +71,12 @@ class Drawn:
 
 @dataclass(frozen=True)
 class VariableTracking(RulerTask):
-    """The variable tracking task; texts grow by lines of noise.
+    """The variable tracking task; texts grow by noise lines.
 
-    num_chains     number of chains; the question asks for the first
-    num_hops       number of assignments in a chain after the first
-    example_lines  noise lines in the example; with `faithful` 10
+    num_chains     how many chains there are; the question asks for the first chain
+    num_hops       how many assignments a chain has after its first assignment
+    example_lines  how many noise lines the example has; with `faithful` there are 10
+    faithful       also reproduce accidents in the public generator (base.py)
     """
 
     generate: ClassVar[int] = 30
@@ -95,16 +103,14 @@ class VariableTracking(RulerTask):
 
     def check(self, length: int) -> None:
         super().check(length)
-        if self.num_chains * self.num_hops > MOST_LINKS or self.example_lines > MOST_LINKS:
+        if self.num_chains * self.num_hops > MAX_LINKS or self.example_lines > MAX_LINKS:
             raise TaskError(
-                f"{self.name}: chains times hops, and example_lines, must be at most {MOST_LINKS:,}",
+                f"{self.name}: num_chains times num_hops, and example_lines, must be at most {MAX_LINKS:,}",
                 code="out-of-range",
             )
         if min(self.num_chains, self.num_hops) < 1 or self.example_lines < self.num_hops + 1:
             message = f"num_chains={self.num_chains} num_hops={self.num_hops} example_lines={self.example_lines}"
-            raise TaskError(
-                f"{self.name}: {message}: at least 1, 1, and a line for each link of the example", code="out-of-range"
-            )
+            raise TaskError(f"{self.name}: {message}: must be at least 1, 1 and num_hops + 1", code="out-of-range")
 
     def text_of(self, random: Random, units: int, index: int, length: int) -> TaskText:
         main = self.drawn(random, self.num_chains, LETTERS, units, ())
@@ -124,7 +130,10 @@ class VariableTracking(RulerTask):
         )
 
     def drawn(self, random: Random, chains: int, letters: int, lines: int, taken: list[int] | tuple[()]) -> Drawn:
-        """Draw chains of distinct variables, with distinct values not in `taken`, and the lines of their links."""
+        """Draw chains with distinct variables and values, and the places at which they are inserted.
+
+        `letters` is the length of a variable's name, `lines` the number of noise lines. No value is in `taken`.
+        """
         links = self.num_hops + 1
         names: list[str] = []
         while len(names) < chains * links:

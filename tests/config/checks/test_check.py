@@ -5,27 +5,29 @@ from __future__ import annotations
 import pytest
 
 from hybridtron.config.check import check, require, warnings
-from hybridtron.config.load import choices_of, load
+from hybridtron.config.load import load
 from hybridtron.config.resolve import RunPlan
 from hybridtron.problems import Code, ConfigError
+from tests.recipes import RECIPES
+from tests.settings import Setting, flat
 
 
-def reported(*arguments: str, world_size: int | None = None) -> dict[str, Code]:
+def reported(*settings: Setting, world_size: int | None = None) -> dict[str, Code]:
     """Return the codes of all problems by key."""
-    return {problem.key: problem.code for problem in check(load(arguments), world_size)}
+    return {problem.key: problem.code for problem in check(RunPlan.of(load(flat(settings))), world_size)}
 
 
-def cures(*arguments: str, world_size: int | None = None) -> str:
+def cures(*settings: Setting, world_size: int | None = None) -> str:
     """Return the message of the only problem, for the values that it proposes."""
-    (problem,) = check(load(arguments), world_size)
+    (problem,) = check(RunPlan.of(load(flat(settings))), world_size)
     return problem.message
 
 
-@pytest.mark.parametrize("recipe", [name for name in choices_of("recipe") if not name.startswith("length/")])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes_keep_every_rule_and_are_named_after_their_files(recipe):
     config = load([f"recipe={recipe}"])
     assert config.run.name == recipe.removeprefix("ablations/").removeprefix("tasks/")
-    require(config)
+    require(RunPlan.of(config))
     assert warnings(RunPlan.of(config)) == []
 
 
@@ -137,13 +139,13 @@ def test_each_rule_is_reported_alone(argument, key, code):
 
 def test_overlap_param_gather_needs_the_distributed_optimizer():
     settings = ("parallel.overlap_param_gather=true", "parallel.distributed_optimizer=false")
-    assert reported(*settings) == {"parallel.overlap_param_gather": "needs-other-key"}
+    assert reported(settings) == {"parallel.overlap_param_gather": "needs-other-key"}
     assert not reported("parallel.overlap_param_gather=true")
 
 
 def test_gradient_accumulation_fusion_is_not_compiled():
     settings = ("parallel.gradient_accumulation_fusion=true", "run.compile=true")
-    assert reported(*settings) == {"parallel.gradient_accumulation_fusion": "unsupported"}
+    assert reported(settings) == {"parallel.gradient_accumulation_fusion": "unsupported"}
     assert not reported("parallel.gradient_accumulation_fusion=true")
 
 
@@ -158,7 +160,7 @@ def test_bf16_moments_need_a_small_decay_rate():
     assert not reported("precision.moments=bf16", "optim.betas=[0.9,0.98]")
 
 
-def test_good_edges_are_accepted(tmp_path):
+def test_allowed_extremes_are_accepted(tmp_path):
     assert not reported(
         "optim.schedule=wsd",
         "optim.warmup=80%",
@@ -189,10 +191,10 @@ def test_window_may_be_as_long_as_the_longest_phase():
     assert not reported(phases + ", {name: b, tokens: 1M, seq_len: 128, global_batch: 16, lr: 1e-3}]")
 
 
-def test_all_problems_at_once_in_one_text():
+def test_the_error_text_lists_all_problems():
     config = load(["model.pattern=MX", "phases.0.micro_batch=3", "optim.clip=0", "model.layers.W.heads=5"])
     with pytest.raises(ConfigError) as caught:
-        require(config)
+        require(RunPlan.of(config))
     text = str(caught.value)
     assert text.startswith("4 problems in the configuration\n")
     lines = text.splitlines()
@@ -200,16 +202,27 @@ def test_all_problems_at_once_in_one_text():
     assert lines[shown + 1].index("^") == lines[shown].index("X")  # the caret still stands under its character
 
 
+def test_a_phase_without_a_matrix_for_muon_is_warned_of() -> None:
+    adapters = "model.adapters={weights: ['*']}"
+    settings = ["model.pattern=M-", adapters]
+    (warned,) = set(warnings(RunPlan.of(load([*settings, "optim.name=muon"])))) - set(
+        warnings(RunPlan.of(load(settings)))
+    )
+    assert "optim.name=muon updates no matrix in phase" in warned
+    for without in (["optim.name=muon"], [adapters]):
+        assert not any("no matrix" in text for text in warnings(RunPlan.of(load(["model.pattern=M-", *without]))))
+
+
 def test_warnings_name_what_has_no_effect():
-    found = warnings(RunPlan.of(load(["model.pattern=M-", "optim.decay=5%"])))
-    assert len(found) == 2
-    assert "model.layers.W" in found[0]
-    assert "optim.schedule=wsd" in found[1]
+    warned = warnings(RunPlan.of(load(["model.pattern=M-", "optim.decay=5%"])))
+    assert len(warned) == 2
+    assert "model.layers.W" in warned[0]
+    assert "optim.schedule=wsd" in warned[1]
 
 
-def test_tensor_sizes_that_work_are_those_of_the_whole_model():
-    found = reported("recipe=samba_3.8b", "parallel.tensor=4")
-    assert found == {"parallel.tensor": "not-divisible"}
+def test_proposed_tensor_sizes_divide_every_letter():
+    problems = reported("recipe=samba_3.8b", "parallel.tensor=4")
+    assert problems == {"parallel.tensor": "not-divisible"}
     assert cures("recipe=samba_3.8b", "parallel.tensor=4").endswith("use 1")
     heads = "model.layers.W={kind: attention, heads: 12, kv_heads: 12}"
     message = cures(heads, "model.pattern=MW", "model.vocab_size=2055", "parallel.tensor=4")
@@ -217,37 +230,37 @@ def test_tensor_sizes_that_work_are_those_of_the_whole_model():
     assert cures("recipe=samba_1.7b", "parallel.tensor=8").endswith("use 1, 2 or 4")
 
 
-def test_letters_that_are_not_used_need_not_be_cut():
+def test_unused_letters_need_not_be_divisible():
     assert not reported("model.pattern=(M-)*2", "parallel.tensor=8")
 
 
 def test_sequence_parallel_rows_must_be_shared_evenly():
     arguments = ("parallel.tensor=4", "parallel.sequence=true", "phases.0.seq_len=250")
-    assert reported(*arguments) == {"phases.0.seq_len": "not-divisible"}
-    assert cures(*arguments).endswith("use 248 or 252")
+    assert reported(arguments) == {"phases.0.seq_len": "not-divisible"}
+    assert cures(arguments).endswith("use 248 or 252")
 
 
 def test_processes_must_fill_the_layout():
     layout = ("parallel.tensor=2", "parallel.pipeline=2", "phases.0.micro_batch=1")
-    assert not reported(*layout, world_size=8)
+    assert not reported(layout, world_size=8)
     for processes, fitting in ((6, "4 or 8"), (2, "start 4")):
-        assert reported(*layout, world_size=processes)["parallel.tensor"] == "not-divisible"
-        assert fitting in cures(*layout, world_size=processes)
+        assert reported(layout, world_size=processes)["parallel.tensor"] == "not-divisible"
+        assert fitting in cures(layout, world_size=processes)
 
 
 def test_the_batch_must_be_shared_evenly():
     rows = ("phases.0.global_batch=12", "phases.0.micro_batch=4")
-    assert not reported(*rows, world_size=3)
-    assert reported(*rows, world_size=2) == {"phases.0.global_batch": "not-divisible"}
-    assert "use 8 or 16" in cures(*rows, world_size=2)
+    assert not reported(rows, world_size=3)
+    assert reported(rows, world_size=2) == {"phases.0.global_batch": "not-divisible"}
+    assert "use 8 or 16" in cures(rows, world_size=2)
 
 
 def test_interleaved_stages_need_a_multiple_of_the_pipeline():
     layout = ("parallel.pipeline=2", "parallel.virtual_pipeline=2", "phases.0.micro_batch=2")
-    assert not reported(*layout, "phases.0.global_batch=8", world_size=4)
+    assert not reported(layout, "phases.0.global_batch=8", world_size=4)
     odd = (*layout, "phases.0.global_batch=12")
-    assert reported(*odd, world_size=4) == {"phases.0.global_batch": "not-divisible"}
-    assert "use 8 or 16" in cures(*odd, world_size=4)
+    assert reported(odd, world_size=4) == {"phases.0.global_batch": "not-divisible"}
+    assert "use 8 or 16" in cures(odd, world_size=4)
     assert not reported("parallel.pipeline=2", "phases.0.micro_batch=2", "phases.0.global_batch=12", world_size=4)
 
 
@@ -261,27 +274,27 @@ def test_bars_must_make_as_many_stages_as_the_layout():
 
 
 def test_settings_without_effect_in_a_layout_are_warned_of():
-    found = warnings(RunPlan.of(load(["model.pattern=M-|W-", "parallel.sequence=true"])))
-    assert len(found) == 2
-    assert "parallel.tensor of at least 2" in found[0]
-    assert "stage borders" in found[1]
+    warned = warnings(RunPlan.of(load(["model.pattern=M-|W-", "parallel.sequence=true"])))
+    assert len(warned) == 2
+    assert "parallel.tensor of at least 2" in warned[0]
+    assert "stage boundaries" in warned[1]
 
 
 def test_a_phases_folder_outside_the_mixture_is_refused():
     mixed = ("data=folder", "data.mixture={code: {weight: 4, path: data/code}, text: {weight: 1, path: data/text}}")
-    assert reported(*mixed, "phases.0.data.path=data/chats") == {"phases.0.data.path": "no-effect"}
-    assert not reported(*mixed, "phases.0.data.path=data/chats", "phases.0.data.mixture=null")
-    assert not reported(*mixed, "phases.0.data.path=data/chats", "phases.0.data.mixture={chats: {weight: 1}}")
+    assert reported(mixed, "phases.0.data.path=data/chats") == {"phases.0.data.path": "no-effect"}
+    assert not reported(mixed, "phases.0.data.path=data/chats", "phases.0.data.mixture=null")
+    assert not reported(mixed, "phases.0.data.path=data/chats", "phases.0.data.mixture={chats: {weight: 1}}")
     elsewhere = "phases.0.data.mixture={chats: {weight: 1, path: data/more}}"
-    assert reported(*mixed, "phases.0.data.path=data/chats", elsewhere) == {"phases.0.data.path": "no-effect"}
+    assert reported(mixed, "phases.0.data.path=data/chats", elsewhere) == {"phases.0.data.path": "no-effect"}
     assert not reported("data=slimpajama", "phases.0.data.path=/other/slimpajama")  # sources by their names there
 
 
 def test_carried_rows_end_at_chunk_boundaries() -> None:
     span = ("recipe=samba_span_laptop", "model.layers.X.chunk=[32,96]", "states.mode=tbtt")
-    assert not reported(*span)
-    assert reported(*span, "model.layers.X.relevance=chunk") == {"model.layers.X.chunk": "not-divisible"}
-    assert not reported(*span, "model.layers.X.relevance=chunk", "states.carry=[ssm]")
+    assert not reported(span)
+    assert reported(span, "model.layers.X.relevance=chunk") == {"model.layers.X.chunk": "not-divisible"}
+    assert not reported(span, "model.layers.X.relevance=chunk", "states.carry=[ssm]")
     assert reported("recipe=samba_span_laptop", "model.layers.X.chunk=[a]") == {"model.layers.X.chunk": "wrong-type"}
 
 

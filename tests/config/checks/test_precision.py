@@ -8,37 +8,39 @@ from pathlib import Path
 import pytest
 
 from hybridtron.architecture.swiglu import SwiGLUSpec
+from hybridtron.architecture.table import architecture
 from hybridtron.config.check import check, require, warnings
-from hybridtron.config.layout import fp8_layers
 from hybridtron.config.load import load
+from hybridtron.config.pipeline_layout import fp8_layers
 from hybridtron.config.resolve import RunPlan
 from hybridtron.planning.fit import fit
 from hybridtron.problems import Code
+from tests.settings import Setting, flat
 
 EMULATED = ("precision=fp8_delayed", "precision.emulate=true")
 BLOCK = ("precision=fp8_block", "precision.emulate=true", "model.width=256")
 MAMBA2 = ("model.pattern=SS", "model.layers.S={kind: mamba2, state: 16}")
 
 
-def reported(*arguments: str) -> dict[str, Code]:
+def reported(*settings: Setting) -> dict[str, Code]:
     """Return the codes of all problems by key."""
-    return {problem.key: problem.code for problem in check(load(arguments))}
+    return {problem.key: problem.code for problem in check(RunPlan.of(load(flat(settings))))}
 
 
-def message(*arguments: str) -> str:
+def message(*settings: Setting) -> str:
     """Return the message of the only problem, for the sizes and values in it."""
-    (problem,) = check(load(arguments))
+    (problem,) = check(RunPlan.of(load(flat(settings))))
     return problem.message
 
 
 @pytest.mark.parametrize("name", ["fp8_delayed", "fp8_current", "fp8_block"])
 def test_fp8_is_refused_without_the_package_unless_emulated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda wanted: None if wanted == "transformer_engine" else found(wanted)
+        importlib.util, "find_spec", lambda wanted: None if wanted == "transformer_engine" else find_spec(wanted)
     )
     assert reported(f"precision={name}", "model.width=256") == {"precision.name": "unavailable"}
-    require(load([f"precision={name}", "precision.emulate=true", "model.width=256"]))
+    require(RunPlan.of(load([f"precision={name}", "precision.emulate=true", "model.width=256"])))
 
 
 @pytest.mark.parametrize(
@@ -63,17 +65,17 @@ def test_fp8_is_refused_without_the_package_unless_emulated(name: str, monkeypat
 def test_rules_of_fp8_are_reported(arguments: tuple[str, ...], key: str, code: str) -> None:
     if key == "phases.0.seq_len":
         arguments = (*arguments, "phases.0.micro_batch=1", "model.layers.W.window=64")
-    assert reported(*EMULATED, *arguments) == {key: code}
+    assert reported(EMULATED, arguments) == {key: code}
 
 
-def test_sides_count_on_each_rank() -> None:
+def test_fp8_sizes_count_on_each_rank() -> None:
     """512 / 4 fits 128, and 512 / 8 does not; a fused projection is one matrix."""
     assert reported(*BLOCK) == {}
-    found = reported(
+    problems = reported(
         *BLOCK, "parallel.tensor=4", "model.layers.-.hidden=1024", "model.layers.M.expand=4", "model.width=512"
     )
-    assert found == {}
-    heads = {problem.key: problem.message for problem in check(load([*BLOCK, "parallel.tensor=4"]))}
+    assert problems == {}
+    heads = {problem.key: problem.message for problem in check(RunPlan.of(load([*BLOCK, "parallel.tensor=4"])))}
     assert "q.weight 64 x 256" in heads["model.layers.W.heads"]
     assert "kv.weight" not in heads["model.layers.W.heads"]
     hidden = message(*BLOCK, "parallel.tensor=2", "model.pattern=(M-)*2", "model.layers.-.hidden=640")
@@ -83,22 +85,23 @@ def test_sides_count_on_each_rank() -> None:
 
 def test_a_misfit_without_a_width_option_is_reported_by_its_letter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SwiGLUSpec, "width_option", None)
-    found = reported(*EMULATED, "model.layers.-.hidden=516", "parallel.tensor=2")
-    assert found == {"model.layers.-": "not-divisible"}
+    problems = reported(EMULATED, "model.layers.-.hidden=516", "parallel.tensor=2")
+    assert problems == {"model.layers.-": "not-divisible"}
 
 
-def test_layers_in_bf16_need_not_fit() -> None:
+def test_bf16_layers_need_not_fit_fp8() -> None:
     odd = ("model.pattern=-MWMM", "model.layers.-.hidden=516")
-    assert reported(*EMULATED, *odd) != {}
-    assert reported(*EMULATED, *odd, "precision.bf16_first=1") == {}
-    assert fp8_layers(load([*EMULATED, *odd, "precision.bf16_first=1", "precision.bf16_last=2"])) == range(1, 3)
+    assert reported(EMULATED, odd) != {}
+    assert reported(EMULATED, odd, "precision.bf16_first=1") == {}
+    config = load([*EMULATED, *odd, "precision.bf16_first=1", "precision.bf16_last=2"])
+    assert fp8_layers(architecture(config.model), config.precision) == range(1, 3)
 
 
-def test_evaluations_at_other_lengths_fit_too() -> None:
+def test_fp8_sizes_also_count_in_evaluations() -> None:
     short = ("phases.0.seq_len=24", "phases.0.micro_batch=2", "model.layers.W.window=16")
-    assert reported(*EMULATED, *short) == {"phases.0.seq_len": "not-divisible"}
-    assert "72 tokens of 1 rows at 3 times" in message(*EMULATED, *short)
-    assert reported(*EMULATED, *short, "run.eval_lengths=[1,2,4]") == {}
+    assert reported(EMULATED, short) == {"phases.0.seq_len": "not-divisible"}
+    assert "72 tokens" in message(EMULATED, short)
+    assert reported(EMULATED, short, "run.eval_lengths=[1,2,4]") == {}
 
 
 @pytest.mark.parametrize("setting", ["emulate=true", "bf16_first=2", "bf16_last=1", "history=16"])
@@ -110,19 +113,21 @@ def test_settings_without_effect_are_warned_of(setting: str) -> None:
         assert bool(warnings(plan)) == setting.startswith("history")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["samba_1.7b", "mamba_swa_mlp_1.6b", "mistral_1.6b", "llama3_1.6b"])
 def test_phi2_sizes_need_their_padded_variant(recipe: str, tmp_path: Path) -> None:
     data = f"data.path={tmp_path}"
     for name in ("fp8_delayed", "fp8_block"):
         settings = (f"precision={name}", "precision.emulate=true", data)
-        assert reported(f"recipe={recipe}", *settings) == {"model.layers.-.hidden": "not-divisible"}
-        assert "use 8192 or" in message(f"recipe={recipe}", *settings)
+        assert reported(f"recipe={recipe}", settings) == {"model.layers.-.hidden": "not-divisible"}
+        assert "use 8192 or" in message(f"recipe={recipe}", settings)
         for tensor in (1, 2, 4):
-            assert reported(f"recipe={recipe}_padded", *settings, f"parallel.tensor={tensor}") == {}
+            assert reported(f"recipe={recipe}_padded", settings, f"parallel.tensor={tensor}") == {}
 
 
+@pytest.mark.slow
 def test_proposed_layouts_fit_fp8() -> None:
     config = load(["recipe=samba_421m", "precision=fp8_block", "precision.emulate=true"])
-    found = fit(config, 8, 80e9)
-    assert found
-    assert {candidate.parallel.tensor for candidate in found} <= {1, 2, 4}
+    fitting = fit(RunPlan.of(config), 8, 80e9)
+    assert fitting
+    assert {candidate.parallel.tensor for candidate in fitting} <= {1, 2, 4}

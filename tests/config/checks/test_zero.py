@@ -6,6 +6,7 @@ import pytest
 
 from hybridtron.config.check import check
 from hybridtron.config.load import load
+from hybridtron.config.resolve import RunPlan
 
 
 @pytest.mark.parametrize(
@@ -18,5 +19,5 @@ from hybridtron.config.load import load
 )
 def test_zero_is_reported_by_its_limit(argument: str, others: list[str]) -> None:
     key = argument.partition("=")[0]
-    problems = check(load([*others, argument]))
+    problems = check(RunPlan.of(load([*others, argument])))
     assert [(problem.key, problem.code) for problem in problems] == [(key, "out-of-range")]

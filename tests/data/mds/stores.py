@@ -15,8 +15,8 @@ import pytest
 from hybridtron.data.mds.opening import open_folder
 from hybridtron.data.mds.store import DocumentStore
 from hybridtron.data.prepare.writer import write_folder
-from hybridtron.storage.attempts import Patience
 from hybridtron.storage.cache import CacheOptions
+from hybridtron.storage.retry import RetryPolicy
 from tests.storage.s3_server import FakeS3, point_at, serve
 
 EOS = 0
@@ -61,7 +61,7 @@ def s3(bucket: FakeS3, monkeypatch: pytest.MonkeyPatch) -> FakeS3:
 
 
 def quick(folder: Path, limit: int | None = None) -> CacheOptions:
-    return CacheOptions(folder, limit, Patience(timeout=30, retries=1))
+    return CacheOptions(folder, limit, RetryPolicy(timeout=30, retries=1))
 
 
 def opened(path: str | Path, cache: CacheOptions, source: str = "web", split: str = "train") -> DocumentStore:

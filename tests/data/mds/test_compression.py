@@ -9,8 +9,9 @@ import tracemalloc
 import pytest
 
 from hybridtron.data.mds import compression
-from hybridtron.data.mds.compression import unpacked
+from hybridtron.data.mds.compression import decompress_bytes
 from tests.data.mosaic import compression as mosaics
+from tests.slow import slow_except
 
 DATA = b"some text, some more text " * 1000
 KINDS = ["zstd", "zstd:19", "gz", "bz2", "br", "snappy"]
@@ -31,47 +32,47 @@ def frame(stated: int | None, blocks: int) -> bytes:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [0, 1, 255, 256, 70_000])
-def test_what_was_packed_comes_back(kind: str, size: int) -> None:
+def test_compressed_data_is_unpacked(kind: str, size: int) -> None:
     data = (DATA * 3)[:size]
-    assert unpacked(kind, packed(kind, data), size) == data
+    assert decompress_bytes(kind, packed(kind, data), size) == data
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_size_or_a_cut_is_refused(kind: str) -> None:
+def test_data_of_another_size_is_refused(kind: str) -> None:
     whole = packed(kind, DATA)
     for data, size in ((whole, len(DATA) - 1), (whole, len(DATA) + 1), (whole[:-5], len(DATA)), (b"", 5), (b"x", 5)):
         with pytest.raises(ValueError, match=r"."):
-            unpacked(kind, data, size)
+            decompress_bytes(kind, data, size)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_bomb_is_not_unpacked(kind: str) -> None:
+@pytest.mark.parametrize("kind", slow_except(KINDS, *(kind for kind in KINDS if kind != "br")))
+def test_a_decompression_bomb_takes_no_memory(kind: str) -> None:
     bomb = packed(kind, bytes(2**26))
     tracemalloc.start()
     with pytest.raises(ValueError, match=r"."):
-        unpacked(kind, bomb, 11_010)
+        decompress_bytes(kind, bomb, 11_010)
     assert tracemalloc.get_traced_memory()[1] < 2**24
     tracemalloc.stop()
 
 
 @pytest.mark.parametrize("stated", [None, 1000, 8000 * 2**17])
 @pytest.mark.parametrize("before", [b"", packed("zstd", b"x" * 1000)])
-def test_a_zstd_bomb_that_lies(stated: int | None, before: bytes) -> None:
+def test_a_zstd_bomb_with_a_wrong_size_is_refused(stated: int | None, before: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
-        unpacked("zstd", before + frame(stated, 8000), 1000)
+        decompress_bytes("zstd", before + frame(stated, 8000), 1000)
 
 
-def test_a_size_that_no_shard_has() -> None:
+def test_impossible_sizes_are_refused() -> None:
     for size in (-1, 2**62):
         with pytest.raises(ValueError, match=r"."):
-            unpacked("zstd", packed("zstd", DATA), size)
+            decompress_bytes("zstd", packed("zstd", DATA), size)
 
 
-def test_ours_is_what_theirs_makes() -> None:
+def test_zstd_bytes_equal_those_of_mosaicml_streaming() -> None:
     for kind in ("zstd", "zstd:1", "zstd:19"):
-        assert compression.packed(kind, DATA) == packed(kind, DATA)
+        assert compression.compress_bytes(kind, DATA) == packed(kind, DATA)
     with pytest.raises(ValueError, match="zstd"):
-        compression.packed("gz", DATA)
+        compression.compress_bytes("gz", DATA)
 
 
 @pytest.mark.parametrize(("kind", "name"), [("zstd", "zstd"), ("br", "brotli"), ("snappy", "snappy")])
@@ -79,9 +80,9 @@ def test_an_absent_package_is_named(kind: str, name: str, monkeypatch: pytest.Mo
     data = packed(kind, DATA)
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=f"pip install .*{name}"):
-        unpacked(kind, data, len(DATA))
+        decompress_bytes(kind, data, len(DATA))
 
 
-def test_an_algorithm_that_nobody_knows() -> None:
+def test_an_unknown_algorithm_is_refused() -> None:
     with pytest.raises(ValueError, match="'lz77'"):
-        unpacked("lz77", DATA, 5)
+        decompress_bytes("lz77", DATA, 5)

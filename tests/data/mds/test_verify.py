@@ -47,11 +47,16 @@ def make(
     documents = [draw.integers(1, VOCAB, draw.integers(1, 300)) for _ in range(60)]
     splits = {"train": {"web": documents[:40], "code": documents[40:55]}, "validation": {"web": documents[55:]}}
     masks = {
-        split: {source: [np.arange(len(one) + 1).clip(0, 1) * entry for one in found] for source, found in of.items()}
+        split: {
+            source: [np.arange(len(document) + 1).clip(0, 1) * entry for document in by_source]
+            for source, by_source in of.items()
+        }
         for split, of in splits.items()
     }
-    given = masks if masked else None
-    return write_folder(path, splits, tokenizer, VOCAB, EOS, {}, shard_size=3000, compression=compression, masks=given)
+    masks_if_masked = masks if masked else None
+    return write_folder(
+        path, splits, tokenizer, VOCAB, EOS, {}, shard_size=3000, compression=compression, masks=masks_if_masked
+    )
 
 
 def stored(folder: TokenFolder, shard: str = SHARD) -> Path:
@@ -62,7 +67,7 @@ def faults(folder: TokenFolder) -> list[str]:
     return verify(folder.path).faults
 
 
-def test_a_whole_folder_has_none(folder: TokenFolder):
+def test_an_undamaged_folder_has_no_faults(folder: TokenFolder):
     progress: list[tuple[int, int]] = []
     report = verify(folder.path, 1, lambda done, whole: progress.append((done, whole)))
     assert report.faults == []
@@ -71,7 +76,7 @@ def test_a_whole_folder_has_none(folder: TokenFolder):
     assert progress == [(number + 1, report.shards) for number in range(report.shards)]
 
 
-def test_processes_find_the_same(plain: TokenFolder):
+def test_two_processes_report_the_faults_of_one(plain: TokenFolder):
     stored(plain).write_bytes(stored(plain).read_bytes()[:-1])
     assert verify(plain.path, 2) == verify(plain.path, 1)
     assert len(faults(plain)) == 1
@@ -86,13 +91,13 @@ def test_processes_find_the_same(plain: TokenFolder):
         (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "differs from its digest"),
     ],
 )
-def test_a_damaged_shard(folder: TokenFolder, damage: Callable[[bytes], bytes], message: str):
+def test_a_damaged_shard_is_reported_by_its_name(folder: TokenFolder, damage: Callable[[bytes], bytes], message: str):
     file = stored(folder)
     file.write_bytes(damage(file.read_bytes()))
-    found = faults(folder)
-    assert found
-    assert message in found[0]
-    assert all(fault.startswith(f"{file.relative_to(folder.path)}: ") for fault in found)
+    reported = faults(folder)
+    assert reported
+    assert message in reported[0]
+    assert all(fault.startswith(f"{file.relative_to(folder.path)}: ") for fault in reported)
 
 
 def test_every_fault_is_reported(folder: TokenFolder, tmp_path: Path):
@@ -107,7 +112,7 @@ def test_every_fault_is_reported(folder: TokenFolder, tmp_path: Path):
     link = stored(folder, "train/web/part-00000/shard.00000.mds")
     shutil.move(link, tmp_path / "outside")
     link.symlink_to(tmp_path / "outside")
-    found = faults(folder)
+    reported = faults(folder)
     for expected in (
         "tokenizer.json: differs from its digest",
         "train/code/index.json: differs from its digest",
@@ -116,7 +121,7 @@ def test_every_fault_is_reported(folder: TokenFolder, tmp_path: Path):
         f"{other.relative_to(folder.path)}: has ",
         f"{link.relative_to(folder.path)}: ",
     ):
-        assert any(fault.startswith(expected) for fault in found), (expected, found)
+        assert any(fault.startswith(expected) for fault in reported), (expected, reported)
 
 
 def rewrite(folder: TokenFolder, documents: list[np.ndarray]) -> None:
@@ -152,7 +157,7 @@ def rewrite(folder: TokenFolder, documents: list[np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("compression", [None, "zstd:3"])
-def test_masks(tmp_path: Path, compression: str | None):
+def test_wrong_masks_are_reported(tmp_path: Path, compression: str | None):
     whole = make(tmp_path / "whole", compression, masked=True)
     assert verify(whole.path).faults == []
     shard = whole.manifest.splits["train"]["web"].shards[1]
@@ -162,10 +167,10 @@ def test_masks(tmp_path: Path, compression: str | None):
     assert expected in faults(half)
     manifest = (whole.path / "manifest.json").read_text().replace(f'"learned": {shard.learned}\n', '"learned": 7\n')
     (whole.path / "manifest.json").write_text(json.dumps(json.loads(manifest) | {"digest": None}))
-    assert faults(whole) == [f"{name}: has {shard.learned} learned tokens, and 7 by the manifest"]
+    assert faults(whole) == [f"{name}: has {shard.learned} learned tokens, but 7 by the manifest"]
 
 
-def test_a_damaged_mask_is_found(tmp_path: Path):
+def test_a_damaged_mask_is_reported(tmp_path: Path):
     """Damage one entry of one mask, the 20th of the shard's first document; its tokens stay unchanged."""
     folder = make(tmp_path / "data", None, masked=True)
     document = int(folder.manifest.splits["train"]["web"].shards[0].documents)
@@ -181,20 +186,20 @@ def test_a_damaged_mask_is_found(tmp_path: Path):
         store.read_mask(document, 0, length)
 
 
-def test_what_a_faulty_writer_writes(plain: TokenFolder):
+def test_tokens_and_ends_of_a_faulty_writer_are_reported(plain: TokenFolder):
     good = np.array([3, 4, EOS])
     rewrite(plain, [good, np.array([3, VOCAB, EOS]), np.array([3, 4]), good])
     name = "train/code/part-00000/shard.00000.mds"
     assert faults(plain) == [
-        f"{name}: sample 1 has the token 50, and the vocabulary 50 entries",
-        f"{name}: sample 2 ends in token 4, not in eos, 0",
+        f"{name}: sample 1 has the token 50, but the vocabulary has 50 entries",
+        f"{name}: sample 2 ends with token 4, not with the eos token 0",
     ]
     rewrite(plain, [np.array([3, 4])] * (REPORTED + 5))
     assert len(faults(plain)) == REPORTED + 1
-    assert faults(plain)[-1] == f"{name}: 5 more samples are wrong"
+    assert faults(plain)[-1] == f"{name}: 5 more samples are faulty"
 
 
-def test_lengths_that_are_of_other_documents(plain: TokenFolder):
+def test_lengths_of_other_documents_are_reported(plain: TokenFolder):
     rewrite(plain, [np.array([3, 4, EOS]), np.array([5, EOS])])
     file = plain.path / "train/code/lengths.npy"
     np.save(file, np.array([2, 3], dtype=np.uint32))
@@ -203,21 +208,21 @@ def test_lengths_that_are_of_other_documents(plain: TokenFolder):
     (plain.path / "manifest.json").write_text(json.dumps(manifest | {"digest": None}))
     name = "train/code/part-00000/shard.00000.mds"
     assert faults(plain) == [
-        f"{name}: sample 0 does not have the size of 2 tokens, its length in lengths.npy",
-        f"{name}: sample 1 does not have the size of 3 tokens, its length in lengths.npy",
+        f"{name}: sample 0 does not have the size of 2 tokens, the document's length in lengths.npy",
+        f"{name}: sample 1 does not have the size of 3 tokens, the document's length in lengths.npy",
     ]
 
 
-def test_a_tokenizer_with_more_tokens_than_the_vocabulary(tmp_path: Path):
+def test_a_tokenizer_larger_than_the_vocabulary_is_reported(tmp_path: Path):
     large = Tokenizer(WordLevel({f"word{number}": number for number in range(VOCAB + 7)}, unk_token="word1")).to_str()
     folder = make(tmp_path / "data", None, large)
-    assert faults(folder) == ["tokenizer.json: has the token 56, and the manifest a vocabulary of 50 entries"]
+    assert faults(folder) == ["tokenizer.json: has the token 56, but the manifest has a vocabulary of 50 entries"]
 
 
 @pytest.mark.parametrize(
     ("change", "message"), [({"format": 1}, "format 1"), ({"dtype": "int8"}, "int8"), (None, "No such")]
 )
-def test_a_manifest_that_says_nothing(plain: TokenFolder, change: dict | None, message: str):
+def test_an_unreadable_manifest_is_reported(plain: TokenFolder, change: dict | None, message: str):
     file = plain.path / "manifest.json"
     if change is None:
         file.unlink()
@@ -228,7 +233,7 @@ def test_a_manifest_that_says_nothing(plain: TokenFolder, change: dict | None, m
     assert message in fault
 
 
-def test_it_needs_no_torch_where_nothing_is_compressed(plain: TokenFolder):
+def test_verifying_uncompressed_shards_needs_no_torch(plain: TokenFolder):
     code = (
         "import sys; from pathlib import Path; from hybridtron.data.mds.verify import verify\n"
         f"assert not verify(Path({str(plain.path)!r})).faults; sys.exit('torch' in sys.modules)"

@@ -34,7 +34,9 @@ def written(folder: Path, dtype: str, size_limit: int, compression: str | None, 
 @pytest.mark.parametrize("compression", [None, "zstd", "zstd:7"])
 @pytest.mark.parametrize(("dtype", "size_limit"), [("uint16", 2000), ("uint16", 2**26), ("uint32", 2**16)])
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_same_bytes(tmp_path: Path, dtype: str, size_limit: int, compression: str | None, masked: bool) -> None:
+def test_shards_have_the_bytes_of_mosaicml_streaming(
+    tmp_path: Path, dtype: str, size_limit: int, compression: str | None, masked: bool
+) -> None:
     entries = written(tmp_path / "ours", dtype, size_limit, compression, masked)
     columns = {"tokens": f"ndarray:{dtype}"} | ({"mask": "ndarray:uint8"} if masked else {})
     settings = {"compression": compression, "hashes": ["xxh3_128"], "size_limit": size_limit}
@@ -48,7 +50,7 @@ def test_the_same_bytes(tmp_path: Path, dtype: str, size_limit: int, compression
     assert ours == theirs
 
 
-def test_each_reads_the_other(tmp_path: Path) -> None:
+def test_both_readers_read_the_same_shards(tmp_path: Path) -> None:
     entries = written(tmp_path, "uint16", 2000, None)
     readers = [MDSReader.from_json(str(tmp_path), None, entry) for entry in entries]
     theirs = [sample["tokens"].tolist() for reader in readers for sample in reader]
@@ -57,7 +59,7 @@ def test_each_reads_the_other(tmp_path: Path) -> None:
     assert ours == theirs == [document.tolist() for document in documents("uint16")]
 
 
-def test_a_first_document_that_is_larger_than_a_shard(tmp_path: Path) -> None:
+def test_a_first_document_larger_than_a_shard_stands_alone(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path, "uint16", 1000, None)
     for length in (2000, 3):
         writer.write(np.zeros(length, np.uint16))
@@ -69,7 +71,7 @@ SAMPLES = [{"text": "naïve ☕", "n": 3, "more": np.arange(6, dtype=np.int32).r
 
 
 @pytest.mark.parametrize("encoding", ["ndarray:int32", "ndarray:int32:2,3"])
-def test_one_of_several_columns(tmp_path: Path, encoding: str) -> None:
+def test_a_column_is_read_beside_others(tmp_path: Path, encoding: str) -> None:
     """Read a column before and after others with fixed or variable sizes. One of them must not be decoded."""
     columns = {"a": "pkl", "more": encoding, "n": "int", "text": "str"}
     samples = [{"a": object, "more": np.ones((2, 3), np.int32), **sample} for sample in SAMPLES]
@@ -83,12 +85,12 @@ def test_one_of_several_columns(tmp_path: Path, encoding: str) -> None:
     assert [end for _, end in read_column(entry, "text", data)][-1] == len(data)
 
 
-def test_samples_that_do_not_lie_in_the_shard(tmp_path: Path) -> None:
+def test_samples_outside_the_shard_are_refused(tmp_path: Path) -> None:
     (entry,) = written(tmp_path, "uint16", 2**26, None)
     data = bytearray((tmp_path / "shard.00000.mds").read_bytes())
     first = int.from_bytes(data[4:8], "little")
     for place, value in ((4, 2**31), (8, 5), (first, 2**30)):  # an offset, the next one, and a sample's size
         damaged = bytearray(data)
         damaged[place : place + 4] = value.to_bytes(4, "little")
-        with pytest.raises(ValueError, match=r"buffer|lie in the shard|offset"):
+        with pytest.raises(ValueError, match=r"buffer|extends beyond|offset"):
             list(read_column(entry, "tokens", bytes(damaged)))

@@ -63,10 +63,10 @@ def walk(lanes: Lanes, lane: int, steps: int) -> list[tuple[int, int, int]]:
     tokens: list[tuple[int, int, int]] = []
     for step in range(steps):
         row = lanes.row(lane, step)
-        found = places(row)
-        assert (row.position > 0) == (found[0][2] > 0)
-        assert not tokens or tokens[-1] == found[0]
-        tokens += found[1:] if tokens else found
+        row_places = places(row)
+        assert (row.position > 0) == (row_places[0][2] > 0)
+        assert not tokens or tokens[-1] == row_places[0]
+        tokens += row_places[1:] if tokens else row_places
     return tokens
 
 
@@ -85,7 +85,7 @@ def documents(tokens: list[tuple[int, int, int]], lengths: Sequence[Sequence[int
     return ended
 
 
-def test_the_order_never_changes():
+def test_lane_order_equals_the_golden_order():
     lanes = Lanes([stream([3, 1, 4, 1, 5, 9, 2]), stream([6, 5, 3], seed=4)], [2, 1], 3, 16, 30, seed=7)
     assert [[s.document for _, s in lanes.row(lane, 0).spans] for lane in range(3)] == GOLDEN
 
@@ -99,9 +99,9 @@ def test_the_order_never_changes():
 )
 @example([[1], [40]], 9, 1, 1)
 @example([toy_lengths(25)], 40, 16, 10**9)
-def test_a_round_is_dealt_out_whole(lengths: list[list[int]], lanes: int, seq_len: int, shuffle_tokens: int):
+def test_a_round_deals_every_document_once(lengths: list[list[int]], lanes: int, seq_len: int, shuffle_tokens: int):
     """A round has every document in its part of each stream once, and a lane is its pieces, one after another."""
-    streams = [stream(own, shuffle_tokens, seed) for seed, own in enumerate(lengths)]
+    streams = [stream(stream_lengths, shuffle_tokens, seed) for seed, stream_lengths in enumerate(lengths)]
     weights = {1: [3], 2: [1, 7], 3: [4, 1, 3]}[len(streams)]  # shares that 2**-60 divides
     round_tokens = min(shuffle_tokens, sum(map(sum, lengths)))
     dealt = Lanes(streams, weights, lanes, seq_len, shuffle_tokens, seed=1)
@@ -110,9 +110,7 @@ def test_a_round_is_dealt_out_whole(lengths: list[list[int]], lanes: int, seq_le
     rounds = max(dealt._round_at(lane, steps * seq_len) for lane in range(lanes))
     laid: list[list[tuple[int, int]]] = [[] for _ in range(lanes)]
     for number in range(rounds + 1):
-        pieces = [
-            list(zip(*(a.tolist() for a in dealt._piece(lane, number)[:2]), strict=True)) for lane in range(lanes)
-        ]
+        pieces = [list(zip(*(a.tolist() for a in dealt._part(lane, number)[:2]), strict=True)) for lane in range(lanes)]
         expected = []
         for source, weight in enumerate(weights):
             edges = [streams[source].boundary(weight * m * round_tokens // sum(weights)) for m in (number, number + 1)]
@@ -130,8 +128,8 @@ def test_a_round_of_one_source_is_an_epoch(lanes: int):
     dealt = Lanes([stream(lengths, 10**9)], [1], lanes, 16, 10**9, seed=1)
     assert dealt.row(0, 3 * sum(lengths) // lanes // 16)
     for epoch in range(3):
-        found = [document for lane in range(lanes) for document in dealt._piece(lane, epoch).numbers.tolist()]
-        assert sorted(found) == list(range(90))
+        epoch_documents = [document for lane in range(lanes) for document in dealt._part(lane, epoch).numbers.tolist()]
+        assert sorted(epoch_documents) == list(range(90))
 
 
 @pytest.mark.parametrize(
@@ -143,11 +141,13 @@ def test_a_round_of_one_source_is_an_epoch(lanes: int):
         ([[50]], [1.0], 2),
     ],
 )
-def test_a_carried_state_is_that_of_the_whole_document(lengths: list[list[int]], weights: list[float], lanes: int):
+def test_carried_states_equal_those_of_whole_documents(lengths: list[list[int]], weights: list[float], lanes: int):
     """Check every token of several epochs: states are reset where a document starts, and carried where a row continues
     it.
     """
-    dealt = Lanes([stream(own, seed=i) for i, own in enumerate(lengths)], weights, lanes, 16, 500, seed=1)
+    dealt = Lanes(
+        [stream(stream_lengths, seed=i) for i, stream_lengths in enumerate(lengths)], weights, lanes, 16, 500, seed=1
+    )
     tokens_seen = 0
     for lane in range(lanes):
         state = 0
@@ -169,7 +169,7 @@ def test_a_carried_state_is_that_of_the_whole_document(lengths: list[list[int]],
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("shuffle_tokens", [3, 10**9])
 @pytest.mark.parametrize("lengths", [[50], [50, 20, 30], [4] * 5])
-def test_fewer_documents_than_lanes(lengths: list[int], shuffle_tokens: int, seed: int | None):
+def test_lanes_without_enough_documents_are_all_fed(lengths: list[int], shuffle_tokens: int, seed: int | None):
     """Every lane is fed, and all of them move at one pace, even where rounds hold one document or none."""
     dealt = Lanes([stream(lengths, 60, seed)], [1], 10, 16, shuffle_tokens, seed=1)
     counts = Counter()
@@ -207,7 +207,9 @@ def test_lanes_of_ordinary_documents_stay_together():
 def test_shares_of_the_sources_are_their_weights():
     lengths = [toy_lengths(200), toy_lengths(40, 100, 1), toy_lengths(5, 30, 2)]
     weights = [0.7, 0.25, 0.05]
-    dealt = Lanes([stream(own, seed=i) for i, own in enumerate(lengths)], weights, 8, 32, 2000, seed=1)
+    dealt = Lanes(
+        [stream(stream_lengths, seed=i) for i, stream_lengths in enumerate(lengths)], weights, 8, 32, 2000, seed=1
+    )
     counts = np.zeros(3)
     for step in range(300):
         for lane in range(8):
@@ -220,12 +222,14 @@ def test_shares_of_the_sources_are_their_weights():
 
 def test_sources_are_interleaved_within_a_round():
     lengths = [[10] * 300, [10] * 100]
-    dealt = Lanes([stream(own, seed=i) for i, own in enumerate(lengths)], [3, 1], 1, 10, 4000, seed=1)
+    dealt = Lanes(
+        [stream(stream_lengths, seed=i) for i, stream_lengths in enumerate(lengths)], [3, 1], 1, 10, 4000, seed=1
+    )
     sources = [source for source, _, place in walk(dealt, 0, 400) if place == 0]
     assert {sum(sources[i : i + 40]) for i in range(0, 400, 40)} == {10}
 
 
-def test_a_row_is_the_same_whenever_it_is_asked_for():
+def test_a_lane_row_does_not_depend_on_earlier_calls():
     def fresh() -> Lanes:
         return Lanes([stream(toy_lengths(60)), stream(toy_lengths(9, 200, 1))], [0.7, 0.3], 4, 16, 500, seed=1)
 
@@ -238,18 +242,18 @@ def test_a_row_is_the_same_whenever_it_is_asked_for():
     assert fresh().row(3, 99) == rows[3, 99]
 
 
-def test_the_seed_changes_which_lane_gets_what():
+def test_the_seed_changes_the_documents_of_lanes():
     source = stream(toy_lengths(60))
     rows = [[Lanes([source], [1], 8, 16, 500, seed=seed).row(lane, 0) for lane in range(8)] for seed in (1, 2)]
     assert rows[0] != rows[1]
 
 
-def test_what_cannot_be_dealt():
+def test_impossible_lanes_are_refused():
     with pytest.raises(ValueError, match="1 streams but 2 weights"):
         Lanes([stream([5])], [1, 1], 2, 16, 500, seed=1)
-    with pytest.raises(ValueError, match="shuffle_tokens=0"):
+    with pytest.raises(ValueError, match="shuffle_tokens is 0"):
         Lanes([stream([5])], [1], 2, 16, 0, seed=1)
-    with pytest.raises(ValueError, match=r"weights\[1\] = 0"):
+    with pytest.raises(ValueError, match=r"weights\[1\] is 0"):
         Lanes([stream([5]), stream([6])], [1, 0], 2, 16, 500, seed=1)
     with pytest.raises(ValueError, match="no documents"):
         Lanes([stream([])], [1], 2, 16, 500, seed=1)

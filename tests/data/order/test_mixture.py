@@ -20,7 +20,7 @@ def walk(mixture: Mixture, rows: int) -> np.ndarray:
     sources = []
     seen: dict[int, int] = {}
     for row in range(rows):
-        source, number = mixture.place(row)
+        source, number = mixture.locate(row)
         assert number == seen.get(source, 0)
         seen[source] = number + 1
         sources.append(source)
@@ -29,9 +29,9 @@ def walk(mixture: Mixture, rows: int) -> np.ndarray:
 
 def rows(mixture: Mixture, source: int, first: int) -> int:
     """Count the source's rows before `first`: the number of its next row."""
-    while (place := mixture.place(first))[0] != source:
+    while (located := mixture.locate(first))[0] != source:
         first += 1
-    return place[1]
+    return located[1]
 
 
 def errors(sources: np.ndarray, weights: list[float]) -> np.ndarray:
@@ -40,9 +40,9 @@ def errors(sources: np.ndarray, weights: list[float]) -> np.ndarray:
     return counts - np.arange(1, len(sources) + 1)[:, None] * np.array(weights) / np.sum(weights)
 
 
-def test_the_order_never_changes():
+def test_mixture_order_equals_the_golden_order():
     mixture = Mixture([3, 1], 8, seed=5)
-    assert [mixture.place(row)[0] for row in range(24)] == GOLDEN
+    assert [mixture.locate(row)[0] for row in range(24)] == GOLDEN
 
 
 def test_many_steps_of_slimpajama_are_within_one_row():
@@ -61,12 +61,13 @@ def test_many_steps_of_slimpajama_are_within_one_row():
 
 def test_small_steps_stay_near_their_shares_between_blocks():
     mixture = Mixture(SLIMPAJAMA, 4, seed=1)  # a block is 64 rows
-    found = np.abs(errors(walk(mixture, 64 * 40), SLIMPAJAMA))
-    assert found[63::64].max() < 1
-    assert found[3::4].max() < 2
+    deviations = np.abs(errors(walk(mixture, 64 * 40), SLIMPAJAMA))
+    assert deviations[63::64].max() < 1
+    assert deviations[3::4].max() < 2
 
 
-def test_tiny_weights():
+@pytest.mark.slow
+def test_sources_with_tiny_weights_get_their_share():
     weights = [0.7, 2e-6, 0.3, 4e-6]
     shares = np.array(weights) / np.sum(weights)
     mixture = Mixture(weights, 512, seed=1)
@@ -82,45 +83,45 @@ def test_tiny_weights():
 
 @settings(max_examples=40, derandomize=True, deadline=None)
 @given(st.lists(st.floats(0.05, 1), min_size=1, max_size=9), st.integers(1, 40), st.integers(0, 99))
-def test_random_mixtures(weights: list[float], rows_per_step: int, seed: int):
+def test_counts_of_random_mixtures_stay_near_their_shares(weights: list[float], rows_per_step: int, seed: int):
     mixture = Mixture(weights, rows_per_step, seed)
     steps = 600 // rows_per_step
     sources = walk(mixture, steps * rows_per_step)
-    found = np.abs(errors(sources, weights))[rows_per_step - 1 :: rows_per_step]
-    assert found.max(initial=0) < 1.5 + max(weights) / sum(weights) * len(weights) / 2
+    deviations = np.abs(errors(sources, weights))[rows_per_step - 1 :: rows_per_step]
+    assert deviations.max(initial=0) < 1.5 + max(weights) / sum(weights) * len(weights) / 2
     for step in (0, 1, steps // 2, steps):
         for source in range(len(weights)):
             assert rows(mixture, source, step * rows_per_step) == (sources[: step * rows_per_step] == source).sum()
 
 
-def test_lanes_of_a_step_have_no_source_of_their_own():
+def test_each_lane_reads_every_source():
     sources = walk(Mixture([1, 1], 8, seed=3), 8 * 400).reshape(400, 8)
     assert (np.abs(sources.mean(axis=0) - 0.5) < 0.1).all()
     assert (sources.sum(axis=1) == 4).all()
 
 
-def test_a_row_is_the_same_whenever_it_is_asked_for():
-    places = [Mixture(SLIMPAJAMA, 6, seed=1).place(row) for row in range(0, 2000, 7)]
+def test_a_row_does_not_depend_on_earlier_calls():
+    located = [Mixture(SLIMPAJAMA, 6, seed=1).locate(row) for row in range(0, 2000, 7)]
     mixture = Mixture(SLIMPAJAMA, 6, seed=1)
     asked = list(range(0, 2000, 7))
     random.Random(0).shuffle(asked)
-    assert all(mixture.place(row) == places[row // 7] for row in asked)
+    assert all(mixture.locate(row) == located[row // 7] for row in asked)
 
 
 def test_far_rows_and_seeds():
     mixture = Mixture(SLIMPAJAMA, 512, seed=1)
     first = 10**9 * 512
-    places = [mixture.place(first + row) for row in range(512)]
+    located = [mixture.locate(first + row) for row in range(512)]
     for source in range(7):
         expected = list(range(rows(mixture, source, first), rows(mixture, source, first + 512)))
-        assert [number for s, number in places if s == source] == expected
+        assert [number for s, number in located if s == source] == expected
     other = Mixture(SLIMPAJAMA, 512, seed=2)
-    assert [s for s, _ in places] != [other.place(first + row)[0] for row in range(512)]
+    assert [s for s, _ in located] != [other.locate(first + row)[0] for row in range(512)]
 
 
-def test_one_source():
+def test_a_single_source_gets_every_row():
     mixture = Mixture([0.3], 8, seed=1)
-    assert mixture.place(10**15) == (0, 10**15)
+    assert mixture.locate(10**15) == (0, 10**15)
 
 
 def test_whole_shares_are_reached_exactly():
@@ -137,7 +138,7 @@ def test_cumulated_is_exact():
 
 @pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf")])
 def test_weights_must_be_positive(weight: float):
-    with pytest.raises(ValueError, match=r"weights\[1\] = "):
+    with pytest.raises(ValueError, match=r"weights\[1\] is "):
         Mixture([1, weight], 8, seed=1)
 
 

@@ -54,7 +54,7 @@ sources = (
 properties = settings(max_examples=40, derandomize=True, deadline=None)
 
 
-def test_the_order_never_changes():
+def test_stream_order_equals_the_golden_order():
     """Written down once: the order of a run must survive new versions of numpy and of these files."""
     assert permutation(8, 1234, "shards", 0).tolist() == GOLDEN_PERMUTATION[0]
     assert permutation(8, -1, "documents", 2**40, 3).tolist() == GOLDEN_PERMUTATION[1]
@@ -174,7 +174,7 @@ def test_every_seed_and_epoch_has_its_own_order(shuffle_tokens: int):
 
 @properties
 @given(sources, st.integers(1, 60), st.permutations(range(40)))
-def test_a_row_is_the_same_whenever_it_is_asked_for(toy: Source, shuffle_tokens: int, asked: list[int]):
+def test_a_window_does_not_depend_on_earlier_calls(toy: Source, shuffle_tokens: int, asked: list[int]):
     def fresh() -> ShuffledWindows:
         return ShuffledWindows(toy.stream(shuffle_tokens, 1), 5, shuffle_tokens, 1)
 
@@ -187,7 +187,9 @@ def test_a_row_is_the_same_whenever_it_is_asked_for(toy: Source, shuffle_tokens:
 
 @properties
 @given(sources, st.integers(1, 60), st.sampled_from([None, 4]), st.integers(0, 200), st.integers(0, 200))
-def test_borders_and_documents(toy: Source, shuffle_tokens: int, seed: int | None, begin: int, more: int):
+def test_documents_between_boundaries_are_those_of_a_walk(
+    toy: Source, shuffle_tokens: int, seed: int | None, begin: int, more: int
+):
     stream = toy.stream(shuffle_tokens, seed)
     walk = []
     starts = []
@@ -205,16 +207,16 @@ def test_borders_and_documents(toy: Source, shuffle_tokens: int, seed: int | Non
     assert list(zip(documents.tolist(), lengths.tolist(), strict=True)) == walk[left:right]
 
 
-def test_cut_stops_at_the_last_document():
+def test_cut_ends_with_the_last_document():
     assert cut(np.array([7, 9]), np.array([3, 5]), 2, 9) == [Span(7, 2, 1), Span(9, 0, 2)]
 
 
-def test_a_document_that_follows_itself_is_a_new_one():
+def test_a_repeated_document_starts_a_new_span():
     assert source([[4]]).stream(9, 0).spans(2, 8) == [Span(0, 2, 2), Span(0, 0, 4), Span(0, 0, 2)]
 
 
-def test_shards_must_agree_with_lengths():
+def test_shards_that_disagree_with_lengths_are_refused():
     with pytest.raises(ValueError, match="no documents"):
         source([[], []]).stream(5, 0)
-    with pytest.raises(ValueError, match="add up to 6 tokens, its shards have 7"):
+    with pytest.raises(ValueError, match="add up to 6 tokens, but its shards have 7"):
         Source(np.array([1, 2, 3]), np.array([3]), np.array([7])).stream(5, 0).spans(0, 1)

@@ -71,19 +71,21 @@ DEFAULT = InputOptions()
 
 
 def read_all(*patterns: Path | str, reading: InputOptions = DEFAULT, max_bad: float = 0.0) -> list[Document]:
-    found = []
-    for one in find([str(pattern) for pattern in patterns]).inputs:
-        tally = Tally(one.name, "lines", max_bad)
-        of_one = list(read(one, reading, tally))
-        assert tally.entries == len(of_one) + tally.bad + tally.empty
-        assert 0 <= tally.position <= one.size
+    documents = []
+    for data_input in find([str(pattern) for pattern in patterns]).inputs:
+        tally = Tally(data_input.name, "lines", max_bad)
+        input_documents = list(read(data_input, reading, tally))
+        assert tally.entries == len(input_documents) + tally.bad + tally.empty
+        assert 0 <= tally.position <= data_input.size
         tally.judge()
-        found += of_one
-    return found
+        documents += input_documents
+    return documents
 
 
-def contents(found: list[Document]) -> list:
-    return [one.content if isinstance(one.content, str) else one.content.tolist() for one in found]
+def contents(documents: list[Document]) -> list:
+    return [
+        document.content if isinstance(document.content, str) else document.content.tolist() for document in documents
+    ]
 
 
 def stored(folder: TokenFolder, split: str, source: str, column: str = "tokens") -> list[list[int]]:

@@ -52,19 +52,19 @@ def chat_of(text: str) -> ChatTemplate:
 @pytest.mark.timeout(60)
 @pytest.mark.usefixtures("small_bounds")
 @pytest.mark.parametrize("name", ENDLESS)
-def test_a_template_without_end_ends_with_words(name: str) -> None:
+def test_an_endless_template_is_ended_with_a_reason(name: str) -> None:
     chat = chat_of(ENDLESS[name])
     fault = chat.fault()
     if fault is None:  # Python refuses the number at once, as it does each time
         assert name in ("format", "shift")
-        with pytest.raises(ValueError, match=r"the chat template does not take it: \S"):
+        with pytest.raises(ValueError, match=r"the chat template can't render the conversation: \S"):
             chat.question(CHAT)
     else:
         assert any(word in fault for word in ("computes", "memory", "nested", "ended", "characters")), fault
 
 
 @pytest.mark.usefixtures("small_bounds")
-def test_what_follows_a_lost_process_is_rendered_as_before() -> None:
+def test_rendering_continues_after_a_lost_process() -> None:
     """Rendering continues after each lost process, and the template is given up after three."""
     text = f"{{% if messages[0].content == 'hang' %}}{LOOPS}{{% endif %}}{CHATML}"
     chat = chat_of(text)
@@ -94,7 +94,7 @@ def test_the_process_is_kept_knows_no_torch_and_ends_with_its_template() -> None
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_process_that_was_forked_leaves_that_of_its_parent() -> None:
+def test_a_forked_process_leaves_the_template_process_of_its_parent() -> None:
     chat = chat_of(CHATML)
     wanted = chat.conversation(CHAT)
     if (child := os.fork()) == 0:
@@ -105,11 +105,11 @@ def test_a_process_that_was_forked_leaves_that_of_its_parent() -> None:
 
 
 @pytest.mark.usefixtures("small_bounds")
-def test_prepare_refuses_a_template_before_it_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_refuses_an_endless_template_before_reading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with_tokens(tmp_path / "tokenizer")
     (tmp_path / "tokenizer" / "chat_template.jinja").write_text(LOOPS)
     (tmp_path / "in.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
     command = ["--input", str(tmp_path / "in.jsonl"), "--tokenizer", str(tmp_path / "tokenizer"), "--learn", "messages"]
     assert main(["data", "prepare", *command, "--output", str(tmp_path / "out")]) == 2
-    assert "computes for more than" in capsys.readouterr().err
+    assert "chat template of tokenizer" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

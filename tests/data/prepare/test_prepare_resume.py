@@ -17,11 +17,11 @@ import pytest
 
 from hybridtron.data.folder import FolderError
 from hybridtron.data.prepare import parts as parts_module
-from hybridtron.data.prepare import run as prepare_module
+from hybridtron.data.prepare import prepare_folder as prepare_module
 from hybridtron.data.prepare.documents import ArgumentError, InputError, PrepareError
 from hybridtron.data.prepare.input_files import find
 from hybridtron.data.prepare.parts import FolderSettings
-from hybridtron.data.prepare.run import prepare
+from hybridtron.data.prepare.prepare_folder import prepare
 from hybridtron.data.prepare.vocabulary import Vocabulary, open_vocabulary
 from hybridtron.data.workers import WorkerEnded
 from tests.data.prepare.preparing import (
@@ -31,15 +31,16 @@ from tests.data.prepare.preparing import (
     write_jsonl,
     zstd,
 )
+from tests.refusals import raises_code
 
 ROOT = Path(__file__).parents[3]
 SETTINGS = FolderSettings(validation=0.2, shard_size=1024)
 
 
 def test_the_number_of_workers_changes_no_byte(inputs: Path, vocabulary: Vocabulary, tmp_path: Path) -> None:
-    found = find([str(inputs)]).inputs
-    alone = prepare(found, tmp_path / "alone", vocabulary, SETTINGS)
-    together = prepare(found, tmp_path / "together", vocabulary, SETTINGS, workers=2)
+    data_files = find([str(inputs)]).inputs
+    alone = prepare(data_files, tmp_path / "alone", vocabulary, SETTINGS)
+    together = prepare(data_files, tmp_path / "together", vocabulary, SETTINGS, workers=2)
     assert contents_of(together.path) == contents_of(alone.path)
 
 
@@ -48,7 +49,7 @@ import os, signal, sys
 from pathlib import Path
 from hybridtron.data.prepare import parts as parts_module
 from hybridtron.data.prepare.input_files import find
-from hybridtron.data.prepare.run import prepare
+from hybridtron.data.prepare.prepare_folder import prepare
 from hybridtron.data.prepare.parts import FolderSettings
 from hybridtron.data.prepare.vocabulary import open_vocabulary
 
@@ -96,10 +97,10 @@ def interrupted(patch: pytest.MonkeyPatch, inputs: Path, output: Path, vocabular
     """Leaves `parts` finished parts, and an unfinished one."""
     read = parts_module.read
 
-    def read_some(one, reading, tally):
-        for document in read(one, reading, tally):
+    def read_some(data_input, reading, tally):
+        for document in read(data_input, reading, tally):
             yield document
-            if one.files[0].name.startswith(str(parts)) and tally.entries == 30:
+            if data_input.files[0].name.startswith(str(parts)) and tally.entries == 30:
                 raise Stopped
 
     with patch.context() as within:
@@ -114,24 +115,24 @@ def test_other_arguments_do_not_resume(
 ) -> None:
     output = tmp_path / "out"
     interrupted(monkeypatch, inputs, output, vocabulary)
-    found = find([str(inputs)]).inputs
+    data_files = find([str(inputs)]).inputs
     other = dataclasses.replace(SETTINGS, validation=0.3, compression="zstd:3")
-    with pytest.raises(ArgumentError, match=r"validation was 0.2 and is 0.3; compression was None and is 'zstd:3'"):
-        prepare(found, output, vocabulary, other)
-    with pytest.raises(PrepareError, match=r"tokenizer was 'tokenizer\d+ \(.*' and is 'words .*; eos was"):
-        prepare(found, output, words(300), SETTINGS)
+    with raises_code(ArgumentError, "changed", "validation", "0.2", "0.3", "compression", "None", "'zstd:3'"):
+        prepare(data_files, output, vocabulary, other)
+    with raises_code(PrepareError, "changed", "tokenizer", "'words ", "eos"):
+        prepare(data_files, output, words(300), SETTINGS)
     added = write_jsonl(inputs / "new.jsonl", TEXTS)
-    with pytest.raises(PrepareError, match=r"out.partial .*new inputs: .*new.jsonl"):
+    with raises_code(PrepareError, "changed", "out.partial", "new inputs", "new.jsonl"):
         prepare(find([str(inputs)]).inputs, output, vocabulary, SETTINGS)
     added.unlink()
-    with pytest.raises(PrepareError, match=r"gone: .*3.jsonl"):
-        prepare(found[:-1], output, vocabulary, SETTINGS)
-    os.utime(found[0].files[0], (1, 1))
-    with pytest.raises(PrepareError, match=r"changed .*0.jsonl"):
-        prepare(found, output, vocabulary, SETTINGS)
+    with raises_code(PrepareError, "changed", "gone", "3.jsonl"):
+        prepare(data_files[:-1], output, vocabulary, SETTINGS)
+    os.utime(data_files[0].files[0], (1, 1))
+    with raises_code(PrepareError, "changed", "0.jsonl"):
+        prepare(data_files, output, vocabulary, SETTINGS)
 
 
-def test_a_damaged_input_can_be_mended(
+def test_a_replaced_input_leaves_nothing_of_its_former_contents(
     inputs: Path, vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An unfinished input may change, and nothing from its former contents remains."""
@@ -150,16 +151,16 @@ def test_a_damaged_input_can_be_mended(
     assert not (folder.path / "train/other").exists()
 
 
-def test_what_failed_before_a_part_was_finished_blocks_nothing(
+def test_a_failure_before_the_first_part_blocks_nothing(
     inputs: Path, vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other arguments start afresh after a wrong key, after a limit that leaves out all, and after an interruption."""
     every = find([str(inputs)]).inputs
     output = tmp_path / "out"
-    with pytest.raises(InputError, match="has no key 'body'"):
+    with raises_code(InputError, "malformed", "'body'"):
         prepare(every, output, vocabulary, dataclasses.replace(SETTINGS, text_key="body"))
     assert not (tmp_path / "out.partial").exists()
-    with pytest.raises(InputError, match="there is no document"):
+    with raises_code(InputError, "missing", "--min-tokens"):
         prepare(every, output, vocabulary, dataclasses.replace(SETTINGS, min_tokens=10**6))
     assert not (tmp_path / "out.partial").exists()
     interrupted(monkeypatch, inputs, output, vocabulary, parts=0)
@@ -170,7 +171,7 @@ def test_what_failed_before_a_part_was_finished_blocks_nothing(
     assert contents_of(folder.path) == contents_of(clean.path)
 
 
-def test_records_of_one_input_a_part_are_resumed_from(
+def test_records_in_the_former_format_are_resumed_from(
     inputs: Path, vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Records in the former format, with one input per part, are read."""
@@ -192,7 +193,7 @@ def of_another_source() -> bytes:
     return zstd("".join(json.dumps(line) + "\n" for line in lines).encode())
 
 
-def test_what_is_there_is_kept(
+def test_a_finished_folder_is_opened_again(
     inputs: Path, vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data_files = find([str(inputs)]).inputs
@@ -203,27 +204,27 @@ def test_what_is_there_is_kept(
     (tmp_path / "out.partial/plan.json").touch()  # of a call that was killed when all was done
     assert prepare(data_files, output, vocabulary, SETTINGS, workers=3) == folder
     assert not (tmp_path / "out.partial").exists()
-    with pytest.raises(PrepareError, match=r"out .*other arguments"):
+    with raises_code(PrepareError, "exists", output):
         prepare(data_files[1:], output, vocabulary, SETTINGS)
-    with pytest.raises(FolderError, match=r"no manifest\.json"):
+    with raises_code(FolderError, "unreadable", "manifest.json"):
         prepare(data_files, inputs, vocabulary, SETTINGS)
 
 
-def test_one_call_at_a_time(
+def test_a_second_call_at_the_same_time_is_refused(
     inputs: Path, vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupted(monkeypatch, inputs, tmp_path / "out", vocabulary)
     with (
-        prepare_module._locked(tmp_path / "out.partial"),
-        pytest.raises(PrepareError, match=r"out\.partial .*another process"),
+        prepare_module._lock_folder(tmp_path / "out.partial"),
+        raises_code(PrepareError, "in-use", "out.partial"),
     ):
         prepare(find([str(inputs)]).inputs, tmp_path / "out", vocabulary, SETTINGS)
 
 
-def test_what_stands_in_the_way_is_left_alone(inputs: Path, vocabulary: Vocabulary, tmp_path: Path) -> None:
+def test_foreign_files_in_the_work_folder_are_left_alone(inputs: Path, vocabulary: Vocabulary, tmp_path: Path) -> None:
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial/mine.txt").write_text("my text")
-    with pytest.raises(PrepareError, match=r"out\.partial .*mine\.txt"):
+    with raises_code(PrepareError, "exists", "out.partial", "mine.txt"):
         prepare(find([str(inputs)]).inputs, tmp_path / "out", vocabulary, SETTINGS)
     assert (tmp_path / "out.partial/mine.txt").exists()
 
@@ -234,11 +235,11 @@ def workers() -> list[BaseProcess]:
 
 
 @pytest.mark.slow
-def test_what_fails_in_a_worker_is_reported(inputs: Path, vocabulary: Vocabulary, tmp_path: Path) -> None:
+def test_an_error_in_a_worker_is_reported(inputs: Path, vocabulary: Vocabulary, tmp_path: Path) -> None:
     """A worker's error, or its end, reaches the first process, and no worker stays."""
     file = inputs / "1.jsonl.gz"
     file.write_bytes(file.read_bytes()[:-5])
-    with pytest.raises(PrepareError, match=r"1.jsonl.gz .*damaged or truncated"):
+    with raises_code(PrepareError, "unreadable", "1.jsonl.gz"):
         prepare(find([str(inputs)]).inputs, tmp_path / "out", vocabulary, SETTINGS, workers=2)
     assert not workers()
 
@@ -257,15 +258,15 @@ def test_a_worker_that_is_killed_is_reported(
     assert not workers()
 
 
-def test_a_full_disk_ends_plainly_and_is_resumed_from(
+def test_preparation_resumes_after_a_full_disk(
     inputs: Path, vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = find([str(inputs)]).inputs
-    whole = prepare(found, tmp_path / "whole", vocabulary)
+    data_files = find([str(inputs)]).inputs
+    whole = prepare(data_files, tmp_path / "whole", vocabulary)
     full = OSError(errno.ENOSPC, "No space left on device")
     with monkeypatch.context() as patched:
         patched.setattr("hybridtron.data.prepare.parts.sync", lambda _: (_ for _ in ()).throw(full))
         with pytest.raises(OSError, match="No space left"):
-            prepare(found, tmp_path / "out", vocabulary)
+            prepare(data_files, tmp_path / "out", vocabulary)
     assert not (tmp_path / "out").exists()
-    assert contents_of(prepare(found, tmp_path / "out", vocabulary).path) == contents_of(whole.path)
+    assert contents_of(prepare(data_files, tmp_path / "out", vocabulary).path) == contents_of(whole.path)

@@ -15,7 +15,7 @@ from hybridtron.data.prepare.documents import ArgumentError
 from hybridtron.data.prepare.embedded import END_OF_TEXT
 from hybridtron.data.prepare.input_files import find
 from hybridtron.data.prepare.parts import FolderSettings
-from hybridtron.data.prepare.run import prepare
+from hybridtron.data.prepare.prepare_folder import prepare
 from hybridtron.data.prepare.vocabulary import open_vocabulary, vocabulary_of
 from tests.data.prepare.preparing import (
     TEXTS,
@@ -24,6 +24,7 @@ from tests.data.prepare.preparing import (
     write_jsonl,
     write_tokenizer,
 )
+from tests.refusals import raises_code
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def test_settings_that_a_tokenizer_file_holds_do_not_cut_texts(tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_truncation_of_a_tokenizer_file_is_ignored(tokenizer_folder: Path, tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     expected = tokenizer.encode(TEXTS[0]).ids
     tokenizer.enable_truncation(4)
@@ -44,7 +45,7 @@ def test_settings_that_a_tokenizer_file_holds_do_not_cut_texts(tokenizer_folder:
     assert all_documents(folder) == [[*expected, vocabulary.eos]]
 
 
-def test_eos_is_found(tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_eos_and_separator_come_from_the_configurations(tokenizer_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "named"
     shutil.copytree(tokenizer_folder, folder)
     assert open_vocabulary(folder).eos_token == END_OF_TEXT
@@ -54,31 +55,35 @@ def test_eos_is_found(tokenizer_folder: Path, tmp_path: Path) -> None:
     tokenizer.add_special_tokens(["<end>", "<start>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}, "bos_token": None}))
-    found = open_vocabulary(folder)
-    assert (found.eos_token, found.eos, found.separator) == ("<end>", tokenizer.token_to_id("<end>"), found.eos)
+    vocabulary = open_vocabulary(folder)
+    assert (vocabulary.eos_token, vocabulary.eos, vocabulary.separator) == (
+        "<end>",
+        tokenizer.token_to_id("<end>"),
+        vocabulary.eos,
+    )
     (folder / "tokenizer_config.json").unlink()
     (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<end>", "bos_token": "<start>"}))
     assert open_vocabulary(folder).separator == tokenizer.token_to_id("<start>")
     assert open_vocabulary(folder, separator="<end>").separator == tokenizer.token_to_id("<end>")
     assert open_vocabulary(folder, END_OF_TEXT).eos == tokenizer.token_to_id(END_OF_TEXT)
-    with pytest.raises(ArgumentError, match=r"--eos: the tokenizer named has no token '<none>'; added ones: <\|endof"):
+    with raises_code(ArgumentError, "unknown-name", "--eos", "'<none>'", "<|endof"):
         open_vocabulary(folder, "<none>")
 
 
-def test_tokenizers_that_are_of_no_use(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"there is no meta-llama/Llama-2-7b\. Only a folder on this machine"):
+def test_unusable_tokenizers_are_refused(tmp_path: Path) -> None:
+    with raises_code(ArgumentError, "no-file", "meta-llama/Llama-2-7b"):
         open_vocabulary(Path("meta-llama/Llama-2-7b"))
-    with pytest.raises(ArgumentError, match=r"has no tokenizer\.json; transformers'"):
+    with raises_code(ArgumentError, "no-file", "tokenizer.json"):
         open_vocabulary(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ArgumentError, match="can't be read"):
+    with raises_code(ArgumentError, "unreadable", "tokenizer.json"):
         open_vocabulary(tmp_path)
-    with pytest.raises(ArgumentError, match="names no eos_token and has no"):
+    with raises_code(ArgumentError, "missing", "--eos"):
         words(300, eos="the end")
     tokenizer = Tokenizer(WordLevel({"a": 0, "</s>": 1}, "a"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.add_tokens(["</s>"])
-    with pytest.raises(ArgumentError, match="'</s>'"):
+    with raises_code(ArgumentError, "unsupported", "'</s>'"):
         vocabulary_of(tokenizer.to_str(), "plain", None)
 
 
@@ -99,12 +104,12 @@ def test_a_hostile_tokenizer_is_an_argument_error(text: str, tmp_path: Path) -> 
         (tmp_path / name).unlink()
 
 
-def test_a_tokenizer_is_a_regular_file_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_irregular_and_huge_tokenizer_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tokenizer.json").symlink_to("/dev/zero")
     with pytest.raises(ArgumentError):
         open_vocabulary(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     write_tokenizer(tmp_path)
-    monkeypatch.setattr("hybridtron.data.prepare.vocabulary.LARGEST_TOKENIZER", 100)
+    monkeypatch.setattr("hybridtron.data.prepare.vocabulary.MAX_TOKENIZER_BYTES", 100)
     with pytest.raises(ArgumentError):
         open_vocabulary(tmp_path)

@@ -37,11 +37,16 @@ def blocks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocked, "BLOCK", 4)
 
 
-def inputs(length: int = 18, heads: int = 4, groups: int = 2, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """q, k and v of two rows, the same at every call."""
+def random_inputs(
+    length: int = 18, heads: int = 4, groups: int = 2, dtype: torch.dtype = torch.float64
+) -> AttentionInputs:
+    """Queries, keys and values of two rows, equal at every call."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(2, length, count, 8) for count in (heads, groups, groups)]
-    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+    q, k, v = (
+        torch.randn(2, length, count, 8, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for count in (heads, groups, groups)
+    )
+    return AttentionInputs(q, k, v)
 
 
 def memory_of(lengths: tuple[int, int], groups: int = 2, size: int = 7) -> AttentionMemory:
@@ -51,46 +56,52 @@ def memory_of(lengths: tuple[int, int], groups: int = 2, size: int = 7) -> Atten
     return AttentionMemory(keys.requires_grad_(), values.requires_grad_(), torch.tensor(lengths))
 
 
-def run(
-    form: str, window: int | None, documents: Tensor | None, memory: AttentionMemory | None, q: Tensor, *kv: Tensor
-):
-    """The output, and the gradients of everything that went in."""
+def run(form: str, inputs: AttentionInputs) -> list[Tensor]:
+    """Return the output, and the gradients of all input tensors, remembered ones among them."""
     with force(form):
-        y = attention(AttentionInputs(q, *kv, window, documents, memory))
-    leaves = [q, *kv, *(memory[:2] if memory is not None else ())]
+        y = attention(inputs)
+    leaves = list(inputs[:3])
+    if inputs.memory is not None:
+        leaves += inputs.memory[:2]
     return [y.detach(), *torch.autograd.grad((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum(), leaves)]
 
 
-def assert_all_close(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-12) -> None:
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+def assert_all_close(actual: list[Tensor], expected: list[Tensor], tolerance: float = 1e-12) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 @CPU_FORMS
 @WINDOWS
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
 @pytest.mark.parametrize("lengths", [None, (0, 5)])
-def test_who_sees_whom(
+def test_queries_attend_to_the_visible_keys_alone(
     form: str, window: int | None, documents: Tensor | None, lengths: tuple[int, int] | None
 ) -> None:
     """Equal scores and one-hot values make the output show the seen tokens, which loops count."""
     length = 18
-    size = 7 if lengths else 0
+    size = 0
+    if lengths:
+        size = 7
     marks = torch.eye(size + length, dtype=torch.float64).expand(2, -1, -1)[:, :, None]
     q = torch.zeros(2, length, 1, size + length, dtype=torch.float64)
-    memory = AttentionMemory(0 * marks[:, :size], marks[:, :size], torch.tensor(lengths)) if lengths else None
+    memory = None
+    if lengths:
+        memory = AttentionMemory(0 * marks[:, :size], marks[:, :size], torch.tensor(lengths))
     with force(form):
         y = attention(AttentionInputs(q, q, marks[:, size:], window, documents, memory))
     for row, i, j in itertools.product(range(2), range(length), range(-size, length)):
-        document = DOCUMENTS[row].tolist() if documents is not None else [0] * length
+        document = [0] * length
+        if documents is not None:
+            document = DOCUMENTS[row].tolist()
         known = document[max(j, 0)] == document[i] and (lengths is None or j >= -lengths[row])
         sees = j <= i and known and (window is None or i - j < window)
         assert (y[row, i, 0, size + j] > 0) == sees, (row, i, j)
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_reference_is_transformers(window: int | None) -> None:
-    q, k, v = inputs()
+def test_reference_equals_transformers(window: int | None) -> None:
+    q, k, v = random_inputs()[:3]
     rule = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
     places = torch.arange(18)
     mask = torch.stack([torch.stack([torch.as_tensor(rule(0, 0, i, j)) for j in places]) for i in places])
@@ -107,7 +118,7 @@ def test_reference_is_transformers(window: int | None) -> None:
 @pytest.mark.parametrize(("heads", "groups"), [(4, 2), (3, 3), (2, 1)])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
 @pytest.mark.parametrize("lengths", [None, (0, 5)])
-def test_the_fast_forms_are_the_reference(
+def test_fast_forms_equal_the_reference(
     form: str,
     window: int | None,
     length: int,
@@ -116,34 +127,42 @@ def test_the_fast_forms_are_the_reference(
     documents: Tensor | None,
     lengths: tuple[int, int] | None,
 ) -> None:
-    tensors = inputs(length, heads, groups)
-    documents = None if documents is None else documents[:, :length]
-    memory = memory_of(lengths, groups) if lengths else None
-    assert_all_close(*(run(each, window, documents, memory, *tensors) for each in (form, "reference")))
+    inputs = random_inputs(length, heads, groups)._replace(window=window)
+    if documents is not None:
+        inputs = inputs._replace(documents_BL=documents[:, :length])
+    if lengths:
+        inputs = inputs._replace(memory=memory_of(lengths, groups))
+    assert_all_close(run(form, inputs), run("reference", inputs))
 
 
 @FAST_FORMS
-def test_they_are_the_reference_over_real_blocks(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_forms_equal_the_reference_with_blocks_of_real_size(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    tensors = inputs(700)
+    inputs = random_inputs(700)
     documents = (torch.arange(700) // torch.tensor([[330], [1000]])).long()
     for window, packed in ((300, None), (300, documents), (None, documents)):
-        assert_all_close(*(run(each, window, packed, None, *tensors) for each in (form, "reference")), 1e-10)
+        case = inputs._replace(window=window, documents_BL=packed)
+        assert_all_close(run(form, case), run("reference", case), 1e-10)
 
 
 @CPU_FORMS
 @pytest.mark.parametrize(
     ("window", "documents", "lengths"), [(None, None, None), (3, None, None), (5, DOCUMENTS, (0, 2))]
 )
-def test_gradients(form: str, window: int | None, documents: Tensor | None, lengths: tuple[int, int] | None) -> None:
-    q, k, v = (x.detach()[:, :6, :, :2].requires_grad_() for x in inputs(heads=2, groups=1))
-    memory = memory_of(lengths, 1) if lengths else memory_of((0, 0), 1)
+def test_gradients_are_the_slopes(
+    form: str, window: int | None, documents: Tensor | None, lengths: tuple[int, int] | None
+) -> None:
+    q, k, v = (x.detach()[:, :6, :, :2].requires_grad_() for x in random_inputs(heads=2, groups=1)[:3])
+    memory = memory_of(lengths or (0, 0), 1)
     keys, values = (x.detach()[:, :3, :, :2].requires_grad_() for x in memory[:2])
-    documents = None if documents is None else documents[:, :6]
+    if documents is not None:
+        documents = documents[:, :6]
 
     def function(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        given = AttentionMemory(keys, values, memory.length_B) if lengths else None
-        return attention(AttentionInputs(q, k, v, window, documents, given))
+        remembered = None
+        if lengths:
+            remembered = AttentionMemory(keys, values, memory.length_B)
+        return attention(AttentionInputs(q, k, v, window, documents, remembered))
 
     with force(form):
         assert gradcheck(function, (q, k, v, keys, values), fast_mode=True)
@@ -151,32 +170,34 @@ def test_gradients(form: str, window: int | None, documents: Tensor | None, leng
 
 @CPU_FORMS
 def test_bf16_is_near_the_reference_in_float64(form: str) -> None:
-    tensors = inputs(dtype=torch.bfloat16)
-    found = run(form, 5, DOCUMENTS, None, *tensors)
-    expected = run("reference", 5, DOCUMENTS, None, *(x.detach().double().requires_grad_() for x in tensors))
-    assert all(x.dtype == torch.bfloat16 for x in found)
-    assert_all_close([x.double() for x in found], expected, 0.03)
+    inputs = random_inputs(dtype=torch.bfloat16)._replace(window=5, documents_BL=DOCUMENTS)
+    q, k, v = (x.detach().double().requires_grad_() for x in inputs[:3])
+    results = run(form, inputs)
+    expected = run("reference", inputs._replace(q_BLHK=q, k_BLGK=k, v_BLGK=v))
+    assert all(x.dtype == torch.bfloat16 for x in results)
+    assert_all_close([x.double() for x in results], expected, 0.03)
 
 
 @CPU_FORMS
 @pytest.mark.parametrize("window", [None, 5])
-def test_documents_are_separate_rows(form: str, window: int | None) -> None:
-    q, k, v = inputs()
+def test_documents_of_a_row_equal_separate_rows(form: str, window: int | None) -> None:
+    q, k, v = random_inputs()[:3]
     with force(form):
         y = attention(AttentionInputs(q, k, v, window, DOCUMENTS, None))
         for row, document in itertools.product(range(2), range(3)):
-            own = DOCUMENTS[row] == document
-            alone = attention(AttentionInputs(*(x[row, own][None] for x in (q, k, v)), window, None, None))
-            torch.testing.assert_close(y[row, own], alone[0])
+            tokens = DOCUMENTS[row] == document
+            alone = attention(AttentionInputs(*(x[row, tokens][None] for x in (q, k, v)), window, None, None))
+            torch.testing.assert_close(y[row, tokens], alone[0])
 
 
 @CPU_FORMS
 @pytest.mark.parametrize(("window", "keep"), [(None, None), (6, 5), (6, None), (1, 0)])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
-def test_chunks_with_memory_are_the_whole_row(
+def test_chunks_with_memory_equal_the_whole_row(
     form: str, window: int | None, keep: int | None, documents: Tensor | None
 ) -> None:
-    tensors = inputs()
+    inputs = random_inputs()._replace(window=window, documents_BL=documents)
+    tensors = inputs[:3]
     memory = None
     parts = []
     start = 0
@@ -193,11 +214,11 @@ def test_chunks_with_memory_are_the_whole_row(
             assert keep is None or memory.keys_BMGK.shape[1] == keep
     y = torch.cat(parts, dim=1)
     grads = torch.autograd.grad((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum(), tensors)
-    assert_all_close([y.detach(), *grads], run("reference", window, documents, None, *tensors))
+    assert_all_close([y.detach(), *grads], run("reference", inputs))
 
 
-def test_remember_counts_the_last_document_alone() -> None:
-    _, k, v = inputs(length=3)
+def test_memory_holds_the_last_document_alone() -> None:
+    _, k, v = random_inputs(length=3)[:3]
     old = memory_of((2, 5))
     documents = torch.tensor([[0, 0, 1], [0, 0, 0]])
     for keep, size, lengths in ((None, 10, [1, 8]), (4, 4, [1, 4]), (12, 12, [1, 8])):
@@ -211,18 +232,19 @@ def test_remember_counts_the_last_document_alone() -> None:
 @CPU_FORMS
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("with_memory", [False, True])
-def test_no_bit_leaks_between_documents(form: str, window: int | None, with_memory: bool) -> None:
+def test_documents_and_memories_leak_no_bit_into_the_next(form: str, window: int | None, with_memory: bool) -> None:
     """Other tokens in document 0 and in the memory: document 1's output and all gradients stay bit for bit."""
     documents = torch.tensor([[0] * 7 + [1] * 11])
 
     def probe(others: Tensor) -> list[Tensor]:
         torch.manual_seed(0)
-        weight, x = torch.randn(32, 12, requires_grad=True), torch.randn(1, 18, 12)
+        weight = torch.randn(32, 12, requires_grad=True)
+        x = torch.randn(1, 18, 12)
         x = torch.cat((others, x[:, 7:]), dim=1).requires_grad_()
         q, k, v = (x @ weight.T).view(1, 18, 4, 8).split((2, 1, 1), dim=2)
-        memory = (
-            AttentionMemory(10 * q[:, :3, :1].detach(), v[:, :3].detach(), torch.tensor([3])) if with_memory else None
-        )
+        memory = None
+        if with_memory:
+            memory = AttentionMemory(10 * q[:, :3, :1].detach(), v[:, :3].detach(), torch.tensor([3]))
         with force(form):
             y = attention(AttentionInputs(q, k, v, window, documents, memory))[:, 7:]
         x_grad, weight_grad = torch.autograd.grad(y.square().sum(), (x, weight))
@@ -235,27 +257,28 @@ def test_no_bit_leaks_between_documents(form: str, window: int | None, with_memo
 
 
 @pytest.mark.parametrize(("window", "documents"), [(32, False), (32, True), (None, True)])
-def test_blocked_keeps_little(window: int | None, documents: bool) -> None:
+def test_memory_of_blocked_attention_grows_with_the_length_alone(window: int | None, documents: bool) -> None:
     """Memory saved for backward does not grow with the length's square."""
     length = 1024
     blocked.BLOCK = 32  # set back by the fixture
-    tensors = inputs(length, 2, 1, torch.float32)
+    inputs = random_inputs(length, 2, 1, torch.float32)._replace(window=window)
+    if documents:
+        inputs = inputs._replace(documents_BL=(torch.arange(length) // 900).expand(2, -1))
     kept: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    packed = (torch.arange(length) // 900).expand(2, -1) if documents else None
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), force("blocked"):
-        y = attention(AttentionInputs(*tensors, window, packed, None))
+        y = attention(inputs)
     assert y.requires_grad
     assert 0 < sum(kept.values()) < 2 * length * 4 * 150
 
 
-def test_sdpa_is_the_reference() -> None:
-    tensors = inputs()
-    assert_all_close(*(run(form, None, None, None, *tensors) for form in ("sdpa", "reference")))
+def test_sdpa_equals_the_reference() -> None:
+    inputs = random_inputs()
+    assert_all_close(run("sdpa", inputs), run("reference", inputs))
 
 
 def flash_emulation() -> ModuleType:
@@ -326,19 +349,19 @@ EMULATIONS = {"flash-attn": flash_emulation, "flash-attn-3": flash_emulation, "f
 @WINDOWS
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
 @pytest.mark.parametrize("form", EMULATIONS)
-def test_flash_calls_mean_the_reference(
+def test_calls_of_flash_attention_equal_the_reference(
     form: str, window: int | None, documents: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = Package("flash_attn", EMULATIONS[form](), "emulated")
-    monkeypatch.setattr(flash_attn, "optional_package", lambda name: found)
-    tensors = inputs()
-    assert_all_close(*(run(each, window, documents, None, *tensors) for each in (form, "reference")))
+    package = Package("flash_attn", EMULATIONS[form](), "emulated")
+    monkeypatch.setattr(flash_attn, "optional_package", lambda name: package)
+    inputs = random_inputs()._replace(window=window, documents_BL=documents)
+    assert_all_close(run(form, inputs), run("reference", inputs))
 
 
-def test_flash_does_not_look_for_borders_that_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Package("flash_attn", flash_emulation(), "emulated")
-    monkeypatch.setattr(flash_attn, "optional_package", lambda name: found)
-    q, k, v = inputs()
+def test_flash_attention_uses_known_document_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = Package("flash_attn", flash_emulation(), "emulated")
+    monkeypatch.setattr(flash_attn, "optional_package", lambda name: package)
+    q, k, v = random_inputs()[:3]
     with force("flash-attn"):
         looked = attention(AttentionInputs(q, k, v, 4, DOCUMENTS))
         monkeypatch.setattr(flash_attn, "document_boundaries", None)
@@ -348,19 +371,19 @@ def test_flash_does_not_look_for_borders_that_are_known(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
-def test_the_order_of_flash_versions_is_that_of_the_rates(gpu: GPU, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_versions_are_ordered_by_rate(gpu: GPU, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare on the devices that each version supports."""
     monkeypatch.setattr(dispatch, "optional_package", lambda name: Package(name, flash_emulation(), "emulated"))
     monkeypatch.setattr(flash_attn, "compute_capability", lambda: gpu.capability)
-    there = [each.name for each in flash_attn.FASTEST_FIRST if each.unavailable_reason("cuda") is None]
-    rates = [gpu.rate("attention", f"flash{name.removeprefix('flash-attn')}") for name in there]
+    available = [each.name for each in flash_attn.FASTEST_FIRST if each.unavailable_reason("cuda") is None]
+    rates = [gpu.rate("attention", f"flash{name.removeprefix('flash-attn')}") for name in available]
     assert rates == sorted(rates, reverse=True)
-    assert there[0] == {9: "flash-attn-3", 10: "flash-attn-4"}[gpu.capability[0]]
+    assert available[0] == {9: "flash-attn-3", 10: "flash-attn-4"}[gpu.capability[0]]
     monkeypatch.setattr(flash_attn, "compute_capability", lambda: (8, 0))
     assert attention.choice("cuda")[0] == "flash-attn"
 
 
-def test_what_flash_versions_leave_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_versions_refuse_unsupported_head_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     second, third, fourth = (attention.named(name).unsupported_reason for name in EMULATIONS)
     wide, uneven = (torch.zeros(1, 4, 1, channels, dtype=torch.bfloat16) for channels in (256, 36))
     assert [reason(AttentionInputs(wide, wide, wide)) is None for reason in (second, third, fourth)] == [
@@ -370,11 +393,11 @@ def test_what_flash_versions_leave_to_others(monkeypatch: pytest.MonkeyPatch) ->
     ]
     assert [reason(AttentionInputs(uneven, uneven, uneven)) is None for reason in (second, third)] == [True, False]
     monkeypatch.setattr(flash_attn, "is_deterministic", lambda: True)
-    assert "no fixed order" in third(AttentionInputs(wide, wide, wide))
+    assert "order" in third(AttentionInputs(wide, wide, wide))
     assert second(AttentionInputs(wide, wide, wide)) is None
 
 
-def test_what_runs_where(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_and_packages_select_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "optional_package", lambda name: Package(name, None, "not installed"))
     assert attention.choice("cpu")[0] == "native"
     assert attention.choice("cuda")[0] == "sdpa"
@@ -396,7 +419,7 @@ def _imports_are_forgotten() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_imports_are_forgotten")
 @pytest.mark.parametrize(("files", "chosen"), [(FLASH_2, "flash-attn"), (FLASH_4, "sdpa")])
-def test_a_package_of_the_same_name_is_distinguished(
+def test_namespace_of_flash_attn_4_is_not_taken_for_flash_attn(
     files: list[str], chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """flash-attn-4 makes `flash_attn` a namespace, in which none of the functions lie."""
@@ -408,8 +431,8 @@ def test_a_package_of_the_same_name_is_distinguished(
     assert attention.choice("cuda")[0] == chosen
 
 
-def test_reasons_say_what_is_not_supported() -> None:
-    q, k, v = inputs()
+def test_reasons_name_the_unsupported_input() -> None:
+    q, k, v = random_inputs()[:3]
     flash, sdpa = (attention.named(name).unsupported_reason for name in ("flash-attn", "sdpa"))
     half = AttentionInputs(*(x.bfloat16() for x in (q, k, v)))
     full = AttentionInputs(q, k, v)

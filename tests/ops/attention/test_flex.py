@@ -38,14 +38,16 @@ def memory_of(lengths: tuple[int, int] | None, groups: int = 2) -> AttentionMemo
     return AttentionMemory(keys, values, torch.tensor(lengths))
 
 
-def inputs(length: int, share: int) -> list[Tensor]:
+def random_inputs(length: int, share: int) -> AttentionInputs:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(2, length, heads, 16, generator=generator) for heads in (2 * share, 2, 2)]
+    return AttentionInputs(*(torch.randn(2, length, heads, 16, generator=generator) for heads in (2 * share, 2, 2)))
 
 
 def visible(length: int, window: int | None, documents: Tensor | None, memory: AttentionMemory | None) -> Tensor:
     """The rules, token by token, (B, L, S): a mask that only a test may make."""
-    before = 0 if memory is None else 250
+    before = 0
+    if memory is not None:
+        before = 250
     query = torch.arange(length)[:, None]
     key = torch.arange(-before, length)
     seen = (key <= query) & (query - key < (window or length + before))
@@ -70,14 +72,15 @@ def listed(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
 
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_tiles_are_those_of_the_mask(length: int, documents: str) -> None:
+def test_tiles_agree_with_the_whole_mask(length: int, documents: str) -> None:
     """Tiles without visible pairs are left out, full ones unmasked; the keys' lists are the transposed ones."""
     for window, remembered in itertools.product(WINDOWS, MEMORIES):
         numbers = documents_of(documents, length)
         memory = memory_of(remembered)
         seen = visible(length, window, numbers, memory)
         total = seen.shape[2]
-        mask = block_mask(seen_keys(AttentionInputs(*inputs(length, 1), window, numbers, memory)), total)
+        inputs = random_inputs(length, 1)._replace(window=window, documents_BL=numbers, memory=memory)
+        mask = block_mask(seen_keys(inputs), total)
         b, query, key = (torch.arange(n).view(shape) for n, shape in zip(seen.shape, PLACES, strict=True))
         assert torch.equal(mask.mask_mod(b, torch.zeros(1), query, key), seen)
         sides = (0, -total % TILE, 0, -length % TILE)
@@ -102,65 +105,70 @@ def test_tiles_are_those_of_the_mask(length: int, documents: str) -> None:
 @pytest.mark.parametrize("share", [1, 3])
 @pytest.mark.parametrize("remembered", MEMORIES)
 @pytest.mark.parametrize("documents", DOCUMENTS)
-def test_forward_is_the_reference(documents: str, remembered: tuple[int, int] | None, share: int) -> None:
+def test_forward_equals_the_reference(documents: str, remembered: tuple[int, int] | None, share: int) -> None:
     length = 300
-    outputs = []
+    memory = memory_of(remembered)
+    inputs = random_inputs(length, share)._replace(documents_BL=documents_of(documents, length), memory=memory)
     for window in (None, 70):
+        outputs = {}
         for form in ("flex", "reference"):
             with force(attention=form):
-                tensors = inputs(length, share)
-                memory = memory_of(remembered)
-                outputs.append(attention(AttentionInputs(*tensors, window, documents_of(documents, length), memory)))
-        torch.testing.assert_close(*outputs[-2:], rtol=1e-5, atol=1e-5)
+                outputs[form] = attention(inputs._replace(window=window))
+        torch.testing.assert_close(outputs["flex"], outputs["reference"], rtol=1e-5, atol=1e-5)
 
 
-def test_what_it_leaves_to_others() -> None:
+def test_flex_attention_refuses_unsupported_inputs() -> None:
     form = attention.named("flex")
-    (q, k, v) = inputs(128, 1)
-    assert form.unsupported_reason(AttentionInputs(q, k, v, 40)) is None
-    assert "float64" in form.unsupported_reason(AttentionInputs(q.double(), k, v, 40))
-    assert "at least 16 channels, not 8" in form.unsupported_reason(AttentionInputs(q[..., :8], k, v, 40))
-    assert "fewer than 128 tokens" in form.unsupported_reason(AttentionInputs(q[:, :127], k, v, 40))
+    inputs = random_inputs(128, 1)._replace(window=40)
+    q = inputs.q_BLHK
+    assert form.unsupported_reason(inputs) is None
+    assert "float64" in form.unsupported_reason(inputs._replace(q_BLHK=q.double()))
+    assert "channels" in form.unsupported_reason(inputs._replace(q_BLHK=q[..., :8]))
+    assert "tokens" in form.unsupported_reason(inputs._replace(q_BLHK=q[:, :127]))
 
 
-def test_order_on_cuda() -> None:
+def test_flex_attention_follows_flash_attention_and_sdpa_on_cuda() -> None:
     """The package, torch's own where it fits, this, and the form for any device."""
     packages = attention.implementations[:3]
     others = attention.implementations[3:]
-    assert {each.name for each in packages} == {"flash-attn", "flash-attn-3", "flash-attn-4"}
-    assert [each.name for each in others] == ["sdpa", "flex", "native", "blocked"]
+    assert {form.name for form in packages} == {"flash-attn", "flash-attn-3", "flash-attn-4"}
+    assert [form.name for form in others] == ["sdpa", "flex", "native", "blocked"]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("remembered", MEMORIES)
 @pytest.mark.parametrize("documents", DOCUMENTS)
-def test_gradients_are_the_reference(documents: str, remembered: tuple[int, int] | None) -> None:
+def test_gradients_equal_the_reference(documents: str, remembered: tuple[int, int] | None) -> None:
     for length, window in itertools.product(LENGTHS, (None, 70, 129)):
-        found = []
+        results = {}
         for form in ("flex", "reference"):
-            leaves = [x.cuda().requires_grad_() for x in inputs(length, 2)]
+            q, k, v = (x.cuda().requires_grad_() for x in random_inputs(length, 2)[:3])
+            leaves = [q, k, v]
             memory = memory_of(remembered)
             numbers = documents_of(documents, length)
+            if numbers is not None:
+                numbers = numbers.cuda()
             if memory is not None:
-                leaves += [x.cuda().requires_grad_() for x in memory[:2]]
-                memory = AttentionMemory(*leaves[3:], memory.length_B.cuda())
+                keys, values = (x.cuda().requires_grad_() for x in memory[:2])
+                leaves += [keys, values]
+                memory = AttentionMemory(keys, values, memory.length_B.cuda())
             with force(attention=form):
-                y = attention(AttentionInputs(*leaves[:3], window, None if numbers is None else numbers.cuda(), memory))
-            found.append([y.detach(), *torch.autograd.grad(y.square().sum(), leaves)])
-        for ours, theirs in zip(*found, strict=True):
+                y = attention(AttentionInputs(q, k, v, window, numbers, memory))
+            results[form] = [y.detach(), *torch.autograd.grad(y.square().sum(), leaves)]
+        for ours, theirs in zip(results["flex"], results["reference"], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)
 
 
-def test_tiles_of_documents_are_listed_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int | None] = []
+def test_layers_of_equal_window_share_the_tiles_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows: list[int | None] = []
     form = attention.named("flex")
-    heads = inputs(300, 1)
-    monkeypatch.setattr(flex, "seen_keys", lambda given: made.append(given.window) or seen_keys(given))
+    inputs = random_inputs(300, 1)
+    monkeypatch.setattr(flex, "seen_keys", lambda inputs: windows.append(inputs.window) or seen_keys(inputs))
     for _ in range(2):  # batches
         documents = documents_of("long", 300)
         for window in (40, None, 40, None):  # layers
-            form.function(AttentionInputs(*heads, window, documents))
-    assert made == [40, None, 40, None]
+            form.function(inputs._replace(window=window, documents_BL=documents))
+    assert windows == [40, None, 40, None]
     assert len(flex._of_batches) == 1
     del documents
     assert not flex._of_batches

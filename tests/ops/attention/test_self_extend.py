@@ -34,8 +34,9 @@ def rotated(x_LHK: Tensor, positions_L: Tensor, scale: str | None) -> Tensor:
     return apply_rotary_pos_emb(x_LHK[None], x_LHK[None], *table, unsqueeze_dim=2)[0][0]
 
 
-def expected(q: Tensor, k: Tensor, v: Tensor, by: SelfExtendOptions, scale: str | None) -> Tensor:
+def expected(heads: tuple[Tensor, Tensor, Tensor], by: SelfExtendOptions, scale: str | None) -> Tensor:
     """Compute one document's output by the paper's equations, query by query."""
+    q, k, v = heads
     places = torch.arange(len(q))
     share = HEADS // GROUPS
     k = k.repeat_interleave(share, 1)
@@ -54,7 +55,7 @@ def expected(q: Tensor, k: Tensor, v: Tensor, by: SelfExtendOptions, scale: str 
     return torch.stack(rows)
 
 
-def given(length: int) -> tuple[Tensor, Tensor, Tensor]:
+def random_heads(length: int) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(length)
     return torch.randn(length, HEADS, SIZE), *torch.randn(2, length, GROUPS, SIZE)
 
@@ -65,12 +66,14 @@ def turned(x_LHK: Tensor, positions_L: Tensor, rope: RopeOptions) -> Tensor:
 
 @pytest.mark.parametrize("rope", [RopeOptions(100.0), YARN], ids=["plain", "yarn"])
 @pytest.mark.parametrize(("group", "neighbours"), [(3, 5), (2, 1), (4, 16), (8, 7)])
-def test_the_equations(group: int, neighbours: int, rope: RopeOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_self_extend_equals_its_equations(
+    group: int, neighbours: int, rope: RopeOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A row of two documents, the first of which follows remembered tokens; blocks end in mid-document."""
     monkeypatch.setattr(op, "BLOCK", 4)
     by = SelfExtendOptions(group, neighbours)
-    first = given(23)
-    second = given(18)
+    first = random_heads(23)
+    second = random_heads(18)
     before = 9
     q, k, v = (torch.cat((a[before:], b))[None] for a, b in zip(first, second, strict=True))
     places = torch.cat((torch.arange(before, 23), torch.arange(18)))
@@ -82,19 +85,19 @@ def test_the_equations(group: int, neighbours: int, rope: RopeOptions, monkeypat
     )
     documents = torch.tensor([[0] * (23 - before) + [1] * 18])
     inputs = AttentionInputs(turned(q[0], places, rope), turned(k[0], places, rope), v, None, documents, memory)
-    found = self_extended(inputs, Places(places[None], rope, SIZE), by)[0]
-    assert torch.isfinite(found).all()
-    wanted = torch.cat((expected(*first, by, rope.scale)[before:], expected(*second, by, rope.scale)))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5)
+    actual = self_extended(inputs, Places(places[None], rope, SIZE), by)[0]
+    assert torch.isfinite(actual).all()
+    wanted = torch.cat((expected(first, by, rope.scale)[before:], expected(second, by, rope.scale)))
+    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=2e-5)
 
 
-def test_rows_of_neighbours_alone_are_attention() -> None:
-    q, k, v = given(20)
+def test_rows_within_the_neighbours_equal_attention() -> None:
+    q, k, v = random_heads(20)
     places = torch.arange(20)
     rope = RopeOptions(100.0)
     inputs = AttentionInputs(turned(q, places, rope), turned(k, places, rope), v[None])
-    found = self_extended(inputs, Places(places[None], rope, SIZE), SelfExtendOptions(4, 20))
-    torch.testing.assert_close(found, attention(inputs), rtol=1e-5, atol=1e-5)
+    actual = self_extended(inputs, Places(places[None], rope, SIZE), SelfExtendOptions(4, 20))
+    torch.testing.assert_close(actual, attention(inputs), rtol=1e-5, atol=1e-5)
     far = self_extended(inputs, Places(places[None], rope, SIZE), SelfExtendOptions(4, 17))
-    torch.testing.assert_close(far[:, :17], found[:, :17], rtol=1e-6, atol=1e-6)
-    assert not torch.allclose(far[:, 19], found[:, 19], atol=1e-4)
+    torch.testing.assert_close(far[:, :17], actual[:, :17], rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(far[:, 19], actual[:, 19], atol=1e-4)

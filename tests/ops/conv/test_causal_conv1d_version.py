@@ -23,9 +23,11 @@ from hybridtron.ops.conv import causal_conv1d
         (None, False),
     ],
 )
-def test_the_order_is_fixed_from_version_1_6_on(
+def test_causal_conv1d_repeats_bits_from_version_1_6_on(
     version: str | None, repeats: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = SimpleNamespace() if version is None else SimpleNamespace(__version__=version)
+    module = SimpleNamespace()
+    if version is not None:
+        module.__version__ = version
     monkeypatch.setattr(causal_conv1d, "optional_package", lambda _: SimpleNamespace(module=module))
     assert causal_conv1d._repeats_bits() == repeats

@@ -35,7 +35,7 @@ def random_inputs(gate: str, *sizes: int, **options: object) -> DeltaInputs:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_value_is_replaced_by_hand(form: str) -> None:
+def test_delta_rule_replaces_values_as_computed_by_hand(form: str) -> None:
     """Three tokens of one key: 8 is written, decays to 4 and moves half-way to 2, then is replaced by 5."""
     key = torch.tensor([0.6, 0.8]).expand(1, 3, 1, 2)
     v = torch.tensor([8.0, 2.0, 5.0]).view(1, 3, 1, 1)
@@ -48,7 +48,7 @@ def test_a_value_is_replaced_by_hand(form: str) -> None:
 
 @GATES
 @pytest.mark.parametrize("form", FORMS)
-def test_orthonormal_keys_are_an_exact_dictionary(form: str, gate: str) -> None:
+def test_delta_rule_of_orthonormal_keys_is_an_exact_dictionary(form: str, gate: str) -> None:
     """16 keys are written, then all again with other values: each leads to its last value."""
     keys = torch.linalg.qr(torch.randn(16, 16, dtype=torch.float64)).Q
     order = torch.cat((torch.arange(16), torch.randperm(16)))
@@ -68,7 +68,7 @@ def test_orthonormal_keys_are_an_exact_dictionary(form: str, gate: str) -> None:
 @GATES
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.usefixtures("small_chunks")
-def test_without_steps_the_state_decays(form: str, gate: str) -> None:
+def test_delta_rule_without_steps_only_decays(form: str, gate: str) -> None:
     inputs = random_inputs(gate)
     inputs = inputs._replace(beta_BLH=torch.zeros_like(inputs.beta_BLH))
     q, k, v, _, g, state, _ = inputs
@@ -83,7 +83,7 @@ def test_without_steps_the_state_decays(form: str, gate: str) -> None:
 @GATES
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.usefixtures("small_chunks")
-def test_orthogonal_keys_only_add(form: str, gate: str) -> None:
+def test_delta_rule_of_orthogonal_keys_equals_gla(form: str, gate: str) -> None:
     """Orthogonal keys find no stored values, so this is gated linear attention with values beta v."""
     inputs = random_inputs(gate, key=12)
     k = torch.linalg.qr(torch.randn(2, 2, 12, 11, dtype=torch.float64)).Q.permute(0, 3, 1, 2)
@@ -97,17 +97,17 @@ def test_orthogonal_keys_only_add(form: str, gate: str) -> None:
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.usefixtures("small_chunks")
-def test_equal_decays_of_all_channels_are_one_of_the_head(form: str, documents: Tensor | None) -> None:
+def test_equal_decays_of_all_channels_equal_one_decay_of_the_head(form: str, documents: Tensor | None) -> None:
     by_head = random_inputs("head")._replace(documents_BL=documents)
     by_channel = changed(by_head._replace(g_BLHG=by_head.g_BLHG.expand_as(by_head.k_BLHN)), Tensor.clone)
-    expected, found = (computed(delta_scan, form, inputs) for inputs in (by_head, by_channel))
-    found["g_BLHG"] = found["g_BLHG"].sum(-1, keepdim=True)
-    assert_close(found, expected)
+    expected, results = (computed(delta_scan, form, inputs) for inputs in (by_head, by_channel))
+    results["g_BLHG"] = results["g_BLHG"].sum(-1, keepdim=True)
+    assert_close(results, expected)
 
 
 @GATES
 @pytest.mark.parametrize("form", FORMS)
-def test_tokens_that_forget_all_see_themselves(form: str, gate: str) -> None:
+def test_tokens_with_total_decay_read_themselves_alone(form: str, gate: str) -> None:
     inputs = random_inputs(gate, length=80)
     q, k, v, beta, g, _, _ = inputs
     y, last = run(delta_scan, form, inputs._replace(g_BLHG=torch.full_like(g, -1e4)))
@@ -127,20 +127,20 @@ def test_strong_decays_neither_overflow_nor_blur_the_weak_ones(strength: float, 
         if gate == "channel":
             inputs.g_BLHG[..., 0] = strength
         inputs.g_BLHG[:, 3::5, :, -1] = strength
-    found = computed(delta_scan, form, inputs)
+    results = computed(delta_scan, form, inputs)
     for name, theirs in computed(delta_scan, "reference", exact(inputs)).items():
-        assert (found[name].double() - theirs).norm() <= 5e-6 * theirs.norm(), name
+        assert (results[name].double() - theirs).norm() <= 5e-6 * theirs.norm(), name
 
 
 @GATES
 @pytest.mark.parametrize("form", FAST_FORMS)
-def test_one_key_again_and_again(form: str, gate: str) -> None:
+def test_repeated_key_with_steps_of_two_stays_accurate(form: str, gate: str) -> None:
     """The triangular system is as full as possible, and steps of 2 flip a value: rounding errors grow with its size."""
     inputs = random_inputs(gate, rows=1, length=256, key=16, dtype=torch.float32)
     with torch.no_grad():
         inputs.k_BLHN.copy_(inputs.k_BLHN[:, :1].expand_as(inputs.k_BLHN))
         inputs.beta_BLH.fill_(2)
         inputs.g_BLHG.fill_(-1e-3)
-    found = computed(delta_scan, form, inputs)
+    results = computed(delta_scan, form, inputs)
     for name, theirs in computed(delta_scan, "reference", exact(inputs)).items():
-        assert (found[name].double() - theirs).norm() <= 5e-4 * theirs.norm(), name
+        assert (results[name].double() - theirs).norm() <= 5e-4 * theirs.norm(), name

@@ -48,7 +48,7 @@ def inputs_of(gate: str, *sizes: int, dtype: torch.dtype = torch.float32) -> Del
 
 
 @GATES
-def test_two_chunks_of_documents(gate: str) -> None:
+def test_triton_delta_rule_equals_the_reference_over_two_chunks(gate: str) -> None:
     """Use one boundary inside a chunk and one after it; only keys and values are padded."""
     inputs = inputs_of(gate, 1, 18, 1, 3, 4)._replace(documents_BL=documents_of(5, 12, 1, rows=1))
     assert_near_reference(delta_scan, FORM, inputs, TOLERANCE)
@@ -57,7 +57,7 @@ def test_two_chunks_of_documents(gate: str) -> None:
 @pytest.mark.slow
 @GATES
 @pytest.mark.parametrize("borders", [[37], [5, 27, 11], [8, 1, 7], [32, 2]], ids=str)
-def test_documents_and_states(borders: list[int], gate: str) -> None:
+def test_triton_delta_rule_equals_the_reference_with_documents_and_states(borders: list[int], gate: str) -> None:
     """Whole chunks and a ragged one; borders inside chunks, between them and between parts; padded keys and values."""
     inputs = inputs_of(gate, 1, sum(borders), 1, 3, 20)
     assert_near_reference(delta_scan, FORM, inputs._replace(documents_BL=documents_of(*borders, rows=1)), TOLERANCE)
@@ -67,7 +67,7 @@ def test_documents_and_states(borders: list[int], gate: str) -> None:
 @GATES
 @pytest.mark.parametrize("keys", [4, 20])
 @pytest.mark.parametrize("length", [1, 16, 17])
-def test_rows_about_a_chunk_long(length: int, keys: int, gate: str) -> None:
+def test_triton_delta_rule_equals_the_reference_at_lengths_of_about_a_chunk(length: int, keys: int, gate: str) -> None:
     """Use one slice of keys and two slices."""
     inputs = inputs_of(gate, 2, length, 2, keys, 4)._replace(state_BHNP=None)
     assert_near_reference(delta_scan, FORM, inputs, TOLERANCE)
@@ -88,7 +88,7 @@ def test_strong_decays_neither_overflow_nor_blur_the_weak_ones(strength: float, 
 
 @pytest.mark.slow
 @GATES
-def test_one_key_again_and_again(gate: str) -> None:
+def test_repeated_key_with_steps_of_two_stays_accurate(gate: str) -> None:
     """The triangular system is as full as possible, and steps of 2 flip a value: rounding errors grow with its size."""
     inputs = inputs_of(gate, 1, 40, 1, 16, 4)
     with torch.no_grad():
@@ -100,7 +100,7 @@ def test_one_key_again_and_again(gate: str) -> None:
 
 @pytest.mark.slow
 @GATES
-def test_without_steps_all_gradients_are_right(gate: str) -> None:
+def test_triton_delta_rule_with_steps_of_zero_has_the_reference_gradients(gate: str) -> None:
     """Steps of 0 get a gradient, and nothing is divided by them."""
     inputs = inputs_of(gate, 1, 7, 1, 4, 4)
     with torch.no_grad():
@@ -110,18 +110,19 @@ def test_without_steps_all_gradients_are_right(gate: str) -> None:
 
 @pytest.mark.slow
 @GATES
-def test_fp16_is_summed_in_fp32(gate: str) -> None:
+def test_fp16_inputs_are_summed_in_fp32(gate: str) -> None:
     inputs = inputs_of(gate, 1, 9, 1, 4, 4, dtype=torch.float16)._replace(documents_BL=documents_of(3, 6, rows=1))
-    found = assert_near_reference(delta_scan, FORM, inputs, 2**-9)
-    assert found["last"].dtype == torch.float32
-    assert {name: found[name].dtype for name in floats(inputs)} == {n: t.dtype for n, t in floats(inputs).items()}
+    results = assert_near_reference(delta_scan, FORM, inputs, 2**-9)
+    assert results["last"].dtype == torch.float32
+    assert {name: results[name].dtype for name in floats(inputs)} == {n: t.dtype for n, t in floats(inputs).items()}
 
 
 @pytest.mark.slow
 @GATES
-def test_the_same_bits_again_and_cut_rows_are_whole(gate: str) -> None:
+def test_repeated_calls_give_equal_bits_and_pieces_equal_the_whole_row(gate: str) -> None:
     inputs = inputs_of(gate, 1, 30, 1, 4, 4)
-    (y, last), (again, _) = run(delta_scan, FORM, inputs), run(delta_scan, FORM, inputs)
+    y, last = run(delta_scan, FORM, inputs)
+    again, _ = run(delta_scan, FORM, inputs)
     assert torch.equal(y, again)
     whole = gradients(some_loss(y, last), inputs)
     first, state = run(delta_scan, FORM, cut(inputs, slice(19), inputs.state_BHNP))
@@ -135,7 +136,7 @@ def test_the_same_bits_again_and_cut_rows_are_whole(gate: str) -> None:
 @pytest.mark.slow
 @GATES
 @pytest.mark.parametrize("border", [10, 16], ids=["inside a chunk", "between chunks"])
-def test_no_bit_of_a_document_leaks_into_the_next(border: int, gate: str) -> None:
+def test_documents_leak_no_bit_into_the_next(border: int, gate: str) -> None:
     """An infinite state does not leak either, although 0 times infinity is NaN."""
     inputs = inputs_of(gate, 1, border + 4, 1, 4, 4)._replace(documents_BL=documents_of(border, 4, rows=1))
     probed = []
@@ -148,7 +149,7 @@ def test_no_bit_of_a_document_leaks_into_the_next(border: int, gate: str) -> Non
         if state == 0:  # an infinite one times no gradient is no number, in its own document
             assert not any(grads[name][:, :border].any() for name in by_token(inputs))
         probed.append([y[:, border:], last, *(grads[name][:, border:] for name in by_token(inputs))])
-    assert all(torch.equal(one, other) for one, other in zip(*probed, strict=True))
+    assert all(torch.equal(first, second) for first, second in zip(probed[0], probed[1], strict=True))
 
 
 def test_backward_keeps_the_inputs_alone() -> None:
@@ -159,7 +160,7 @@ def test_backward_keeps_the_inputs_alone() -> None:
     assert set(kept) <= {tensor.data_ptr() for tensor in floats(inputs).values()}
 
 
-def test_what_it_does_not_support() -> None:
+def test_triton_delta_rule_refuses_unsupported_inputs() -> None:
     form = delta_scan.named(FORM)
     assert form.device == "cuda"
     assert form.unsupported_reason(delta_inputs(dtype=torch.bfloat16)) is None
@@ -169,8 +170,8 @@ def test_what_it_does_not_support() -> None:
 
 def shipped() -> None:
     """Forward and backward at the sizes of the recipes, in fp32 too, and at the largest that are taken."""
-    recipes = (96, 192, False), (128, 128, True)
-    sizes = [(torch.bfloat16, *size) for size in (*recipes, (MOST_KEYS, MOST_VALUES, False))]
+    recipes = [(96, 192, False), (128, 128, True)]
+    sizes = [(torch.bfloat16, *size) for size in [*recipes, (MOST_KEYS, MOST_VALUES, False)]]
     for dtype, keys, values, by_channel in sizes + [(torch.float32, *size) for size in recipes]:
         with torch.device("meta"):
             inputs = delta_inputs(8, 4096, 8, keys, values, dtype, by_channel)
@@ -181,7 +182,7 @@ def shipped() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # every channel's decays are some thousand instructions, and ptxas takes a minute for each
-def test_what_is_shipped_fits_an_h100() -> None:
+def test_compiled_kernels_fit_an_h100() -> None:
     launches, buffers = compile_calls(__name__, "shipped")
     assert {launch.kernel for launch in launches} == {
         "factors", "scores_by_head", "scores_by_channel", "inverse", "walk", "outputs", "walk_back", "pair_weights",
@@ -200,7 +201,9 @@ def test_what_is_shipped_fits_an_h100() -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)])
 @pytest.mark.parametrize(("keys", "values"), [(64, 128), (96, 192), (128, 32), (16, 128), (128, 16)])
 @pytest.mark.parametrize("lengths", [[300], [100, 28, 172]], ids=["stream", "documents"])
-def test_on_a_gpu(lengths: list[int], keys: int, values: int, dtype: torch.dtype, tolerance: float, gate: str) -> None:
+def test_triton_delta_rule_equals_the_reference_on_a_gpu(
+    lengths: list[int], keys: int, values: int, dtype: torch.dtype, tolerance: float, gate: str
+) -> None:
     """Heads of few values too: blocks of 32 have been wrong there, and right in the interpreter."""
     inputs = inputs_of(gate, 2, 300, 4, keys, values, dtype=dtype)._replace(documents_BL=documents_of(*lengths))
     assert_near_reference(delta_scan, FORM, inputs, tolerance)

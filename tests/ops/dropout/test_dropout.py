@@ -22,7 +22,7 @@ def dropped(x: Tensor, share: float, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 0.9])
-def test_as_many_are_dropped_as_should_be_and_the_rest_is_enlarged(share: float) -> None:
+def test_dropout_zeroes_the_wanted_share_and_scales_the_rest(share: float) -> None:
     y = dropped(torch.ones(ROWS, LENGTH, CHANNELS), share)
     gone = y == 0
     assert torch.equal(y[~gone], torch.full_like(y[~gone], 1 / (1 - share)))
@@ -32,7 +32,7 @@ def test_as_many_are_dropped_as_should_be_and_the_rest_is_enlarged(share: float)
         assert ((gone.double().mean(others) - share).abs() <= spread).all()
 
 
-def test_draws_do_not_depend_on_each_other() -> None:
+def test_draws_are_independent() -> None:
     """Draws of adjacent rows, places, channels, layers and steps agree in half of the cases, like independent ones."""
     gone = dropped(torch.ones(ROWS, LENGTH, CHANNELS), 0.5) == 0
     other = dropped(torch.ones(ROWS, LENGTH, CHANNELS), 0.5, seed=1) == 0
@@ -42,21 +42,21 @@ def test_draws_do_not_depend_on_each_other() -> None:
         assert abs(agree - 0.5) < 5 * 0.5 / gone.numel() ** 0.5
 
 
-def test_tokens_of_two_documents_at_the_same_position_drop_apart() -> None:
+def test_tokens_of_two_documents_at_equal_positions_draw_apart() -> None:
     same_BL = torch.zeros(1, 2, dtype=torch.long)
     first, second = token_numbers(3, same_BL, 0)[0]
     assert first != second
     assert token_numbers(3, same_BL, 1)[0, 0] == second
 
 
-def test_a_part_of_tokens_and_channels_drops_as_in_the_whole() -> None:
+def test_slices_of_tokens_and_channels_draw_as_the_whole() -> None:
     x = torch.randn(ROWS, LENGTH, CHANNELS)
-    numbers = token_numbers(7, POSITIONS_BL[:, 64:128], 64), channel_numbers(7, 128, 256)
-    part = dropout(DropoutInputs(x[:, 64:128, 128:384], *numbers, 0.3))
+    tokens = token_numbers(7, POSITIONS_BL[:, 64:128], 64)
+    part = dropout(DropoutInputs(x[:, 64:128, 128:384], tokens, channel_numbers(7, 128, 256), 0.3))
     assert torch.equal(part, dropped(x, 0.3, seed=7)[:, 64:128, 128:384])
 
 
-def test_gradients_go_where_values_did() -> None:
+def test_gradients_are_zero_where_values_are_dropped() -> None:
     x = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: dropped(x, 0.4), x)
     with force(dropout="reference"):

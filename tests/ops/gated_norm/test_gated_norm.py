@@ -14,10 +14,13 @@ from hybridtron.ops.gated_norm import (
     GatedNormInputs,
     GatedScaleInputs,
     GatedSquaresInputs,
+    NormBeforeGateInputs,
     gated_norm,
     gated_scale,
     gated_squares,
+    norm_before_gate,
 )
+from hybridtron.ops.norm import RMSNormInputs, rms_norm
 
 FORMS = pytest.mark.parametrize("form", ["reference", "native"])
 
@@ -26,8 +29,9 @@ def inputs(dtype: torch.dtype = torch.float64, rows: int = 2, length: int = 3) -
     """y, z, scale and weight of 4 heads with 5 channels."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     y, z = torch.randn(2, rows, length, 4, 5, dtype=dtype)
-    made = y, z, torch.rand(rows, length, 4, dtype=wide), torch.randn(4, 5, dtype=dtype)
-    return tuple(tensor.clone().requires_grad_() for tensor in made)
+    scale = torch.rand(rows, length, 4, dtype=wide)
+    weight = torch.randn(4, 5, dtype=dtype)
+    return tuple(tensor.clone().requires_grad_() for tensor in (y, z, scale, weight))
 
 
 def normed(y: Tensor, z: Tensor, weight: Tensor, groups: int) -> Tensor:
@@ -35,7 +39,7 @@ def normed(y: Tensor, z: Tensor, weight: Tensor, groups: int) -> Tensor:
 
 
 @FORMS
-def test_gradients(form: str) -> None:
+def test_gradients_are_the_slopes(form: str) -> None:
     y, z, scale, weight = inputs()
     with force(form):
         assert torch.autograd.gradcheck(lambda *x: gated_squares(GatedSquaresInputs(*x)), (y, z))
@@ -47,7 +51,7 @@ def test_gradients(form: str) -> None:
 
 @FORMS
 @pytest.mark.parametrize("groups", [1, 2])
-def test_it_is_transformers_norm(form: str, groups: int) -> None:
+def test_gated_norm_equals_transformers(form: str, groups: int) -> None:
     y, z, _, weight = inputs(torch.float32)
     norm = MambaRMSNormGated(20, 20 // groups, eps=1e-5)
     norm.weight.data = weight.detach().flatten()
@@ -70,12 +74,29 @@ def test_bf16_is_squared_in_fp32() -> None:
     )
 
 
-def test_the_compiled_form_keeps_only_inputs() -> None:
-    arguments = inputs()
+def test_compiled_form_keeps_the_inputs_alone() -> None:
+    y, z, scale, weight = inputs()
     kept: set[int] = set()
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.add(x.data_ptr()) or x, lambda x: x)
     with hooks, force("native"):
-        gated_squares(GatedSquaresInputs(*arguments[:2]))
-        gated_scale(GatedScaleInputs(*arguments))
-        normed(*arguments[:2], arguments[3], groups=2)
-    assert kept == {tensor.data_ptr() for tensor in arguments}
+        gated_squares(GatedSquaresInputs(y, z))
+        gated_scale(GatedScaleInputs(y, z, scale, weight))
+        normed(y, z, weight, groups=2)
+    assert kept == {tensor.data_ptr() for tensor in (y, z, scale, weight)}
+
+
+@pytest.mark.parametrize("form", ["reference", "separate"])
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_norm_before_gate_is_the_norm_times_the_gate(form: str, sigmoid: bool) -> None:
+    y, z, _, weight = inputs()
+    for weights in (weight, weight[0]):
+        gate = torch.sigmoid(z) if sigmoid else z * torch.sigmoid(z)
+        expected = rms_norm(RMSNormInputs(y, torch.ones_like(y[0, 0, 0]), 1e-5)) * weights * gate
+
+        def gated(y: Tensor, z: Tensor, weights: Tensor) -> Tensor:
+            return norm_before_gate(NormBeforeGateInputs(y, z, weights, 1e-5, sigmoid))
+
+        with force(norm_before_gate=form):
+            torch.testing.assert_close(gated(y, z, weights), expected)
+            leaf = weights.detach().requires_grad_()
+            assert torch.autograd.gradcheck(gated, (y, z, leaf))

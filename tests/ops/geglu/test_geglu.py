@@ -15,14 +15,14 @@ FORMS = ["reference", "recomputed"]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_gradients(form: str) -> None:
+def test_gradients_are_the_slopes(form: str) -> None:
     gate_up = torch.randn(3, 2, 10, dtype=torch.float64, requires_grad=True)
     with force(geglu=form):
         assert gradcheck(lambda x: geglu(GEGLUInputs(x)), (gate_up,))
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_equals_transformers(form: str) -> None:
+def test_geglu_equals_transformers(form: str) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "adapter_rank": 2, "num_attention_heads": 2}
     config = Zamba2Config(**sizes, num_hidden_layers=1, layers_block_type=["hybrid"])
@@ -33,7 +33,7 @@ def test_equals_transformers(form: str) -> None:
         torch.testing.assert_close(mlp.down_proj(geglu(GEGLUInputs(gate_up))), mlp(x, 0))
 
 
-def test_the_form_that_recomputes_keeps_its_input_alone() -> None:
+def test_recomputing_form_keeps_its_input_alone() -> None:
     kept = []
     gate_up = torch.randn(4, 6, 32, requires_grad=True)
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.untyped_storage()._cdata), lambda x: x)

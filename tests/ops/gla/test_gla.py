@@ -26,17 +26,17 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @FORMS
-def test_three_steps_by_hand(form: str) -> None:
-    one = torch.ones(1, 3, 1, 2)
+def test_gla_of_three_tokens_equals_hand_computed_values(form: str) -> None:
+    ones = torch.ones(1, 3, 1, 2)
     g = torch.tensor([-math.log(2), -math.log(4)]).expand(1, 3, 1, 2)  # the state's rows become a half and a quarter
-    y, state = run(gla_scan, form, GLAInputs(one * torch.tensor([1.0, 10.0]), one, one[..., :1], g))
+    y, state = run(gla_scan, form, GLAInputs(ones * torch.tensor([1.0, 10.0]), ones, ones[..., :1], g))
     assert_close(state.flatten(), torch.tensor([1.75, 1.3125]))
     assert_close(y.flatten(), torch.tensor([1 + 10, 1.5 + 12.5, 1.75 + 13.125]))
 
 
 @FORMS
 @pytest.mark.usefixtures("small_chunks")
-def test_without_decay_it_is_linear_attention(form: str) -> None:
+def test_gla_without_decay_equals_linear_attention(form: str) -> None:
     inputs = gla_inputs()
     q, k, v, g, state, _ = inputs
     h = state.unsqueeze(1) + torch.einsum("blhn,blhp->blhnp", k, v).cumsum(1)
@@ -47,7 +47,7 @@ def test_without_decay_it_is_linear_attention(form: str) -> None:
 
 @FORMS
 @pytest.mark.usefixtures("small_chunks")
-def test_one_decay_for_all_keys_is_the_recurrence_of_mamba_2(form: str) -> None:
+def test_gla_with_one_decay_for_all_keys_equals_ssd(form: str) -> None:
     inputs = gla_inputs()._replace(documents_BL=TWO_DOCUMENTS)
     q, k, v, g, state, _ = inputs
     zero = torch.zeros(2, dtype=torch.float64)
@@ -55,12 +55,12 @@ def test_one_decay_for_all_keys_is_the_recurrence_of_mamba_2(form: str) -> None:
     x = v / -g[..., :1]
     same = SSDInputs(x, steps, zero - 1, k, q, zero, zero, state.mT, TWO_DOCUMENTS)
     expected, last = run(ssd_scan, "reference", same)
-    found = run(gla_scan, form, inputs._replace(g_BLHN=g[..., :1].expand_as(g)))
-    assert_close(found, (expected, last.mT))
+    actual = run(gla_scan, form, inputs._replace(g_BLHN=g[..., :1].expand_as(g)))
+    assert_close(actual, (expected, last.mT))
 
 
 @FORMS
-def test_tokens_that_forget_all_see_themselves(form: str) -> None:
+def test_tokens_with_total_decay_read_themselves_alone(form: str) -> None:
     inputs = gla_inputs(length=40)
     q, k, v, g, _, _ = inputs
     y, last = run(gla_scan, form, inputs._replace(g_BLHN=torch.full_like(g, -1e4)))
@@ -69,21 +69,21 @@ def test_tokens_that_forget_all_see_themselves(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["chunked", "native"])
-def test_moderate_decays_at_every_token(form: str) -> None:
+def test_moderate_decays_at_every_token_stay_accurate(form: str) -> None:
     """With e^-8 a token, a block's exponents are far apart, and adjacent tokens still count for each other."""
     inputs = gla_inputs(rows=1, length=256, key=4, dtype=torch.float32)
     with torch.no_grad():
         inputs.g_BLHN.fill_(-1e-3)
         inputs.g_BLHN[..., 0] = -8
         inputs.g_BLHN[:, ::5, :, 1] = -8
-    found = computed(gla_scan, form, inputs)
+    results = computed(gla_scan, form, inputs)
     for name, expected in computed(gla_scan, "reference", exact(inputs)).items():
-        assert (found[name].double() - expected).norm() <= 2e-6 * expected.norm(), name
+        assert (results[name].double() - expected).norm() <= 2e-6 * expected.norm(), name
 
 
 @FORMS
 @pytest.mark.usefixtures("small_chunks")
-def test_queries_of_the_next_tokens_read_as_rwkv_6_does(form: str) -> None:
+def test_gla_with_queries_one_token_early_equals_rwkv6(form: str) -> None:
     """o_t = r_t (h_{t-1} + diag(u) k_t v_t^T), step by step, against the scan with queries one token early."""
     r, k, v, g, state, _ = gla_inputs()
     u = torch.randn(2, 3, dtype=torch.float64)

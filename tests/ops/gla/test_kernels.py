@@ -44,22 +44,22 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "borders", [[5, 9, 4], *(slow(each) for each in ([37], [5, 27, 11], [8, 1, 7], [32, 2]))], ids=str
+    "borders", [[5, 9, 4], *(slow(lengths) for lengths in ([37], [5, 27, 11], [8, 1, 7], [32, 2]))], ids=str
 )
-def test_documents_and_states(borders: list[int]) -> None:
+def test_triton_gla_equals_the_reference_with_documents_and_states(borders: list[int]) -> None:
     """Whole chunks and a ragged one; borders inside chunks, between them and between parts; padded keys and values."""
     inputs = gla_inputs(1, sum(borders), 1, 3, 20, torch.float32)
     assert_near_reference(gla_scan, FORM, inputs._replace(documents_BL=documents_of(*borders, rows=1)), TOLERANCE)
 
 
 @pytest.mark.parametrize("length", [1, slow(16), slow(17)])
-def test_rows_about_a_chunk_long(length: int) -> None:
+def test_triton_gla_equals_the_reference_at_lengths_of_about_a_chunk(length: int) -> None:
     inputs = gla_inputs(2, length, 1, 4, 4, torch.float32)._replace(state_BHNP=None)
     assert_near_reference(gla_scan, FORM, inputs, TOLERANCE)
 
 
 @pytest.mark.slow
-def test_heads_that_are_no_power_of_2() -> None:
+def test_triton_gla_equals_the_reference_with_heads_that_are_no_power_of_2() -> None:
     """Cut 33 keys and 35 values into slices of 16, without unused slices."""
     assert_near_reference(gla_scan, FORM, gla_inputs(1, 20, 1, 33, 35, torch.float32), TOLERANCE)
 
@@ -75,17 +75,18 @@ def test_strong_decays_neither_overflow_nor_blur_the_weak_ones(strength: float) 
     assert_near_reference(gla_scan, FORM, inputs, TOLERANCE)
 
 
-def test_fp16_is_summed_in_fp32() -> None:
+def test_fp16_inputs_are_summed_in_fp32() -> None:
     inputs = gla_inputs(1, 9, 1, 4, 4, torch.float16)._replace(documents_BL=documents_of(3, 6, rows=1))
-    found = assert_near_reference(gla_scan, FORM, inputs, 2**-9)
-    assert found["last"].dtype == torch.float32
-    assert {name: found[name].dtype for name in floats(inputs)} == {n: t.dtype for n, t in floats(inputs).items()}
+    results = assert_near_reference(gla_scan, FORM, inputs, 2**-9)
+    assert results["last"].dtype == torch.float32
+    assert {name: results[name].dtype for name in floats(inputs)} == {n: t.dtype for n, t in floats(inputs).items()}
 
 
 @pytest.mark.slow
-def test_the_same_bits_again_and_cut_rows_are_whole() -> None:
+def test_repeated_calls_give_equal_bits_and_pieces_equal_the_whole_row() -> None:
     inputs = gla_inputs(1, 30, 1, 4, 4, torch.float32)
-    (y, last), (again, _) = run(gla_scan, FORM, inputs), run(gla_scan, FORM, inputs)
+    y, last = run(gla_scan, FORM, inputs)
+    again, _ = run(gla_scan, FORM, inputs)
     assert torch.equal(y, again)
     whole = gradients(some_loss(y, last), inputs)
     first, state = run(gla_scan, FORM, cut(inputs, slice(19), inputs.state_BHNP))
@@ -97,7 +98,7 @@ def test_the_same_bits_again_and_cut_rows_are_whole() -> None:
 
 
 @pytest.mark.parametrize("border", [10, slow(16)], ids=["inside a chunk", "between chunks"])
-def test_no_bit_of_a_document_leaks_into_the_next(border: int) -> None:
+def test_documents_leak_no_bit_into_the_next(border: int) -> None:
     """An infinite state does not leak either, although 0 times infinity is NaN."""
     inputs = gla_inputs(1, border + 4, 1, 4, 4, torch.float32)._replace(documents_BL=documents_of(border, 4, rows=1))
     probed = []
@@ -109,7 +110,7 @@ def test_no_bit_of_a_document_leaks_into_the_next(border: int) -> None:
         if state == 0:  # an infinite one times no gradient is no number, in its own document
             assert not any(grads[name][:, :border].any() for name in by_token(inputs))
         probed.append([y[:, border:], last, *(grads[name][:, border:] for name in by_token(inputs))])
-    assert all(torch.equal(one, other) for one, other in zip(*probed, strict=True))
+    assert all(torch.equal(first, second) for first, second in zip(probed[0], probed[1], strict=True))
 
 
 def test_backward_keeps_the_inputs_alone() -> None:
@@ -120,7 +121,7 @@ def test_backward_keeps_the_inputs_alone() -> None:
     assert set(kept) <= {tensor.data_ptr() for tensor in floats(inputs).values()}
 
 
-def test_what_it_does_not_support() -> None:
+def test_triton_gla_refuses_unsupported_inputs() -> None:
     form = gla_scan.named(FORM)
     assert form.device == "cuda"
     assert form.unsupported_reason(gla_inputs(dtype=torch.bfloat16)) is None
@@ -130,8 +131,12 @@ def test_what_it_does_not_support() -> None:
 
 def shipped() -> None:
     """Run forward and backward at the sizes of published models, and at the largest allowed ones."""
-    narrow = torch.bfloat16, torch.float16
-    for dtype, key, value in ((narrow[0], 192, 384), *((d, 128, 256) for d in narrow), (torch.float32, KEYS, VALUES)):
+    for dtype, key, value in (
+        (torch.bfloat16, 192, 384),
+        (torch.bfloat16, 128, 256),
+        (torch.float16, 128, 256),
+        (torch.float32, KEYS, VALUES),
+    ):
         with torch.device("meta"):
             inputs = gla_inputs(8, 8192, 4, key, value, dtype)
             inputs = inputs._replace(documents_BL=torch.zeros(8, 8192, dtype=torch.int32))
@@ -140,7 +145,7 @@ def shipped() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_shipped_fits_an_h100() -> None:
+def test_compiled_kernels_fit_an_h100() -> None:
     launches, buffers = compile_calls(__name__, "shipped")
     assert {launch.kernel for launch in launches} == {
         "chunk_states", "pass_states", "scores", "outputs", "pair_weights", "value_gradients", "query_pairs",
@@ -156,6 +161,8 @@ def test_what_is_shipped_fits_an_h100() -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)])
 @pytest.mark.parametrize(("keys", "values"), [(64, 128), (128, 32), (32, 128), (128, 16)])
 @pytest.mark.parametrize("lengths", [[300], [100, 28, 172]], ids=["stream", "documents"])
-def test_on_a_gpu(lengths: list[int], keys: int, values: int, dtype: torch.dtype, tolerance: float) -> None:
+def test_triton_gla_equals_the_reference_on_a_gpu(
+    lengths: list[int], keys: int, values: int, dtype: torch.dtype, tolerance: float
+) -> None:
     inputs = gla_inputs(2, 300, 4, keys, values, dtype)._replace(documents_BL=documents_of(*lengths))
     assert_near_reference(gla_scan, FORM, inputs, tolerance)

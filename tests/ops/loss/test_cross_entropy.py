@@ -26,7 +26,7 @@ def run(logits: Tensor, labels: Tensor, mask: Tensor, z_loss: float) -> tuple[Lo
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
-def test_against_torch(z_loss: float) -> None:
+def test_loss_equals_torch_cross_entropy_plus_z_loss(z_loss: float) -> None:
     logits, labels, mask = case()
     loss, grad = run(logits, labels, mask, z_loss)
     expected = F.cross_entropy(logits.transpose(1, 2), labels.masked_fill(~mask, -100), reduction="none")
@@ -42,7 +42,7 @@ def test_against_torch(z_loss: float) -> None:
     assert not loss.per_token.requires_grad
 
 
-def test_gradients() -> None:
+def test_gradients_are_the_slopes() -> None:
     logits, labels, mask = case()
     assert gradcheck(lambda x: 0.5 * cross_entropy(CrossEntropyInputs(x, labels, mask, 0.1)).total, (logits,))
 
@@ -59,7 +59,7 @@ def test_masked_tokens_change_no_bit(label: int, logit: float) -> None:
     assert not grad[~mask].any()
 
 
-def test_an_all_masked_batch_is_zero() -> None:
+def test_fully_masked_batch_has_zero_loss_and_gradient() -> None:
     logits, labels, mask = case()
     loss, grad = run(logits, labels, torch.zeros_like(mask), 0.1)
     assert loss.total == loss.tokens == 0

@@ -211,32 +211,33 @@ def typed(inputs: Any, dtype: torch.dtype) -> Any:
     wide = torch.promote_types(dtype, torch.float32)
     tokens = PER_TOKEN | {"x", "added", "gate_up"}
     kinds = {name: dtype if name in tokens else wide for name in inputs._fields}
-    made = {
+    tensors = {
         name: value.detach().to(kinds[name]).requires_grad_(not name.endswith("_BLk"))  # angles have none
         for name, value in inputs._asdict().items()
         if isinstance(value, Tensor) and value.is_floating_point()
     }
     if getattr(inputs, "memory", None) is not None:
         keys, values, length_B = inputs.memory
-        made["memory"] = AttentionMemory(keys.to(dtype), values.to(dtype), length_B)
-    return inputs._replace(**made)
+        tensors["memory"] = AttentionMemory(keys.to(dtype), values.to(dtype), length_B)
+    return inputs._replace(**tensors)
 
 
 def computed(op: Op, form: str, inputs: Any) -> dict[str, Tensor]:
     """Outputs and gradients by name, each output with weights of its own."""
     with force(form):
         outputs = op(inputs)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    if not isinstance(outputs, tuple):
+        outputs = (outputs,)
     wanted = {name: value for name, value in inputs._asdict().items() if getattr(value, "requires_grad", False)}
     weights = [torch.linspace(-1, 2, y.numel(), dtype=torch.float64).view(y.shape).to(y.dtype) for y in outputs]
     grads = torch.autograd.grad(outputs, [*wanted.values()], weights)
     return {f"output {i}": y.detach() for i, y in enumerate(outputs)} | dict(zip(wanted, grads, strict=True))
 
 
-def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+def errors(actual: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
     """The largest of each, over the largest value."""
     return {
-        name: ((found[name].double() - value).abs().max() / value.abs().max().clamp(min=1e-30)).item()
+        name: ((actual[name].double() - value).abs().max() / value.abs().max().clamp(min=1e-30)).item()
         for name, value in exact.items()
     }
 
@@ -244,29 +245,33 @@ def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, floa
 @CASES
 @pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 64, 17), (3, 65, 130), (2, 131, 33)], ids=str)
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.float32, 3e-6), (torch.bfloat16, 1e-2)])
-def test_they_equal_the_references(case: Case, sizes: tuple[int, int, int], dtype: torch.dtype, close: float) -> None:
+def test_compiled_forms_equal_the_references(
+    case: Case, sizes: tuple[int, int, int], dtype: torch.dtype, close: float
+) -> None:
     op, inputs = case(*sizes)
     inputs = typed(inputs, dtype)
     exact = computed(op, "reference", typed(inputs, torch.float64))
-    found = computed(op, "native", inputs)
-    assert {name: value for name, value in errors(found, exact).items() if value > close} == {}
-    assert all(found[name].dtype == getattr(inputs, name).dtype for name in found if not name.startswith("output"))
+    actual = computed(op, "native", inputs)
+    assert {name: value for name, value in errors(actual, exact).items() if value > close} == {}
+    assert all(actual[name].dtype == getattr(inputs, name).dtype for name in actual if not name.startswith("output"))
 
 
 @CASES
-def test_in_fp32_they_are_no_less_exact_than_the_forms_of_torch(case: Case) -> None:
+def test_compiled_forms_are_as_exact_in_fp32_as_the_forms_of_torch(case: Case) -> None:
     op, inputs = case(2, 200, 40)
     inputs = typed(inputs, torch.float32)
     exact = computed(op, "reference", typed(inputs, torch.float64))
-    fallback = next(each.name for each in (*op.implementations, op.reference) if each.name != "native" and not
-                    each.unavailable_reason("cpu"))  # fmt: skip
+    others = [form for form in (*op.implementations, op.reference) if form.name != "native"]
+    fallback = next(form.name for form in others if not form.unavailable_reason("cpu"))
     ours, theirs = (errors(computed(op, form, inputs), exact) for form in ("native", fallback))
     assert {name: (value, theirs[name]) for name, value in ours.items() if value > 2 * theirs[name] + 3e-7} == {}
 
 
 @CASES
 @pytest.mark.parametrize("rows", [1, 4])
-def test_the_bits_do_not_depend_on_the_threads(case: Case, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_of_compiled_forms_do_not_depend_on_threads(
+    case: Case, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     op, inputs = case(rows, 150, 300)
     inputs = typed(inputs, torch.float32)
     results = []
@@ -278,7 +283,7 @@ def test_the_bits_do_not_depend_on_the_threads(case: Case, rows: int, monkeypatc
 
 
 @CASES
-def test_rows_and_tokens_may_lie_in_any_order(case: Case) -> None:
+def test_compiled_forms_accept_any_memory_layout(case: Case) -> None:
     """Use a mixer's layouts: sequence first in memory, and parts of wider projections."""
     op, inputs = case(3, 20, 24)
     inputs = typed(inputs, torch.float32)
@@ -290,7 +295,9 @@ def test_rows_and_tokens_may_lie_in_any_order(case: Case) -> None:
             or name in ("A_EN", "state_BEN", "state_BHPN", "state_BHNP")
         ):
             return value
-        wide = torch.cat((value, value), dim=-1) if value.dim() == 3 else value
+        wide = value
+        if value.dim() == 3:
+            wide = torch.cat((value, value), dim=-1)
         turned = wide.detach().transpose(0, 1).contiguous().transpose(0, 1)[..., : value.shape[-1]]
         return turned.requires_grad_(value.requires_grad)
 
@@ -303,34 +310,30 @@ def test_rows_and_tokens_may_lie_in_any_order(case: Case) -> None:
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("size", [1, 15, 16, 100])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-def test_the_softmax_of_a_loss(size: int, z_loss: float, dtype: torch.dtype, close: float) -> None:
+def test_compiled_softmax_equals_the_reference(size: int, z_loss: float, dtype: torch.dtype, close: float) -> None:
     logits = (5 * normal(9, size)).to(dtype)
-    logits[0, 0] = -torch.inf if size > 1 else 0.0
+    logits[0, 0] = 0.0
+    if size > 1:
+        logits[0, 0] = -torch.inf
     labels = torch.randint(size, (9,))
     # not here
     labels[1] = -100
     labels[2] = size + 3
     mask = torch.arange(9) != 5
     logits[5] = torch.nan
-    sums, exact = (
-        op.function(SoftmaxSumsInputs(given, labels))
-        for op, given in ((softmax_sums.named("native"), logits), (softmax_sums.reference, logits.double()))
-    )
+    sums = softmax_sums.named("native").function(SoftmaxSumsInputs(logits, labels))
+    exact = softmax_sums.reference.function(SoftmaxSumsInputs(logits.double(), labels))
     real = mask.nonzero().squeeze()
-    for one, other in zip(sums, exact, strict=True):
-        torch.testing.assert_close(one[real].double(), other[real], rtol=close, atol=close)
+    for ours, theirs in zip(sums, exact, strict=True):
+        torch.testing.assert_close(ours[real].double(), theirs[real], rtol=close, atol=close)
     lse = exact.greatest_C + exact.sum_C.log()
-    found, expected = (
-        op.function(SoftmaxGradientsInputs(given.clone(), labels, mask, lse.to(kind), z_loss))
-        for op, given, kind in (
-            (softmax_gradients.named("native"), logits, sums.sum_C.dtype),
-            (softmax_gradients.reference, logits.double(), torch.float64),
-        )
-    )
-    torch.testing.assert_close(found.double(), expected, rtol=close, atol=close)
+    inputs = SoftmaxGradientsInputs(logits.clone(), labels, mask, lse.to(sums.sum_C.dtype), z_loss)
+    actual = softmax_gradients.named("native").function(inputs)
+    expected = softmax_gradients.reference.function(inputs._replace(logits_CV=logits.double(), lse_C=lse))
+    torch.testing.assert_close(actual.double(), expected, rtol=close, atol=close)
 
 
-def test_what_is_not_finite_stays_so() -> None:
+def test_values_that_are_not_finite_stay_so() -> None:
     """NaN and infinity reach the loss, so that the step is refused."""
     for value in (torch.nan, torch.inf):
         op, inputs = scan(1, 5, 3)
@@ -349,7 +352,7 @@ def test_what_is_not_finite_stays_so() -> None:
     assert not sums.sum_C.isfinite().any()
 
 
-def test_every_op_of_the_laptop_recipes_runs_compiled() -> None:
+def test_every_op_of_the_laptop_recipes_runs_compiled_on_a_cpu() -> None:
     """No fallback in the table that a run on a CPU begins with."""
     compiled = {name for name, op in OPS.items() if op.choice("cpu")[0] == "native"}
     assert compiled == {

@@ -25,10 +25,11 @@ def results(implementation: str, x: Tensor, table: tuple[Tensor, Tensor], dy: Te
 def assert_right(x: Tensor, rotary: int, dtype: torch.dtype, tolerance: float) -> None:
     device = compute_device()
     table = rope_table(torch.randint(10_000, x.shape[:2]), rotary, RopeOptions())
-    x, dy = x.to(dtype), torch.randn(x.shape).to(dtype)
+    x = x.to(dtype)
+    dy = torch.randn(x.shape).to(dtype)
     expected = results("reference", x.double(), (table[0].double(), table[1].double()), dy.double())
-    found = results("triton", x.to(device), (table[0].to(device), table[1].to(device)), dy.to(device))
-    for ours, theirs in zip(found, expected, strict=True):
+    actual = results("triton", x.to(device), (table[0].to(device), table[1].to(device)), dy.to(device))
+    for ours, theirs in zip(actual, expected, strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, dtype)
         assert (ours.cpu().double() - theirs).norm() <= tolerance * theirs.norm()
 
@@ -36,11 +37,13 @@ def assert_right(x: Tensor, rotary: int, dtype: torch.dtype, tolerance: float) -
 @pytest.mark.parametrize("heads", [1, 3, 4])
 @pytest.mark.parametrize(("size", "rotary"), [(8, 8), (6, 6), (12, 4), (7, 4)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-7), (torch.bfloat16, 2**-7)], ids=str)
-def test_any_heads_and_channels(heads: int, size: int, rotary: int, dtype: torch.dtype, tolerance: float) -> None:
+def test_triton_rope_equals_the_reference_at_any_size(
+    heads: int, size: int, rotary: int, dtype: torch.dtype, tolerance: float
+) -> None:
     assert_right(torch.randn(2, 5, heads, size), rotary, dtype, tolerance)
 
 
-def test_heads_in_the_order_of_the_projection() -> None:
+def test_triton_rope_accepts_tokens_first_in_memory() -> None:
     """Tokens first, and keys beside values, as the mixer hands them over."""
     key_values = torch.randn(5, 2, 2 * 3 * 8)
     keys = key_values.transpose(0, 1).chunk(2, dim=-1)[0].unflatten(-1, (3, 8))
@@ -49,7 +52,7 @@ def test_heads_in_the_order_of_the_projection() -> None:
     assert_right(queries, 8, torch.float32, 3e-7)
 
 
-def test_channels_that_do_not_turn_are_unchanged() -> None:
+def test_triton_rope_keeps_channels_that_are_not_rotated() -> None:
     x = torch.randn(2, 5, 3, 12)
     table = rope_table(torch.arange(5).expand(2, 5), 4, RopeOptions())
     assert torch.equal(results("triton", x, table, x)[0][..., 4:], x[..., 4:])
@@ -67,7 +70,7 @@ def shipped() -> None:
 
 
 @pytest.mark.slow
-def test_it_compiles_for_a_hopper_gpu_without_spills() -> None:
+def test_triton_rope_compiles_for_a_hopper_gpu_without_spills() -> None:
     launches, buffers = compile_calls("tests.ops.rope.test_kernels", "shipped")
     assert {launch.kernel for launch in launches} == {"_rotate"}
     assert [fault for launch in launches for fault in launch.faults()] == []

@@ -17,13 +17,13 @@ from hybridtron.ops.native.library import missing
 from hybridtron.ops.rope import RopeInputs, apply_rope, frequencies, rope_table
 
 
-def test_gradients() -> None:
+def test_gradients_are_the_slopes() -> None:
     x = torch.randn(2, 3, 4, 6, dtype=torch.float64, requires_grad=True)
     table = rope_table(torch.arange(3).expand(2, 3), 6, RopeOptions(100.0))
     assert gradcheck(lambda x: apply_rope(RopeInputs(x, *table)), (x,))
 
 
-def test_rope_is_llamas() -> None:
+def test_rope_equals_llamas() -> None:
     config = LlamaConfig(
         hidden_size=64, num_attention_heads=4, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
     )
@@ -61,14 +61,14 @@ SCALED = {
 
 @pytest.mark.parametrize("name", SCALED)
 @pytest.mark.parametrize(("head_dim", "base"), [(16, 1e4), (128, 5e5), (12, 1e4)])
-def test_scaled_frequencies_are_those_of_transformers(name: str, head_dim: int, base: float) -> None:
-    given = {"rope_type": name.split()[0], "rope_theta": base, **SCALED[name]}
+def test_scaled_frequencies_equal_transformers(name: str, head_dim: int, base: float) -> None:
+    parameters = {"rope_type": name.split()[0], "rope_theta": base, **SCALED[name]}
     config = LlamaConfig(
-        hidden_size=2 * head_dim, num_attention_heads=2, head_dim=head_dim, rope_parameters=dict(given),
+        hidden_size=2 * head_dim, num_attention_heads=2, head_dim=head_dim, rope_parameters=dict(parameters),
         max_position_embeddings=131072,
     )  # fmt: skip
-    theirs, factor = ROPE_INIT_FUNCTIONS[given["rope_type"]](config, torch.device("cpu"))
-    ours = to_ours({"rope_parameters": given, "max_position_embeddings": 131072})
+    theirs, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
+    ours = to_ours({"rope_parameters": parameters, "max_position_embeddings": 131072})
     assert isinstance(ours, dict)
     rope = RopeOptions(**ours)
     torch.testing.assert_close(frequencies(rope, head_dim), theirs.double(), rtol=3e-6, atol=0)
@@ -77,15 +77,15 @@ def test_scaled_frequencies_are_those_of_transformers(name: str, head_dim: int, 
     x = torch.randn(2, 50, 2, head_dim)
     positions = torch.arange(100).view(2, 50)
     expected, _ = apply_rotary_pos_emb(x, x, *LlamaRotaryEmbedding(config)(x, positions), unsqueeze_dim=2)
-    found = apply_rope(RopeInputs(x, *rope_table(positions, head_dim, rope)))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    actual = apply_rope(RopeInputs(x, *rope_table(positions, head_dim, rope)))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
     back = to_ours({"rope_parameters": to_theirs(rope)})
     assert isinstance(back, dict)
     assert RopeOptions(**back) == rope
 
 
 @pytest.mark.skipif(missing() is not None, reason=f"compiled forms: {missing()}")
-def test_a_scale_that_stretches_has_the_gradients_of_the_reference() -> None:
+def test_yarn_has_the_gradients_of_the_reference() -> None:
     table = rope_table(torch.arange(10).view(2, 5), 6, RopeOptions(100.0, "yarn", 4.0, 8))
     assert float(table[0][0, 0, 0]) == pytest.approx(0.1 * math.log(4) + 1)
     features = torch.randn(2, 5, 3, 8)
@@ -99,7 +99,7 @@ def test_a_scale_that_stretches_has_the_gradients_of_the_reference() -> None:
     torch.testing.assert_close(grads[0], grads[1])
 
 
-def test_a_table_for_few_channels_turns_the_first_ones() -> None:
+def test_table_for_few_channels_rotates_the_first_ones() -> None:
     x = torch.randn(2, 50, 4, 16)
     cos, sin = rope_table(torch.arange(100).view(2, 50), 6, RopeOptions())
     turned = apply_rope(RopeInputs(x, cos, sin))

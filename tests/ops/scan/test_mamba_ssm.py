@@ -29,8 +29,10 @@ def upstream_scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_la
     assert return_last_state
     assert {t.dtype for t in (delta, B, C)} == {u.dtype}
     assert z is None or z.dtype == u.dtype
-    gate = None if z is None else z.mT
-    y, last = selective_scan.reference.function(ScanInputs(u.mT, delta.mT, A, B.mT, C.mT, D, delta_bias, gate))
+    inputs = ScanInputs(u.mT, delta.mT, A, B.mT, C.mT, D, delta_bias)
+    if z is not None:
+        inputs = inputs._replace(z_BLE=z.mT)
+    y, last = selective_scan.reference.function(inputs)
     return y.mT, last.detach()
 
 
@@ -39,16 +41,17 @@ def from_zero(*sizes: int, **options: object) -> ScanInputs:
 
 
 @pytest.mark.parametrize("gate", [True, False])
-def test_it_equals_the_reference(gate: bool) -> None:
+def test_mamba_ssm_scan_equals_the_reference(gate: bool) -> None:
     """The state's gradient agrees too, which the package's function does not give."""
     inputs = from_zero(2, 150, 24, 4, dtype=torch.float32)
-    inputs = inputs if gate else inputs._replace(z_BLE=None)
-    found, reference = (computed(selective_scan, form, inputs) for form in (FORM, "reference"))
+    if not gate:
+        inputs = inputs._replace(z_BLE=None)
+    actual, reference = (computed(selective_scan, form, inputs) for form in (FORM, "reference"))
     for name, expected in reference.items():
-        assert_close(found[name], expected, rtol=1e-5, atol=2e-6 * expected.abs().max().item())
+        assert_close(actual[name], expected, rtol=1e-5, atol=2e-6 * expected.abs().max().item())
 
 
-def test_a_row_that_it_begins_is_carried_on() -> None:
+def test_rows_begun_by_mamba_ssm_continue_in_another_form() -> None:
     inputs = from_zero()
     whole, last = run(selective_scan, FORM, inputs)
     expected = gradients(some_loss(whole, last), inputs)
@@ -62,25 +65,25 @@ def test_a_row_that_it_begins_is_carried_on() -> None:
 
 def test_bf16_inputs_are_computed_in_fp32() -> None:
     inputs = from_zero(2, 100, dtype=torch.bfloat16)
-    found, expected = (computed(selective_scan, form, inputs) for form in (FORM, "reference"))
-    assert (found["y"].dtype, found["last"].dtype) == (torch.bfloat16, torch.float32)
-    assert_close(found["last"], expected["last"], rtol=1e-5, atol=1e-5)
+    actual, expected = (computed(selective_scan, form, inputs) for form in (FORM, "reference"))
+    assert (actual["y"].dtype, actual["last"].dtype) == (torch.bfloat16, torch.float32)
+    assert_close(actual["last"], expected["last"], rtol=1e-5, atol=1e-5)
     for name, value in expected.items():
-        assert found[name].dtype == value.dtype
-        assert_close(found[name].float(), value.float(), rtol=2**-7, atol=2**-7 * value.abs().max().item())
+        assert actual[name].dtype == value.dtype
+        assert_close(actual[name].float(), value.float(), rtol=2**-7, atol=2**-7 * value.abs().max().item())
 
 
-def test_what_it_does_not_support() -> None:
+def test_mamba_ssm_scan_refuses_unsupported_inputs() -> None:
     def reason(inputs: ScanInputs) -> str | None:
         return selective_scan.named(FORM).unsupported_reason(inputs)
 
     assert selective_scan.named(FORM).device == "cuda"
     inputs = from_zero(dtype=torch.float32)
     assert reason(inputs) is None
-    assert "document borders" in reason(inputs._replace(documents_BL=TWO_DOCUMENTS))
+    assert "document" in reason(inputs._replace(documents_BL=TWO_DOCUMENTS))
     assert "float64" in reason(from_zero())
-    assert "at most 256, not 257" in reason(from_zero(size=257, dtype=torch.float32))
-    assert "no initial state" in reason(scan_inputs(dtype=torch.float32))
+    assert "257" in reason(from_zero(size=257, dtype=torch.float32))
+    assert "initial" in reason(scan_inputs(dtype=torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -92,20 +95,24 @@ def test_what_it_does_not_support() -> None:
         (set(), True, "chunked"),
     ],
 )
-def test_rows_with_a_state_go_to_kernels_that_take_one(
+def test_rows_with_a_state_select_kernels_that_accept_one(
     packages: set[str], with_state: bool, runs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def found(name: str) -> Package:
-        return Package(name, SimpleNamespace() if name in packages else None, "as the test says")
+    def installed(name: str) -> Package:
+        if name in packages:
+            return Package(name, SimpleNamespace(), "stand-in")
+        return Package(name, None, "not installed")
 
-    monkeypatch.setattr(dispatch, "optional_package", found)
+    monkeypatch.setattr(dispatch, "optional_package", installed)
     monkeypatch.setattr(dispatch, "device_of", lambda inputs: "cuda")
-    inputs = (scan_inputs if with_state else from_zero)(dtype=torch.float32)
+    inputs = scan_inputs(dtype=torch.float32)
+    if not with_state:
+        inputs = inputs._replace(state_BEN=None)
     assert selective_scan.selected(inputs).name == runs
 
 
-def test_types_that_differ_are_made_one() -> None:
+def test_mamba_ssm_scan_accepts_mixed_types() -> None:
     mixed = from_zero(dtype=torch.bfloat16)
     mixed = mixed._replace(dt_BLE=mixed.dt_BLE.float())
-    found, expected = (run(selective_scan, form, mixed) for form in (FORM, "reference"))
-    assert_close(found, expected, rtol=2**-7, atol=1e-3)
+    actual, expected = (run(selective_scan, form, mixed) for form in (FORM, "reference"))
+    assert_close(actual, expected, rtol=2**-7, atol=1e-3)

@@ -27,7 +27,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @FORMS
-def test_three_steps_by_hand(form: str) -> None:
+def test_scan_of_three_tokens_equals_hand_computed_values(form: str) -> None:
     ones = torch.ones(1, 3, 1)
     zero = torch.zeros(1)
     # softplus(0) = log 2, and exp(-log 2) = 1/2: the state is halved and gains log 2 at every step
@@ -46,21 +46,21 @@ def one_by_one(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 @FORMS
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("begins", [1, 2, 4, 7, 9])  # chunks begin at 4 and 8
-def test_nothing_crosses_the_border_of_a_document(form: str, value: float, begins: int) -> None:
+def test_values_that_are_not_finite_stay_in_their_document(form: str, value: float, begins: int) -> None:
     """Neither a state that is not finite, forward, nor such a gradient, backward."""
     sound = scan_inputs()._replace(documents_BL=(torch.arange(11) >= begins).int().expand(2, -1))
     broken = changed(sound, Tensor.clone)
     tokens = by_token(sound)
     with torch.no_grad():
         broken.state_BEN[0] = value
-        for each in (broken.x_BLE, broken.dt_BLE, broken.B_BLN):
-            each[0, :begins] = value
-    made = []
+        for tensor in (broken.x_BLE, broken.dt_BLE, broken.B_BLN):
+            tensor[0, :begins] = value
+    results = []
     for inputs in (sound, broken):
         y, last = run(selective_scan, form, inputs)
         (y[:, begins:].square().sum() + last.sum()).backward()
-        made.append((y[:, begins:], last, *(getattr(inputs, name).grad[:, begins:] for name in tokens)))
-    assert all(map(torch.equal, *made))
+        results.append((y[:, begins:], last, *(getattr(inputs, name).grad[:, begins:] for name in tokens)))
+    assert all(map(torch.equal, results[0], results[1]))
 
     wanted = [getattr(sound, name) for name in tokens]
     y, last = run(selective_scan, form, sound)
@@ -72,7 +72,7 @@ def test_nothing_crosses_the_border_of_a_document(form: str, value: float, begin
 
 @FORMS
 @pytest.mark.usefixtures("small_chunks")
-def test_without_decay_the_state_is_a_running_sum(form: str) -> None:
+def test_scan_without_decay_has_a_running_sum_as_its_state(form: str) -> None:
     inputs = scan_inputs()._replace(A_EN=torch.zeros(3, 2, dtype=torch.float64))
     x, dt, _, B, C, D, dt_bias, z, state, _ = inputs
     gains = torch.einsum("ble,ble,bln->blen", F.softplus(dt + dt_bias), x, B)
@@ -85,13 +85,13 @@ def test_without_decay_the_state_is_a_running_sum(form: str) -> None:
 @pytest.mark.parametrize("documents", [None, TWO_DOCUMENTS], ids=["stream", "documents"])
 @pytest.mark.parametrize("form", ["chunked", "native"])
 @pytest.mark.usefixtures("small_chunks")
-def test_without_a_gate(form: str, documents: Tensor | None) -> None:
+def test_fast_scans_without_a_gate_equal_the_reference(form: str, documents: Tensor | None) -> None:
     inputs = scan_inputs()._replace(z_BLE=None, documents_BL=documents)
     assert_close(computed(selective_scan, form, inputs), computed(selective_scan, "reference", inputs))
 
 
 @FORMS
-def test_one_token_is_one_step(form: str) -> None:
+def test_scan_of_one_token_is_one_step(form: str) -> None:
     inputs = scan_inputs(length=1)
     x, dt, A, B, C, D, dt_bias, z, state, _ = inputs
     delta = F.softplus(dt + dt_bias).mT

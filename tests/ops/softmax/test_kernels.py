@@ -31,13 +31,13 @@ def case(size: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
 
 @DTYPES
 @SIZES
-def test_sums(size: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_triton_softmax_sums_equal_the_reference(size: int, dtype: torch.dtype, device: torch.device) -> None:
     logits, labels, _ = case(size, dtype, device)
     with force("triton"):
-        found = softmax_sums(SoftmaxSumsInputs(logits, labels))
+        actual = softmax_sums(SoftmaxSumsInputs(logits, labels))
     with force("reference"):
         expected = softmax_sums(SoftmaxSumsInputs(logits.double(), labels))
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(actual, expected, strict=True):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours[:4].double(), theirs[:4], rtol=2e-6, atol=0)
 
@@ -45,36 +45,45 @@ def test_sums(size: int, dtype: torch.dtype, device: torch.device) -> None:
 @DTYPES
 @SIZES
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-def test_gradients(size: int, dtype: torch.dtype, z_loss: float, device: torch.device) -> None:
+def test_triton_softmax_gradients_equal_the_reference(
+    size: int, dtype: torch.dtype, z_loss: float, device: torch.device
+) -> None:
     logits, labels, mask = case(size, dtype, device)
     lse = logits.double().logsumexp(-1)
     with force("reference"):
         expected = softmax_gradients(SoftmaxGradientsInputs(logits.double(), labels, mask, lse, z_loss))
     with force("triton"):
-        found = softmax_gradients(SoftmaxGradientsInputs(logits, labels, mask, lse.float(), z_loss))
-    assert found.data_ptr() == logits.data_ptr()
-    torch.testing.assert_close(found.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype] / 2)
-    assert not found[4].any()
-    assert found[2].sum() > 0.9  # its label is elsewhere
+        actual = softmax_gradients(SoftmaxGradientsInputs(logits, labels, mask, lse.float(), z_loss))
+    assert actual.data_ptr() == logits.data_ptr()
+    torch.testing.assert_close(actual.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype] / 2)
+    assert not actual[4].any()
+    assert actual[2].sum() > 0.9  # its label is elsewhere
 
 
 @DTYPES
-def test_the_loss_with_the_kernels(dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_loss_by_triton_kernels_equals_the_reference(
+    dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The op in three parts, forward and backward."""
     monkeypatch.setattr(count, "LOGITS_BYTES", 3 * 50 * dtype.itemsize)
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 6, generator=generator).to(device, dtype).requires_grad_() for n in (8, 50))
     labels = torch.randint(50, (8,), generator=generator).to(device)
     mask = torch.tensor([True] * 6 + [False] * 2, device=device)
-    found = []
-    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
-    for inputs, form, softmax in (((x, weight), "chunked", "triton"), (exact, "reference", "reference")):
-        with force(linear_cross_entropy=form, softmax_sums=softmax, softmax_gradients=softmax):
-            loss = linear_cross_entropy(LinearCrossEntropyInputs(*inputs, labels, mask, 1e-3))
-        found.append([loss.total.detach(), loss.per_token, *torch.autograd.grad(2 * loss.total, inputs)])
-    for ours, theirs in zip(*found, strict=True):
+    inputs = LinearCrossEntropyInputs(x, weight, labels, mask, 1e-3)
+    exact_x, exact_weight = (t.detach().double().requires_grad_() for t in (x, weight))
+    results = loss_and_gradients(inputs, "chunked", "triton")
+    expected = loss_and_gradients(inputs._replace(x_TD=exact_x, weight_VD=exact_weight), "reference", "reference")
+    for ours, theirs in zip(results, expected, strict=True):
         limit = 4 * TOLERANCES[dtype] * theirs.abs().max().item()
         torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=limit)
+
+
+def loss_and_gradients(inputs: LinearCrossEntropyInputs, form: str, softmax: str) -> list[Tensor]:
+    with force(linear_cross_entropy=form, softmax_sums=softmax, softmax_gradients=softmax):
+        loss = linear_cross_entropy(inputs)
+    gradients = torch.autograd.grad(2 * loss.total, (inputs.x_TD, inputs.weight_VD))
+    return [loss.total.detach(), loss.per_token, *gradients]
 
 
 def shipped() -> None:
@@ -89,7 +98,8 @@ def shipped() -> None:
             softmax_gradients(SoftmaxGradientsInputs(logits, labels, mask, lse, 1e-4))
 
 
-def test_they_compile_for_hopper() -> None:
+@pytest.mark.slow
+def test_triton_softmax_compiles_for_a_hopper_gpu() -> None:
     launches, _ = compile_calls("tests.ops.softmax.test_kernels", "shipped")
     assert {launch.kernel for launch in launches} == {"sums_of_rows", "gradients_of_blocks"}
     assert not [fault for launch in launches for fault in launch.faults()]
@@ -100,8 +110,8 @@ def test_they_compile_for_hopper() -> None:
 
 @pytest.mark.gpu
 @DTYPES
-def test_on_cuda(dtype: torch.dtype, device: torch.device) -> None:
+def test_triton_softmax_equals_the_reference_on_a_gpu(dtype: torch.dtype, device: torch.device) -> None:
     """The kernels as they are compiled, at a size that is no multiple of anything."""
     assert device.type == "cuda"
-    test_sums(9000, dtype, device)
-    test_gradients(9000, dtype, 1e-2, device)
+    test_triton_softmax_sums_equal_the_reference(9000, dtype, device)
+    test_triton_softmax_gradients_equal_the_reference(9000, dtype, 1e-2, device)

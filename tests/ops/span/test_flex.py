@@ -37,25 +37,29 @@ def case(name: str, share: int = 2, device: str = "cpu") -> tuple[list[Tensor], 
         available = cut.available(segment)
         rows = segment.rows.stop - segment.rows.start
         scores = torch.rand(rows, 2, len(available), max(available) + 1, generator=generator)
-        chosen.append(None if cut.shift else choose(scores.to(device), available, 3))
+        if cut.shift:
+            chosen.append(None)
+        else:
+            chosen.append(choose(scores.to(device), available, 3))
     return tensors, cut, chosen
 
 
 @pytest.mark.parametrize("share", [1, 2])
 @pytest.mark.parametrize("name", CUTS)
-def test_forward_is_the_reference(name: str, share: int) -> None:
-    tensors, cut, chosen = case(name, share)
-    found = []
+def test_forward_equals_the_reference(name: str, share: int) -> None:
+    (q, k, v), cut, chosen = case(name, share)
+    inputs = SpanInputs(q.detach(), k.detach(), v.detach(), cut, chosen)
+    outputs = {}
     for form in ("flex", "reference"):
         with force(span_attention=form):
-            found.append(span_attention(SpanInputs(*(x.detach() for x in tensors), cut, chosen)))
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+            outputs[form] = span_attention(inputs)
+    torch.testing.assert_close(outputs["flex"], outputs["reference"], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_tiles_hold_all_that_is_seen_and_little_more(name: str) -> None:
-    tensors, cut, chosen = case(name)
-    places = places_of(SpanInputs(*tensors, cut, chosen))
+def test_tiles_hold_all_visible_pairs_and_little_more(name: str) -> None:
+    (q, k, v), cut, chosen = case(name)
+    places = places_of(SpanInputs(q, k, v, cut, chosen))
     shape = (2, 2, LENGTH, LENGTH + 40)
     b, g, i, j = (
         torch.arange(size).view([-1 if axis == n else 1 for n in range(4)]) for axis, size in enumerate(shape)
@@ -70,12 +74,12 @@ def test_tiles_hold_all_that_is_seen_and_little_more(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CUTS)
-def test_gradients_are_the_reference(name: str) -> None:
-    tensors, cut, chosen = case(name, device="cuda")
-    found = []
+def test_gradients_equal_the_reference(name: str) -> None:
+    (q, k, v), cut, chosen = case(name, device="cuda")
+    results = {}
     for form in ("flex", "reference"):
         with force(span_attention=form):
-            y = span_attention(SpanInputs(*tensors, cut, chosen))
-        found.append([y.detach(), *torch.autograd.grad(y.square().sum(), tensors)])
-    for ours, theirs in zip(*found, strict=True):
+            y = span_attention(SpanInputs(q, k, v, cut, chosen))
+        results[form] = [y.detach(), *torch.autograd.grad(y.square().sum(), (q, k, v))]
+    for ours, theirs in zip(results["flex"], results["reference"], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)

@@ -76,14 +76,16 @@ def places_of(documents_RL: Tensor) -> Tensor:
 
 
 def bins_of(x_RSN: Tensor, documents_RS: Tensor, budget: Budget) -> Tensor | None:
-    return hash_bins(x_RSN.detach(), documents_RS, MATRIX, "sign", "features") if budget.bin else None
+    if not budget.bin:
+        return None
+    return hash_bins(x_RSN.detach(), documents_RS, MATRIX, "sign", "features")
 
 
 def attend(row: Row, budget: Budget, memory: SparseMemory | None = None) -> tuple[Tensor, SparseMemory]:
     """Attend as a mixer does: read the memory before the row, and return the memory for later rows."""
     places_RL = places_of(row.documents_RL)
-    scores = row.scores_RL if budget.best else None
-    at_hand = joined(memory, SparseKeys(row.k_RLN, row.v_RLP, row.documents_RL, places_RL, scores))
+    keys = SparseKeys(row.k_RLN, row.v_RLP, row.documents_RL, places_RL, scores_of(row, budget))
+    at_hand = joined(memory, keys)
     of_queries = bins_of(row.q_RLN, row.documents_RL, budget)
     of_keys = bins_of(at_hand.keys_RSN, at_hand.documents_RS, budget)
     seen = Seen(budget, at_hand.documents_RS, at_hand.places_RS, of_queries, of_keys, at_hand.scores_RS)
@@ -91,10 +93,16 @@ def attend(row: Row, budget: Budget, memory: SparseMemory | None = None) -> tupl
     return y, remember(budget, at_hand, of_keys, slots_of(budget))
 
 
+def scores_of(row: Row, budget: Budget) -> Tensor | None:
+    if not budget.best:
+        return None
+    return row.scores_RL
+
+
 def seen_of(row: Row, budget: Budget) -> Seen:
-    bins = (bins_of(x, row.documents_RL, budget) for x in (row.q_RLN, row.k_RLN))
-    scores = row.scores_RL if budget.best else None
-    return Seen(budget, row.documents_RL, places_of(row.documents_RL), *bins, scores)
+    query_bins, key_bins = (bins_of(x, row.documents_RL, budget) for x in (row.q_RLN, row.k_RLN))
+    places_RL = places_of(row.documents_RL)
+    return Seen(budget, row.documents_RL, places_RL, query_bins, key_bins, scores_of(row, budget))
 
 
 def by_hand(row: Row, budget: Budget) -> Tensor:
@@ -127,13 +135,13 @@ def values_and_gradients(form: str, row: Row, budget: Budget) -> list[Tensor]:
 
 
 def assert_close(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_the_mask_is_the_papers(name: str, ties: bool) -> None:
+def test_visible_keys_are_those_of_the_paper(name: str, ties: bool) -> None:
     for length in (1, 3, 20, 41):
         row = random_row(length, borders=0.1, ties=ties)
         expected = by_hand(row, PATTERNS[name])
@@ -144,7 +152,7 @@ def test_the_mask_is_the_papers(name: str, ties: bool) -> None:
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_tiles_are_the_reference(name: str) -> None:
+def test_tiles_equal_the_reference(name: str) -> None:
     """Use rows shorter and longer than the budget and than a tile, documents, and ties."""
     for case, length in enumerate((1, 2, 5, 17, 63, 64, 65, 129, 190)):
         row = random_row(length, borders=(0, 0.05)[case % 2], ties=case % 3 == 0)
@@ -162,7 +170,7 @@ def test_short_rows_take_the_dense_mask_on_a_cpu(length: int, form: str) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("most", [1, 8, 64, 800])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_tiles_are_the_reference_at_many_lengths(name: str, most: int) -> None:
+def test_tiles_equal_the_reference_at_many_lengths(name: str, most: int) -> None:
     rules = {rule: most for rule in Budget._fields[:-1] if getattr(PATTERNS[name], rule)}
     budget = PATTERNS[name]._replace(**rules)
     for case, length in enumerate((1, 7, 50, 64, 66, 127, 200, 333, 512, 700)):
@@ -172,7 +180,7 @@ def test_tiles_are_the_reference_at_many_lengths(name: str, most: int) -> None:
 
 @pytest.mark.parametrize("form", ["tiled", "reference"])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_a_row_cut_anywhere_is_the_whole_row(name: str, form: str) -> None:
+def test_pieces_with_a_carried_memory_equal_the_whole_row(name: str, form: str) -> None:
     """Values, gradients and the memory at the end, in three pieces, also where documents end; and token by token."""
     budget = PATTERNS[name]
     length = 37
@@ -203,16 +211,16 @@ def emptied(x: Tensor, continues_R: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_no_later_token_changes_what_is_before_it(name: str) -> None:
+def test_later_tokens_change_no_earlier_output(name: str) -> None:
     for seed in range(3):
         torch.manual_seed(seed)
         row = random_row(150)
         other = Row(*(torch.cat((x[:, :100], y[:, 100:]), 1) for x, y in zip(row, random_row(150), strict=True)))
-        ours, theirs = (attend(each, PATTERNS[name])[0][:, :100] for each in (row, other))
+        ours, theirs = (attend(rows, PATTERNS[name])[0][:, :100] for rows in (row, other))
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-14)
 
 
-def test_a_query_that_sees_nothing_gives_zero_and_gets_no_gradient() -> None:
+def test_query_without_visible_keys_has_zero_output_and_gradient() -> None:
     row = random_row(70, rows=1)
     for form in ("tiled", "reference"):
         y, of_q, *_ = values_and_gradients(form, row, Budget(strided=4, stride=50))
@@ -223,7 +231,7 @@ def test_a_query_that_sees_nothing_gives_zero_and_gets_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_tiles_have_each_pair_once_and_grow_with_the_row_alone(name: str) -> None:
+def test_tiles_hold_every_pair_once_and_grow_linearly(name: str) -> None:
     pairs = []
     for length in (1024, 2048):
         row = random_row(length, borders=5 / length)
@@ -234,39 +242,39 @@ def test_tiles_have_each_pair_once_and_grow_with_the_row_alone(name: str) -> Non
             queries_TQ, keys_TW = tiles = part.tiles()
             visible_TQW = part.sees(tiles) & (queries_TQ >= 0)[..., None] & (keys_TW >= 0)[:, None]
             asked = torch.broadcast_to(queries_TQ[..., None], visible_TQW.shape)[visible_TQW]
-            found = torch.broadcast_to(keys_TW[:, None], visible_TQW.shape)[visible_TQW]
-            numbers = asked * 2 * length + found
+            answering = torch.broadcast_to(keys_TW[:, None], visible_TQW.shape)[visible_TQW]
+            numbers = asked * 2 * length + answering
             assert len(numbers.unique()) == len(numbers)
     assert pairs[1] < 2.3 * pairs[0]
     assert pairs[0] < 2 * 1024 * len(parts) * 3 * (TILE + 6)
 
 
-def test_bins_are_those_of_the_paper() -> None:
+def test_hash_bins_equal_the_equations_of_the_paper() -> None:
     x = torch.randn(2, 9, SIZE, dtype=torch.float64)
     documents = torch.zeros(2, 9, dtype=torch.int64)
     for rule in ("sign", "argmax"):
-        found = hash_bins(x, documents, MATRIX, rule, "features")
+        bins = hash_bins(x, documents, MATRIX, rule, "features")
         for r in range(2):
             for i in range(9):
                 centred = x[r, i] - x[r, i].mean()
                 products = [float(centred / centred.norm() @ MATRIX[:, j].double()) for j in range(HASHES)]
                 digits = sum(2 ** (HASHES - 1 - j) for j in range(HASHES) if products[j] > 0)
-                assert found[r, i] == (digits if rule == "sign" else products.index(max(products)))
+                assert bins[r, i] == {"sign": digits, "argmax": products.index(max(products))}[rule]
 
 
-def test_only_bins_centred_over_the_sequence_see_the_future() -> None:
+def test_bins_centred_over_the_sequence_alone_see_the_future() -> None:
     x = torch.randn(1, 40, SIZE, dtype=torch.float64)
     documents = torch.zeros(1, 40, dtype=torch.int64)
     documents[:, 30:] = 1
     changed = x.clone()
     changed[:, 20:30] += 3
     for centre, leaks in (("features", False), ("sequence", True)):
-        before, after = (hash_bins(each, documents, MATRIX, "sign", centre) for each in (x, changed))
+        before, after = (hash_bins(tokens, documents, MATRIX, "sign", centre) for tokens in (x, changed))
         assert torch.equal(before[:, :20], after[:, :20]) is not leaks
         assert torch.equal(before[:, 30:], after[:, 30:])  # no other document, in either mode
 
 
-def test_a_hash_is_a_function_of_its_seed() -> None:
+def test_hash_matrix_depends_on_its_seed_alone() -> None:
     device = torch.device("cpu")
     assert torch.equal(hash_matrix(7, 16, 64, device), hash_matrix(7, 16, 64, device))
     assert not torch.equal(hash_matrix(7, 16, 64, device), hash_matrix(8, 16, 64, device))

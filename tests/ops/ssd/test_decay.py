@@ -17,7 +17,9 @@ from tests.ops.ssd.test_kernels import cut_in
 
 
 @pytest.mark.parametrize("form", ["reference", "chunked", "native"])
-def test_with_steps_of_one_the_scan_is_this(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decay_scan_equals_ssd_with_steps_of_one_and_gla_with_equal_decays(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """softplus(dt) = 1 and A = -0.3, in the scan's reference; and GLA's with the same decay for all key channels."""
     monkeypatch.setattr(chunked, "CHUNK", 4)
     g = torch.full((2, 11, 4), -0.3, dtype=torch.float64)
@@ -35,14 +37,14 @@ def test_with_steps_of_one_the_scan_is_this(form: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("form", ["reference", "chunked", "native"])
-def test_a_token_does_not_see_itself_by_the_step_of_later_ones(form: str, dtype: torch.dtype) -> None:
+def test_later_steps_change_no_bit_of_earlier_outputs(form: str, dtype: torch.dtype) -> None:
     """Later steps do not change a bit of a token's own contribution, within a chunk and at its end."""
     assert_unseen(form, 130, (0, 17, 63, 127), dtype)
 
 
 @pytest.mark.usefixtures("interpreter", "bf16_products")
-def test_nor_by_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_in(monkeypatch, 16, own=16, inner=16, outer=16)
+def test_later_steps_change_no_bit_of_earlier_outputs_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_in(monkeypatch, 16, tokens=16, inner=16, outer=16)
     assert_unseen("triton", 18, (7,), torch.bfloat16)
 
 
@@ -60,25 +62,25 @@ def assert_unseen(form: str, length: int, places: tuple[int, ...], dtype: torch.
 
 @pytest.mark.slow  # the kernels are those of SSD, whose fast tests run in the interpreter
 @pytest.mark.usefixtures("interpreter")
-def test_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_in(monkeypatch, 16, own=8, inner=16, outer=16)
+def test_triton_decay_scan_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_in(monkeypatch, 16, tokens=8, inner=16, outer=16)
     inputs = decay_inputs(length=43, dtype=torch.float32)._replace(documents_BL=documents_of(5, 27, 11))
     assert_near_reference(decay_scan, "triton", inputs, 2e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreter")
-def test_the_triton_kernels_take_wide_heads_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_in(monkeypatch, 16, own=8, inner=16, outer=16)
+def test_triton_decay_scan_slices_wide_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_in(monkeypatch, 16, tokens=8, inner=16, outer=16)
     inputs = decay_inputs(length=19, head=258, dtype=torch.float32)._replace(documents_BL=documents_of(5, 3, 11))
     assert_near_reference(decay_scan, "triton", inputs, 2e-6)
 
 
-def test_what_the_triton_kernels_do_not_take() -> None:
+def test_triton_decay_scan_refuses_unsupported_sizes() -> None:
     form = decay_scan.named("triton")
     assert form.unsupported_reason(decay_inputs(dtype=torch.float32)) is None
     assert form.unsupported_reason(decay_inputs(head=512, dtype=torch.float32)) is None
-    assert "129 values" in form.unsupported_reason(decay_inputs(head=129, dtype=torch.float32))
+    assert "129 channels" in form.unsupported_reason(decay_inputs(head=129, dtype=torch.float32))
 
 
 def shipped() -> None:
@@ -92,7 +94,7 @@ def shipped() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_what_is_shipped_fits_an_h100() -> None:
+def test_compiled_kernels_fit_an_h100() -> None:
     launches, _ = compile_calls(__name__, "shipped")
-    assert {"outputs", "token_gradients", "group_gradients", "step_gradients"} < {each.kernel for each in launches}
+    assert {"outputs", "token_gradients", "group_gradients", "step_gradients"} < {launch.kernel for launch in launches}
     assert [fault for launch in launches for fault in launch.faults()] == []

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from hybridtron.device import compute_device
+from hybridtron.ops.dispatch import force
+from hybridtron.ops.halves import joined
 from hybridtron.ops.ssd import SSDInputs, ssd_scan
 from hybridtron.ops.ssd.triton import MAX_HEAD, MAX_STATE
 from tests.ops.compiling import compile_calls
@@ -26,6 +28,7 @@ from tests.ops.recurrences import (
     some_loss,
     ssd_inputs,
 )
+from tests.slow import slow_except
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -38,13 +41,13 @@ BORDERS = [[[5, 11, 4]], [[8, 1], [3, 6]], *map(slow, ([[37]], [[5, 27, 11]], [[
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_in(monkeypatch, 16, own=8, inner=16, outer=16)
+    cut_in(monkeypatch, 16, tokens=8, inner=16, outer=16)
 
 
-def cut_in(monkeypatch: pytest.MonkeyPatch, chunk: int, own: int, inner: int, outer: int) -> None:
+def cut_in(monkeypatch: pytest.MonkeyPatch, chunk: int, tokens: int, inner: int, outer: int) -> None:
     from hybridtron.ops.ssd import kernels_row  # not above: the kernels' files are imported again for the interpreter
 
-    monkeypatch.setattr(kernels_row, "tiles", lambda *_: kernels_row.ProductTiles(chunk, own, inner, outer))
+    monkeypatch.setattr(kernels_row, "tiles", lambda *_: kernels_row.ProductTiles(chunk, tokens, inner, outer))
 
 
 def document_index(lengths: list[list[int]]) -> Tensor:
@@ -59,38 +62,93 @@ def assert_right(inputs: SSDInputs, tolerance: float = TOLERANCE) -> dict[str, T
 
 @pytest.mark.parametrize("borders", BORDERS, ids=str)
 @pytest.mark.usefixtures("small_tiles")
-def test_documents_and_states(borders: list[list[int]]) -> None:
+def test_triton_ssd_equals_the_reference_with_documents_and_states(borders: list[list[int]]) -> None:
     """Whole chunks and a ragged one; two groups, states in and out, sizes that are no powers of two."""
     inputs = ssd_inputs(len(borders), sum(borders[0]), 2, 3, 2, 20, torch.float32)
     assert_right(inputs._replace(documents_BL=document_index(borders)))
 
 
+def token_first(tensor: Tensor) -> Tensor:
+    """Return the values as a projection leaves them: tokens outermost in memory, and a part of a wider tensor."""
+    wide = torch.cat([tensor.flatten(2), torch.randn(*tensor.shape[:2], 3)], dim=2).transpose(0, 1).contiguous()
+    return wide.transpose(0, 1)[:, :, :-3].unflatten(2, tensor.shape[2:]).detach().requires_grad_()
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_triton_ssd_reads_and_writes_the_layouts_of_projections() -> None:
+    from hybridtron.ops.ssd.kernels_row import SSDRow
+
+    inputs = ssd_inputs(2, 20, 2, 3, 2, 5, torch.float32)._replace(documents_BL=document_index([[9, 11], [20]]))
+    names = ["x_BLHP", "dt_BLH", "B_BLGN", "C_BLGN"]
+    inputs = inputs._replace(**{name: token_first(getattr(inputs, name)) for name in names})
+    row = SSDRow(*inputs, None, None).readable()
+    assert all(getattr(row, name) is getattr(inputs, name) for name in names)
+    results = assert_right(inputs)
+    assert results["y"].transpose(0, 1).is_contiguous()
+
+
+def test_triton_ssd_copies_inputs_whose_offsets_exceed_int32() -> None:
+    from hybridtron.ops.ssd.kernels_row import MAX_STRIDE, readable_tokens
+
+    within, beyond = (
+        torch.empty_strided((1, 2, 2, 3), (6, s, 3, 1), device="meta") for s in (MAX_STRIDE, MAX_STRIDE + 1)
+    )
+    assert readable_tokens(within) is within
+    assert readable_tokens(beyond).is_contiguous()
+
+
 @pytest.mark.parametrize(("heads", "groups"), [slow(1, 1), (3, 1), (2, 2)])
 @pytest.mark.usefixtures("small_tiles")
-def test_groups_of_heads(heads: int, groups: int) -> None:
+def test_triton_ssd_equals_the_reference_with_groups_of_heads(heads: int, groups: int) -> None:
     assert_right(ssd_inputs(1, 12, heads, 17, groups, 5, torch.float32))
 
 
 @pytest.mark.parametrize("length", [1, slow(16), slow(17)])
 @pytest.mark.usefixtures("small_tiles")
-def test_rows_about_a_chunk_long(length: int) -> None:
+def test_triton_ssd_equals_the_reference_at_lengths_of_about_a_chunk(length: int) -> None:
     inputs = ssd_inputs(1, length, 2, 4, 1, 4, torch.float32)
     assert_right(inputs._replace(state_BHPN=None))
 
 
 @pytest.mark.parametrize("programs", [1, 264], ids=["one program", "one for each head"])
 @pytest.mark.usefixtures("small_tiles")
-def test_heads_of_a_group_in_one_program_or_many(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_ssd_equals_the_reference_with_any_number_of_programs(
+    programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from hybridtron.ops.ssd import kernels
 
     monkeypatch.setattr(kernels, "PROGRAMS", programs)
     assert_right(ssd_inputs(1, 8, 3, 4, 1, 4, torch.float32)._replace(documents_BL=document_index([[3, 5]])))
 
 
+@pytest.mark.parametrize("programs", slow_except([1, 264], 264), ids=["one program", "one for each head"])
+@pytest.mark.usefixtures("small_tiles")
+def test_gradients_are_right_and_side_by_side_if_the_last_state_is_unused(
+    programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hybridtron.ops.ssd import kernels
+
+    monkeypatch.setattr(kernels, "PROGRAMS", programs)
+    inputs = ssd_inputs(2, 20, 4, 3, 2, 5, torch.float32)
+
+    def of_output(form: str, inputs: SSDInputs) -> dict[str, Tensor]:
+        tensors = floats(inputs)
+        with force(ssd_scan=form):
+            y_BLHP, _ = ssd_scan(inputs)
+        weights = torch.linspace(-1, 1, y_BLHP.numel(), dtype=y_BLHP.dtype).view_as(y_BLHP)
+        return dict(zip(tensors, torch.autograd.grad(y_BLHP, list(tensors.values()), weights), strict=True))
+
+    ours = of_output(FORM, inputs)
+    for name, expected in of_output("reference", exact(inputs)).items():
+        assert (ours[name].double() - expected).norm() <= TOLERANCE * expected.norm(), name
+    of_B, of_C = (ours[name].flatten(2) for name in ("B_BLGN", "C_BLGN"))
+    assert joined(of_B, of_C).data_ptr() == of_B.data_ptr()
+
+
 @pytest.mark.parametrize("strong", [slow(60.0), 3000.0])
-def test_strong_decays_do_not_blur_the_weak_ones(strong: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strong_decays_do_not_blur_weak_decays(strong: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token in five forgets all; differences of fp32 sums would be off by 1e-4, or by 1e-2, after some of them."""
-    cut_in(monkeypatch, 128, own=64, inner=16, outer=16)
+    cut_in(monkeypatch, 128, tokens=64, inner=16, outer=16)
     inputs = ssd_inputs(1, 256, 1, 4, 1, 4, torch.float32)
     with torch.no_grad():
         inputs.A_H.fill_(-16)
@@ -102,7 +160,7 @@ def test_strong_decays_do_not_blur_the_weak_ones(strong: float, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_small_steps_keep_their_digits() -> None:
+def test_triton_ssd_keeps_the_digits_of_small_steps() -> None:
     """softplus(-19) is 6e-9, which 1 + exp(-19) would have swallowed in fp32."""
     inputs = ssd_inputs(1, 20, 2, 4, 1, 4, torch.float32)
     with torch.no_grad():
@@ -113,29 +171,30 @@ def test_small_steps_keep_their_digits() -> None:
 
 
 @pytest.mark.usefixtures("bf16_products")
-def test_bf16_sums_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_in(monkeypatch, 32, own=32, inner=16, outer=16)
+def test_bf16_inputs_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_in(monkeypatch, 32, tokens=32, inner=16, outer=16)
     inputs = ssd_inputs(1, 40, 1, 16, 1, 16, torch.bfloat16)
     inputs = inputs._replace(documents_BL=document_index([[15, 25]]))
-    found = assert_right(inputs, tolerance=2**-6)  # the interpreter rounds towards 0
-    assert found["last"].dtype == torch.float32
-    assert {name: found[name].dtype for name in floats(inputs)} == {n: t.dtype for n, t in floats(inputs).items()}
+    results = assert_right(inputs, tolerance=2**-6)  # the interpreter rounds towards 0
+    assert results["last"].dtype == torch.float32
+    assert {name: results[name].dtype for name in floats(inputs)} == {n: t.dtype for n, t in floats(inputs).items()}
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_fp16_states_may_be_larger_than_fp16() -> None:
+def test_states_of_fp16_inputs_may_exceed_the_range_of_fp16() -> None:
     inputs = ssd_inputs(1, 20, 1, 4, 1, 4, torch.float16)
     with torch.no_grad():
         inputs.state_BHPN.mul_(1e6)
         inputs.C_BLGN.mul_(1e-3)
-    results = run(ssd_scan, FORM, inputs), run(ssd_scan, "reference", exact(inputs))
-    for found, expected in zip(*results, strict=True):
-        assert (found - expected).norm() <= 2**-9 * expected.norm()
+    results = run(ssd_scan, FORM, inputs)
+    expected = run(ssd_scan, "reference", exact(inputs))
+    for ours, theirs in zip(results, expected, strict=True):
+        assert (ours - theirs).norm() <= 2**-9 * theirs.norm()
 
 
 @pytest.mark.slow  # the interpreter has nothing that runs at once
 @pytest.mark.usefixtures("small_tiles")
-def test_the_same_bits_again() -> None:
+def test_repeated_calls_give_equal_bits() -> None:
     inputs = ssd_inputs(1, 20, 2, 4, 1, 4, torch.float32)._replace(documents_BL=document_index([[7, 13]]))
     first = assert_right(inputs)
     second = assert_right(inputs)
@@ -144,7 +203,7 @@ def test_the_same_bits_again() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_tiles")
-def test_cut_and_carried_on_is_whole() -> None:
+def test_pieces_with_a_carried_state_equal_the_whole_row() -> None:
     inputs = ssd_inputs(1, 30, 1, 4, 1, 4, torch.float32)
     y, last = run(ssd_scan, FORM, inputs)
     whole = gradients(some_loss(y, last), inputs)
@@ -159,7 +218,7 @@ def test_cut_and_carried_on_is_whole() -> None:
 
 @pytest.mark.parametrize("border", [10, slow(16)], ids=["inside a chunk", "between chunks"])
 @pytest.mark.usefixtures("small_tiles")
-def test_no_bit_of_a_document_leaks_into_the_next(border: int) -> None:
+def test_documents_leak_no_bit_into_the_next(border: int) -> None:
     """An infinite state does not leak either, although 0 times infinity is NaN."""
     inputs = ssd_inputs(1, 20, 1, 4, 1, 4, torch.float32)._replace(documents_BL=document_index([[border, 20 - border]]))
     tokens = by_token(inputs)
@@ -172,7 +231,7 @@ def test_no_bit_of_a_document_leaks_into_the_next(border: int) -> None:
         if state == 0:  # an infinite one times no gradient is no number, in its own document
             assert not any(grads[name][:, :border].any() for name in tokens)
         probed.append([y[:, border:], last, *(grads[name][:, border:] for name in tokens)])
-    assert all(torch.equal(one, other) for one, other in zip(*probed, strict=True))
+    assert all(torch.equal(first, second) for first, second in zip(probed[0], probed[1], strict=True))
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -184,7 +243,7 @@ def test_backward_keeps_the_inputs_alone() -> None:
     assert set(kept) <= {tensor.data_ptr() for tensor in floats(inputs).values()}
 
 
-def test_what_it_does_not_support() -> None:
+def test_triton_ssd_refuses_unsupported_inputs() -> None:
     def reason(inputs: SSDInputs) -> str | None:
         return ssd_scan.named(FORM).unsupported_reason(inputs)
 
@@ -192,7 +251,7 @@ def test_what_it_does_not_support() -> None:
     assert reason(ssd_inputs(dtype=torch.bfloat16)) is None
     assert "float64" in reason(ssd_inputs())
     assert "129 channels" in reason(ssd_inputs(head=MAX_HEAD + 1, dtype=torch.float32))
-    assert "257 state" in reason(ssd_inputs(size=MAX_STATE + 1, dtype=torch.float32))
+    assert "257" in reason(ssd_inputs(size=MAX_STATE + 1, dtype=torch.float32))
 
 
 def shipped() -> None:
@@ -203,21 +262,27 @@ def shipped() -> None:
         torch.float32: [(24, 64, 1, 128), (16, MAX_HEAD, 1, MAX_STATE)],
     }
     for dtype, models in sizes.items():
-        for heads, head, groups, state in models:
-            with torch.device("meta"):
-                inputs = ssd_inputs(8, 8192, heads, head, groups, state, dtype)
-                inputs = inputs._replace(documents_BL=torch.zeros(8, 8192, dtype=torch.int32))
-            y, last = ssd_scan.named(FORM).function(inputs)
-            torch.autograd.backward((y, last), (torch.empty_like(y), torch.empty_like(last)))
+        for model in models:
+            launch_both_passes(8, 8192, model, dtype)
+    launch_both_passes(1, 2048, (24, 64, 1, 128), torch.bfloat16)  # several programs for a group's heads
+
+
+def launch_both_passes(rows: int, length: int, model: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    with torch.device("meta"):
+        inputs = ssd_inputs(rows, length, *model, dtype)
+        inputs = inputs._replace(documents_BL=torch.zeros(rows, length, dtype=torch.int32))
+    y, last = ssd_scan.named(FORM).function(inputs)
+    torch.autograd.backward((y, last), (torch.empty_like(y), torch.empty_like(last)))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # a compiler's minute, and several on a busy machine
-def test_what_is_shipped_fits_an_h100() -> None:
+def test_compiled_kernels_fit_an_h100() -> None:
     launches, buffers = compile_calls(__name__, "shipped")
     kernels = {launch.kernel for launch in launches}
     assert kernels == {
         "decays", "chunk_states", "pass_states", "outputs", "token_gradients", "group_gradients", "step_gradients",
+        "sum_of_splits", "_sum_of_parts",
     }  # fmt: skip
     assert [fault for launch in launches for fault in launch.faults()] == []
     assert not any(launch.instructions["atom"] + launch.instructions["red"] for launch in launches)
@@ -229,7 +294,10 @@ def test_what_is_shipped_fits_an_h100() -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)])
 @pytest.mark.parametrize(("head", "state"), [(64, 128), (32, 128), (16, 128), (MAX_HEAD, MAX_STATE)])
 @pytest.mark.parametrize("lengths", [None, [[300], [100, 28, 172]]], ids=["stream", "documents"])
-def test_on_a_gpu(lengths: list[list[int]] | None, head: int, state: int, dtype: torch.dtype, tolerance: float) -> None:
+def test_triton_ssd_equals_the_reference_on_a_gpu(
+    lengths: list[list[int]] | None, head: int, state: int, dtype: torch.dtype, tolerance: float
+) -> None:
     inputs = ssd_inputs(2, 300, 4, head, 2, state, dtype)
-    documents = None if lengths is None else document_index(lengths)
-    assert_right(inputs._replace(documents_BL=documents), tolerance)
+    if lengths is not None:
+        inputs = inputs._replace(documents_BL=document_index(lengths))
+    assert_right(inputs, tolerance)

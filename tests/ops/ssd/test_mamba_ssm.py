@@ -30,8 +30,8 @@ def upstream_scan(
     assert return_final_states
     assert chunk_size & (chunk_size - 1) == 0
     assert x.dtype == B.dtype == C.dtype != torch.float64
-    parameters = [A, D, dt_bias, *([] if initial_states is None else [initial_states])]
-    assert {t.dtype for t in parameters} == {torch.float32}
+    assert A.dtype == D.dtype == dt_bias.dtype == torch.float32
+    assert initial_states is None or initial_states.dtype == torch.float32
     if seq_idx is not None:
         assert seq_idx.dtype == torch.int32
         assert not seq_idx[:, 0].any(), "the state that comes in belongs to document 0"
@@ -41,25 +41,26 @@ def upstream_scan(
 @pytest.mark.parametrize("documents", [None, documents_of(60, 4, 36)], ids=["stream", "documents"])
 @pytest.mark.parametrize("state", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_equals_the_reference(documents: Tensor | None, state: bool, dtype: torch.dtype) -> None:
+def test_mamba_ssm_form_equals_the_reference(documents: Tensor | None, state: bool, dtype: torch.dtype) -> None:
     inputs = ssd_inputs(length=100, heads=8, head=16, size=16, dtype=dtype)._replace(documents_BL=documents)
-    inputs = inputs if state else inputs._replace(state_BHPN=None)
-    found, reference = (computed(ssd_scan, form, inputs) for form in (FORM, "reference"))
+    if not state:
+        inputs = inputs._replace(state_BHPN=None)
+    actual, reference = (computed(ssd_scan, form, inputs) for form in (FORM, "reference"))
+    close = {torch.float32: 2e-6, torch.bfloat16: 2**-7}[dtype]
     for name, expected in reference.items():
-        assert found[name].dtype == expected.dtype
-        close = 2e-6 if dtype == torch.float32 else 2**-7
-        assert_close(found[name], expected, rtol=4 * close, atol=close * expected.abs().max().item())
+        assert actual[name].dtype == expected.dtype
+        assert_close(actual[name], expected, rtol=4 * close, atol=close * expected.abs().max().item())
 
 
-def test_what_it_does_not_support() -> None:
+def test_mamba_ssm_form_refuses_float64() -> None:
     form = ssd_scan.named(FORM)
     assert form.device == "cuda"
     assert form.unsupported_reason(ssd_inputs(dtype=torch.float32)._replace(documents_BL=TWO_DOCUMENTS)) is None
     assert "float64" in form.unsupported_reason(ssd_inputs())
 
 
-def test_types_that_differ_are_made_one() -> None:
+def test_mamba_ssm_form_accepts_mixed_types() -> None:
     mixed = ssd_inputs(dtype=torch.bfloat16)
     mixed = mixed._replace(x_BLHP=mixed.x_BLHP.float())
-    found, expected = (run(ssd_scan, form, mixed) for form in (FORM, "reference"))
-    assert_close(found, expected, rtol=2**-7, atol=1e-3)
+    actual, expected = (run(ssd_scan, form, mixed) for form in (FORM, "reference"))
+    assert_close(actual, expected, rtol=2**-7, atol=1e-3)

@@ -27,7 +27,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @FORMS
-def test_three_steps_by_hand(form: str) -> None:
+def test_ssd_of_three_tokens_equals_hand_computed_values(form: str) -> None:
     ones = torch.ones(1, 3, 1, 1)
     zero = torch.zeros(1)
     # softplus(0) = log 2, and exp(-log 2) = 1/2: the state is halved and gains log 2 at every step
@@ -38,7 +38,7 @@ def test_three_steps_by_hand(form: str) -> None:
 
 @FORMS
 @pytest.mark.usefixtures("small_chunks")
-def test_it_is_mamba_1_with_one_decay_for_all_channels_of_a_head(form: str) -> None:
+def test_ssd_equals_the_selective_scan_with_one_decay_a_head(form: str) -> None:
     """Mamba-1's scan, whose reference is tested on its own, with A and dt repeated over a head's channels."""
     inputs = ssd_inputs(groups=1)._replace(documents_BL=TWO_DOCUMENTS)
     x, dt, A, B, C, D, dt_bias, state, _ = inputs
@@ -60,7 +60,7 @@ def test_it_is_mamba_1_with_one_decay_for_all_channels_of_a_head(form: str) -> N
 
 @FORMS
 @pytest.mark.usefixtures("small_chunks")
-def test_without_decay_the_state_is_a_running_sum(form: str) -> None:
+def test_ssd_without_decay_has_a_running_sum_as_its_state(form: str) -> None:
     inputs = ssd_inputs()._replace(A_H=torch.zeros(4, dtype=torch.float64))
     x, dt, _, B, C, D, dt_bias, state, _ = inputs
     B, C = (t.repeat_interleave(2, dim=2) for t in (B, C))
@@ -74,13 +74,13 @@ def test_without_decay_the_state_is_a_running_sum(form: str) -> None:
 @pytest.mark.parametrize(("heads", "groups"), [(2, 1), (4, 2), (2, 2)])
 @pytest.mark.parametrize("form", ["chunked", "native"])
 @pytest.mark.usefixtures("small_chunks")
-def test_groups_of_heads(form: str, heads: int, groups: int) -> None:
+def test_fast_forms_equal_the_reference_with_groups_of_heads(form: str, heads: int, groups: int) -> None:
     inputs = ssd_inputs(heads=heads, groups=groups)._replace(documents_BL=TWO_DOCUMENTS)
     assert_close(computed(ssd_scan, form, inputs), computed(ssd_scan, "reference", inputs))
 
 
 @FORMS
-def test_one_token_is_one_step(form: str) -> None:
+def test_ssd_of_one_token_is_one_step(form: str) -> None:
     inputs = ssd_inputs(length=1, dtype=torch.float32)
     x, dt, A, B, C, D, dt_bias, state, _ = inputs
     delta = F.softplus(dt + dt_bias)[:, 0, :, None, None]

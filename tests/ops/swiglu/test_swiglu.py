@@ -18,14 +18,14 @@ FORMS = pytest.mark.parametrize("form", ["reference", "recomputed", "native"])
 
 @FORMS
 @pytest.mark.parametrize("multiplier", [1.0, 0.7])
-def test_gradients(form: str, multiplier: float) -> None:
+def test_gradients_are_the_slopes(form: str, multiplier: float) -> None:
     gate_up = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
     with force(form):
         assert gradcheck(lambda x: swiglu(SwiGLUInputs(x, multiplier)), (gate_up,))
 
 
 @FORMS
-def test_it_is_llamas(form: str) -> None:
+def test_swiglu_equals_llamas(form: str) -> None:
     sizes = SimpleNamespace(hidden_size=8, intermediate_size=12, mlp_bias=False, hidden_act="silu")
     mlp = LlamaMLP(sizes)
     x = torch.randn(3, 8)
@@ -35,7 +35,7 @@ def test_it_is_llamas(form: str) -> None:
 
 
 @FORMS
-def test_it_is_that_of_falcon_h1(form: str) -> None:
+def test_swiglu_with_a_multiplier_equals_falcon_h1(form: str) -> None:
     """The gate has a multiplier."""
     config = FalconH1Config(hidden_size=8, intermediate_size=12, mlp_multipliers=[0.7, 1.0])
     mlp = FalconH1MLP(config)
@@ -47,7 +47,7 @@ def test_it_is_that_of_falcon_h1(form: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("multiplier", [1.0, 0.7])
-def test_recomputed_is_bit_equal(dtype: torch.dtype, multiplier: float) -> None:
+def test_recomputing_form_equals_the_reference_bit_for_bit(dtype: torch.dtype, multiplier: float) -> None:
     results = []
     for form in ("reference", "recomputed"):
         torch.manual_seed(0)
@@ -56,11 +56,11 @@ def test_recomputed_is_bit_equal(dtype: torch.dtype, multiplier: float) -> None:
         with force(form):
             y = swiglu(SwiGLUInputs(gate_up, multiplier))
         results.append((y, *torch.autograd.grad(y, gate_up, grad)))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(results[0], results[1], strict=True))
 
 
 @pytest.mark.parametrize("form", ["recomputed", "native"])
-def test_only_the_input_is_kept(form: str) -> None:
+def test_swiglu_keeps_its_input_alone(form: str) -> None:
     gate_up = torch.randn(4, 8, requires_grad=True)
     kept: list[Tensor] = []
     with force(form), torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):

@@ -1,4 +1,8 @@
-"""Times causal attention with each of torch's kernels, and windowed attention as in the recipes, through our op."""
+"""Times causal attention at the shapes of two recipes: full with each of torch's kernels, windowed with our op.
+
+Each recipe's shape is timed in both ways. In training, gdn_hybrid_412m uses full attention, and samba_421m uses a
+window of 2048 tokens.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,16 @@ from hybridtron.proving.gpu.queue.machine import fastest
 from hybridtron.proving.gpu.queue.rows import Recorder, Row, reason
 
 BACKENDS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
-SHAPES = {"gdn_hybrid_412m": (8, 4096, 8, 128), "samba_421m": (8, 4096, 12, 128)}  # rows, tokens, heads, channels
+# by recipe: sequences, tokens, heads, and channels per head
+# as suffixes of variable names, these axes are B, L, H (G for keys and values), K
+SHAPES = {"gdn_hybrid_412m": (8, 4096, 8, 128), "samba_421m": (8, 4096, 12, 128)}
 WINDOW = 2048
 
 
 def attention(record: Recorder) -> None:
-    """Time both passes together, and for torch's kernels the forward pass alone too.
+    """Time the forward and backward pass together. For torch's kernels, also time the forward pass alone.
 
-    FlexAttention would compile another kernel for the forward pass alone.
+    Our op runs windowed attention by FlexAttention, which would have to be compiled again for the forward pass alone.
     """
     for recipe, shape in SHAPES.items():
         shape = (1, 64, 2, 32) if record.tiny else shape
@@ -36,17 +42,20 @@ def attention(record: Recorder) -> None:
             row["both_ms"] = 1e3 * fastest(partial(both, windowed(window), made(shape, False)))
 
 
-def full(backend: str, given: list[Tensor]) -> Row:
-    """Time causal attention with one of torch's kernels; if it refuses the inputs, return the reason."""
+def full(backend: str, inputs: list[Tensor]) -> Row:
+    """Return a row with the times of full causal attention by one of torch's kernels.
+
+    If the kernel can't run, the row has the reason.
+    """
     try:
         with sdpa_kernel(getattr(SDPBackend, backend)):
-            return passes(lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True), given)
+            return passes(lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True), inputs)
     except RuntimeError as error:
         return {"available": False, "why": reason(error)}
 
 
 def windowed(window: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return a call of our op with a window, for rows without documents."""
+    """Return a function that calls our op with a sliding window, on sequences without document boundaries."""
 
     def call(q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor) -> Tensor:
         return attention_op(AttentionInputs(q_BLHK, k_BLGK, v_BLGK, window=window))
@@ -55,20 +64,24 @@ def windowed(window: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def made(shape: tuple[int, int, int, int], heads_first: bool) -> list[Tensor]:
-    """Return random q, k and v."""
+    """Return random q, k and v in bf16, which require gradients.
+
+    shape: sequences, tokens, heads, channels per head
+    heads_first: put the heads' axis before the tokens' axis, as torch expects
+    """
     rows, tokens, heads, channels = shape
     sizes = (rows, heads, tokens, channels) if heads_first else shape
     return [torch.randn(sizes, device=compute_device()).bfloat16().requires_grad_() for _ in range(3)]
 
 
-def passes(call: Callable[..., Tensor], given: list[Tensor]) -> dict[str, float]:
-    """Return the milliseconds of the forward pass, and of both passes."""
+def passes(call: Callable[..., Tensor], inputs: list[Tensor]) -> dict[str, float]:
+    """Return the milliseconds for the forward pass alone, and for forward and backward together."""
     with torch.no_grad():
-        forward = fastest(lambda: call(*given))
-    return {"forward_ms": 1e3 * forward, "both_ms": 1e3 * fastest(lambda: both(call, given))}
+        forward = fastest(lambda: call(*inputs))
+    return {"forward_ms": 1e3 * forward, "both_ms": 1e3 * fastest(lambda: both(call, inputs))}
 
 
-def both(call: Callable[..., Tensor], given: list[Tensor]) -> object:
-    """Run forward and backward, and return the gradients."""
-    y = call(*given)
-    return torch.autograd.grad(y, given, torch.ones_like(y))
+def both(call: Callable[..., Tensor], inputs: list[Tensor]) -> object:
+    """Run the forward and backward pass, and return the gradients dq, dk and dv."""
+    y = call(*inputs)
+    return torch.autograd.grad(y, inputs, torch.ones_like(y))

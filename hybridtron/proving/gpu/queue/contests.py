@@ -1,7 +1,22 @@
-"""Compares our kernels of an op with another package's, on the same tensors: forward, both passes, and the difference.
+"""Compares our kernels for an op with those from another package, on the same tensors: times and outputs.
 
-The other package's kernels autotune over two of their configurations only, because trying all takes minutes. Their time
-may therefore be above their best.
+Times are measured for the forward pass alone, and for the forward and backward pass together. The other package's
+kernels are autotuned over only two configurations, because trying all configurations takes minutes. With all
+configurations, the other package could therefore be faster.
+
+Letters for sizes:
+
+    B   sequences
+    L   tokens
+    H   heads
+    N   key channels per head, or state size
+    P   value channels per head
+    E   channels in the selective scan
+    C   channels in the convolution
+    D   channels in the norm
+    G   groups; for the delta rule, decays per head
+
+The keys of the tables of sizes, such as `32x512 H4 K128 V256`, write K and V for N and P of the linear attention ops.
 """
 
 from __future__ import annotations
@@ -36,8 +51,13 @@ EPS = 1e-5
 
 @dataclass(frozen=True)
 class Contest:
-    """One op to compare: sizes by name, a tiny size for a CPU, a function that makes inputs, our call and the
-    other's.
+    """A comparison between our kernels for one op and another package's kernels.
+
+    sizes    a size's name -> arguments of the function `inputs`
+    tiny     arguments of the function `inputs` for a run on a CPU
+    inputs   function that returns random inputs for the op
+    ours     function that calls our op with the inputs
+    theirs   function that calls the other package's op with the inputs
     """
 
     sizes: Mapping[str, tuple[int, ...]]
@@ -48,7 +68,10 @@ class Contest:
 
 
 def contest(record: Recorder, name: str) -> None:
-    """Measure two cases for each size, ours first, so that it is recorded even if the other package fails."""
+    """Measure our op and the other package's op at each size, and record the relative difference of their outputs.
+
+    Our op is measured first, so that its times are recorded even if the other package's op fails.
+    """
     chosen = CONTESTS[name]
     sizes = {"tiny": chosen.tiny} if record.tiny else chosen.sizes
     for size, numbers in sizes.items():
@@ -68,37 +91,40 @@ def contest(record: Recorder, name: str) -> None:
                 row["apart"] = ((theirs - ours).norm() / ours.norm()).item()
 
 
-def passes(call: Callable[[Any], Any], given: Any) -> dict[str, float]:
-    """Return the milliseconds of the forward pass, and of both passes."""
+def passes(call: Callable[[Any], Any], inputs: Any) -> dict[str, float]:
+    """Return the milliseconds for the forward pass alone, and for forward and backward together."""
     with torch.no_grad():
-        forward = fastest(lambda: call(given))
-    return {"forward_ms": 1e3 * forward, "both_ms": 1e3 * fastest(lambda: both(call, given))}
+        forward = fastest(lambda: call(inputs))
+    return {"forward_ms": 1e3 * forward, "both_ms": 1e3 * fastest(lambda: both(call, inputs))}
 
 
-def both(call: Callable[[Any], Any], given: Any) -> object:
-    """Run forward and backward, and return the gradients."""
-    leaves = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    y = first(call(given))
+def both(call: Callable[[Any], Any], inputs: Any) -> object:
+    """Run the forward and backward pass, and return the gradients of all inputs."""
+    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    y = first(call(inputs))
     return torch.autograd.grad(y, leaves, torch.ones_like(y), allow_unused=True)
 
 
 def calls() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield our calls of both passes at every size, by name, for a rehearsal."""
+    """Yield a name and a function for each contest and size. The function runs both passes of our op."""
     for name, chosen in CONTESTS.items():
         for size, numbers in chosen.sizes.items():
             yield f"{name}, {size}", partial(both, chosen.ours, chosen.inputs(*numbers))
 
 
 def first(outputs: Any) -> Tensor:
-    """Return the output without states."""
+    """Return the first output. Some ops return a tuple of their output and states."""
     if isinstance(outputs, tuple):
         return outputs[0]
     return outputs
 
 
 def by(op: Op[Any, Any], name: str) -> Callable[[Any], Any]:
-    """Return a call of this implementation on a GPU; on a CPU, which can't run it, of the op itself."""
-    return lambda given: op(given) if compute_device().type == "cpu" else op.named(name).function(given)
+    """Return a function that calls the op's implementation `name`.
+
+    On a CPU, which can't run this implementation, the function calls the op, which chooses another implementation.
+    """
+    return lambda inputs: op(inputs) if compute_device().type == "cpu" else op.named(name).function(inputs)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -112,7 +138,7 @@ def decay(*shape: int) -> Tensor:
 
 
 def unit(*shape: int) -> Tensor:
-    """Return random keys of length 1, as the delta rule needs them."""
+    """Return random vectors with norm 1 along the last axis: queries and keys for the delta rule."""
     return normalize(torch.randn(shape, device=compute_device()), dim=-1).bfloat16().requires_grad_()
 
 
@@ -154,15 +180,15 @@ def norm_inputs(rows: int, channels: int) -> tuple[RMSNormInputs, Tensor]:
     return RMSNormInputs(normal(rows, channels), weight_D, EPS), normal(rows, channels)
 
 
-def our_rwkv6(given: tuple[GLAInputs, Tensor]) -> Tensor:
+def our_rwkv6(inputs: tuple[GLAInputs, Tensor]) -> Tensor:
     from hybridtron.mixers.rwkv6 import read_before_step  # imports megatron-core, which takes seconds
 
     with force(**({} if compute_device().type == "cpu" else {"gla_scan": TRITON})):
-        return read_before_step(*given)[0]
+        return read_before_step(*inputs)[0]
 
 
-def our_gated_norm(given: tuple[RMSNormInputs, Tensor]) -> Tensor:
-    return by(rms_norm, TRITON)(given[0]) * silu(given[1])
+def our_gated_norm(inputs: tuple[RMSNormInputs, Tensor]) -> Tensor:
+    return by(rms_norm, TRITON)(inputs[0]) * silu(inputs[1])
 
 
 SSD_SIZES = {
@@ -198,4 +224,4 @@ CONTESTS = {
         CONV_SIZES, (1, 32, 16), conv_inputs, by(causal_conv, TRITON), by(causal_conv, "causal-conv1d")
     ),
 }
-"""Contests by op and package."""
+"""Comparisons, by the names of the op and of the other package."""

@@ -1,8 +1,9 @@
-"""Profiles a step: a table of times by kernel, and the fraction of time in which the device is idle.
+"""Profiles a step: a table with times by kernel, and the fraction of time in which the device is idle.
 
-Triton names a kernel by its function alone, and several ops have a `_backward`. Launches of one stream run in the order
-in which they are made, so the n-th event of a name belongs to the n-th launch of a function with that name, and each
-launch is recorded with its op.
+The profiler names a Triton kernel after its Python function, and several ops have functions with the same name, such as
+`_backward`. Therefore each launch of our kernels is recorded with its op. The GPU runs kernels in the order in which
+they are launched. The n-th profiled kernel with a function's name thus belongs to the n-th recorded launch with this
+name.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from torch.profiler import ProfilerActivity, profile
 from hybridtron.device import compute_device, synchronize
 from hybridtron.ops.kernel_launch import kernel_name, noted_launches
 
-SHOWN = 40
-GAP_US = 20.0
+MAX_LISTED = 40  # kernels in the table
+GAP_US = 20.0  # microseconds; longer idle times between kernels are counted as gaps
 
 
 class DeviceSpan(NamedTuple):
-    """One kernel or copy on the device, in microseconds."""
+    """One kernel or copy on the device, with its start and end in microseconds."""
 
     name: str
     start: float
@@ -30,14 +31,17 @@ class DeviceSpan(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """One launch of our kernels: the function's name, and the name with its op."""
+    """Launch of one of our kernels: its Python function's name, and the name with the op, such as `scan.walk`."""
 
     function: str
     name: str
 
 
-def profiled(step: Any) -> tuple[list[DeviceSpan], list[Launched]]:
-    """Profile one call of a step that has run before; return the device's spans, and our launches in order."""
+def profile_call(step: Any) -> tuple[list[DeviceSpan], list[Launched]]:
+    """Profile one call of a step whose kernels are already compiled.
+
+    Return the kernels and copies on the device, and our kernels' launches in order.
+    """
     kind = DeviceType.CUDA if compute_device().type == "cuda" else DeviceType.CPU
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if kind == DeviceType.CUDA else [])]
     launches: list[Launched] = []
@@ -52,8 +56,11 @@ def profiled(step: Any) -> tuple[list[DeviceSpan], list[Launched]]:
     return [DeviceSpan(event.name, event.time_range.start, event.time_range.end) for event in events], launches
 
 
-def labelled(spans: Sequence[DeviceSpan], launches: Sequence[Launched]) -> list[DeviceSpan]:
-    """Return spans sorted by time, with op names for our kernels if as many ran as were launched."""
+def label_spans(spans: Sequence[DeviceSpan], launches: Sequence[Launched]) -> list[DeviceSpan]:
+    """Return spans sorted by start time, with the op added to our kernels' names.
+
+    If a function has more or fewer spans than launches, its spans keep their names.
+    """
     ordered = sorted(spans, key=lambda span: span.start)
     waiting: dict[str, list[str]] = defaultdict(list)
     for launch in launches:
@@ -67,13 +74,13 @@ def labelled(spans: Sequence[DeviceSpan], launches: Sequence[Launched]) -> list[
 
 
 def by_kernel(spans: Sequence[DeviceSpan], modelled: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Return calls and milliseconds by kernel, the longest first, with the model's milliseconds per step."""
+    """Return each kernel's call count, total milliseconds and modelled milliseconds, longest total first."""
     calls: dict[str, int] = defaultdict(int)
     busy: dict[str, float] = defaultdict(float)
     for span in spans:
         calls[span.name] += 1
         busy[span.name] += (span.end - span.start) / 1e3
-    longest = sorted(busy, key=lambda name: -busy[name])[:SHOWN]
+    longest = sorted(busy, key=lambda name: -busy[name])[:MAX_LISTED]
     return [
         {"kernel": name[:120], "calls": calls[name], "ms": round(busy[name], 4), "model_ms": modelled.get(name)}
         for name in longest
@@ -81,7 +88,7 @@ def by_kernel(spans: Sequence[DeviceSpan], modelled: Mapping[str, float]) -> lis
 
 
 def model_ms(kernels: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return a step's milliseconds by kernel, from a rehearsal's list of different launches."""
+    """Return a step's modelled milliseconds by kernel name, from the distinct launches that a rehearsal lists."""
     milliseconds: dict[str, float] = defaultdict(float)
     for kernel in kernels:
         milliseconds[kernel["name"]] += 1e3 * kernel["seconds"] * kernel["launches"]
@@ -89,7 +96,7 @@ def model_ms(kernels: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def idle(spans: Sequence[DeviceSpan]) -> dict[str, float]:
-    """Return the busy time and the idle share between the first kernel's start and the last kernel's end."""
+    """Return the device's busy time, the idle fraction between first start and last end, and the gap count."""
     busy = 0.0
     gaps = 0
     until = 0.0
@@ -98,6 +105,6 @@ def idle(spans: Sequence[DeviceSpan]) -> dict[str, float]:
         gaps += number > 0 and span.start - until > GAP_US
         busy += max(0.0, span.end - max(span.start, until)) if number else span.end - span.start
         until = max(until, span.end)
-    whole = until - ordered[0].start if ordered else 0.0
-    share = 1 - busy / whole if whole else 0.0
+    total_us = until - ordered[0].start if ordered else 0.0
+    share = 1 - busy / total_us if total_us else 0.0
     return {"kernels": len(ordered), "busy_ms": busy / 1e3, "idle_share": share, "gaps over 20 us": gaps}

@@ -1,4 +1,4 @@
-"""Measures the machine: other load on it, settings that serialize launches, and upper bounds for other numbers."""
+"""Measures the machine: other load, settings that serialize launches, and upper bounds for speeds in other parts."""
 
 from __future__ import annotations
 
@@ -12,21 +12,26 @@ import torch
 from hybridtron.device import compute_device
 from hybridtron.ops.kernel_compiled import compiler_key
 from hybridtron.proving.gpu.queue.rows import Recorder
-from hybridtron.proving.measuring import interleaved, processor
+from hybridtron.proving.measuring import processor, time_in_turns
 
 QUERIES = {
     "gpu": "--query-gpu=name,driver_version,pstate,clocks.sm,clocks.mem,power.draw,power.limit,utilization.gpu",
     "processes": "--query-compute-apps=pid,used_memory",
 }
+# beginnings of the names of environment variables that are recorded
 SETTINGS = ("CUDA_", "TORCH", "PYTORCH_", "TRITON_", "NVIDIA_", "CUBLAS_", "OMP_")
-COPIED = 2**31  # bytes
-LAUNCHES = 2000
+COPIED = 2**31  # bytes in the copy that is timed
+LAUNCHES = 2000  # number of tiny kernels whose launches are timed
 PRODUCTS = ((8192, 8192, 8192), (8192, 2048, 8192), (8192, 64, 2048), (8192, 256, 2048))
-"""m, n, k: an upper bound, a projection, and the products of a projection that is cut into parts."""
+"""Sizes m, n and k of four matrix products (m, k) x (k, n).
+
+The first product shows the highest speed that a matrix product can reach. The second has the sizes of a projection. The
+last two are narrow, with few output channels.
+"""
 
 
 def machine(record: Recorder) -> None:
-    """Record each case separately: a missing program loses only its own row."""
+    """Record each measurement as a separate case, so that a failure loses only one case."""
     device = compute_device()
     with record.case("host") as row:
         row |= {"cpus": os.cpu_count(), "usable": len(os.sched_getaffinity(0)), "processor": processor()}
@@ -34,8 +39,8 @@ def machine(record: Recorder) -> None:
         row["settings"] = {name: value for name, value in os.environ.items() if name.startswith(SETTINGS)}
     for name, query in QUERIES.items():
         with record.case(name) as row:
-            row["lines"] = asked(query)
-            row["own"] = str([os.getpid(), os.getppid()])  # our processes, to distinguish them from others
+            row["lines"] = query_gpu(query)
+            row["own"] = str([os.getpid(), os.getppid()])  # ids of our processes; all other ids are other load
     with record.case("compiler") as row:
         row["key"] = compiler_key()
         row["as in the carried cache"] = row["key"] == record.modelled.get("compiler")
@@ -59,12 +64,12 @@ def machine(record: Recorder) -> None:
 
 
 def fastest(call: Callable[[], object], rounds: int = 10) -> float:
-    """Return the seconds of the fastest round, after one warm-up."""
-    return interleaved({"": call}, rounds)[""].fastest
+    """Return how many seconds the fastest call takes among `rounds` calls, after a warm-up."""
+    return time_in_turns({"": call}, rounds)[""].fastest
 
 
-def asked(query: str) -> list[str]:
-    """Return nvidia-smi's answer to a query, as lines. The query changes no setting."""
+def query_gpu(query: str) -> list[str]:
+    """Return the lines that nvidia-smi prints for a query. Queries change no settings of the GPU."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ["no nvidia-smi"]

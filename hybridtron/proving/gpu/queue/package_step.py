@@ -1,4 +1,4 @@
-"""Times a recipe's step with our kernels, and with another package's kernels for the ops that it has."""
+"""Times a recipe's step with our kernels, and with mamba-ssm's and causal-conv1d's kernels for the ops in THEIRS."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from hybridtron.device import forget_peak_memory
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.kernel_launch import TRITON
 from hybridtron.proving.gpu.queue.rows import Recorder
-from hybridtron.proving.gpu.queue.whole_step import settings, timed
-from hybridtron.proving.steps import Steps, checked, one_process, random_batches
+from hybridtron.proving.gpu.queue.whole_step import settings, time_step
+from hybridtron.proving.steps import Steps, load_checked, one_process, random_batches
 
 THEIRS = {"ssd_scan": "mamba-ssm", "selective_scan": "mamba-ssm", "causal_conv": "causal-conv1d"}
 
 
 def package_step(record: Recorder, recipe: str) -> None:
-    """Time the step with each package on its own engine; on a CPU, which has neither, both run the reference."""
+    """Time the step with our kernels, then with the other packages' kernels. Each of the two gets a new engine.
+
+    With tiny sizes, which also run on a CPU, both steps use the reference implementations.
+    """
     forms: Mapping[str, Mapping[str, str]] = {"ours": dict.fromkeys(THEIRS, TRITON), "theirs": THEIRS}
-    config = checked(settings(recipe, tiny=record.tiny))
+    config = load_checked(settings(recipe, tiny=record.tiny))
     for name, implementations in forms.items():
         with record.case(name) as row:
             forget_peak_memory()
@@ -26,4 +29,4 @@ def package_step(record: Recorder, recipe: str) -> None:
             else:
                 chosen = implementations
             with force(**chosen), one_process(config) as groups:
-                timed(Steps(config, groups, random_batches(config)), config, row, 1)
+                time_step(Steps(config, groups, random_batches(config)), config, row, 1)

@@ -1,9 +1,11 @@
-"""The list of parts that are measured on a GPU, the most valuable first: limits, cards, and the code that each
-measures.
+"""The list of parts that are measured on a GPU, the most valuable first.
 
-A part is a function that gets a `Recorder`. `code` lists the package's files whose change makes a result outdated
-(`digest`); a part's own file is among them, because it defines the meaning of the numbers. To add a part, write its
-function, add it here, and add its calls to `rehearse/queue_model.py` if they compile kernels.
+A part is a function that gets a `Recorder` for its results. The part's field `code` lists files in the package. If a
+file in `code` changes, earlier results are outdated (`digest`). The function's own file is always included, because it
+defines the measurement.
+
+To add a part, write its function and add it to PARTS. If the part launches Triton kernels, add its calls to
+`rehearse/queue_model.py`, which compiles them in advance.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ from hybridtron.proving.gpu.queue.rows import Recorder
 
 PARTS_OF_STEPS = (
     *("engine/*.py", "mixers/*.py", "model/*.py", "parallel/*.py", "proving/steps.py"),
-    *("ops/dispatch.py", "ops/kernel_launch.py", "ops/gate_kernels.py", "ops/flex_tiles.py", "ops/recomputed_gate.py"),
+    *("ops/dispatch.py", "ops/kernel_launch.py", "ops/gate_kernels.py", "ops/sum_kernels.py"),
+    *("ops/flex_tiles.py", "ops/recomputed_gate.py"),
     *(f"ops/{op}/*.py" for op in ("attention", "conv", "delta", "gated_norm", "gla", "loss", "norm", "product")),
-    *(f"ops/{op}/*.py" for op in ("rope", "scan", "softmax", "ssd", "swiglu")),
+    *(f"ops/{op}/*.py" for op in ("rope", "scan", "softmax", "ssd", "swiglu", "token_mix")),
 )
 RECIPES = {
     "mamba2_1.3b": (4, 2048),
@@ -30,9 +33,12 @@ RECIPES = {
     "samba_421m": (8, 4096),
     "samba_1.3b": (4, 4096),
 }
-"""Rows and tokens of one micro-batch, as in benchmarks/gpu.md; the time model was least accurate for the first ones."""
+"""Number of sequences in one micro-batch, and of tokens in a sequence, by recipe. benchmarks/gpu.md has these sizes.
+
+Recipes for which the rehearsal's times were least accurate come first.
+"""
 FP8_RECIPE = "samba_1.7b_padded"
-FP8_ROWS = (2, 4096)
+FP8_ROWS = (2, 4096)  # number of sequences in one micro-batch, and of tokens in a sequence
 FLA = "fla-core"
 MAMBA_SSM = "mamba-ssm"
 CONV1D = "causal-conv1d"
@@ -41,14 +47,24 @@ TE = "transformer-engine"
 
 @dataclass(frozen=True)
 class QueuePart:
-    """A part of the queue: its function, time limit, measured code, and required distributions."""
+    """A part in the queue.
+
+    name      the part's name
+    about     text that describes the measurement
+    run       function, as `file:function` in this folder
+    limit_s   time limit in seconds
+    code      measured files, as path patterns in the package
+    argument  the function's second argument, if it takes one: a recipe or a contest
+    needs     distributions that must be installed
+    card      kind of GPU for which the part is planned
+    """
 
     name: str
     about: str
-    run: str  # `file:function`, in this folder
+    run: str
     limit_s: int
     code: tuple[str, ...] = ()
-    argument: str = ""  # second argument of the function, if it takes one: a recipe or a contest
+    argument: str = ""
     needs: tuple[str, ...] = ()
     card: str = "h100"
 
@@ -58,18 +74,18 @@ class QueuePart:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of everything that the part's numbers depend on; equal wherever the code is equal."""
+        """Digest of the measured code and recipe. Results with another digest are outdated."""
         return digest((self.file, *self.code), (self.recipe,) if self.recipe else ())
 
     @property
     def recipe(self) -> str:
-        """Recipe whose step is measured; empty for an op."""
+        """Recipe whose training step is measured, or an empty string if the part measures something else."""
         if self.argument in (*RECIPES, FP8_RECIPE):
             return self.argument
         return ""
 
     def function(self) -> Callable[[Recorder], None]:
-        """Import the part's file and return its function."""
+        """Import the part's file, and return its function with `argument` filled in."""
         file, _, name = self.run.partition(":")
         function = getattr(importlib.import_module(f"{__package__}.{file}"), name)
         if self.argument:
@@ -83,23 +99,23 @@ def _step(recipe: str, limit_s: int) -> QueuePart:
 
 
 def _contest(op: str, needs: str, limit_s: int, code: str) -> QueuePart:
-    about = f"the op's kernels beside those of {needs} on the same tensors"
+    about = f"our kernels of the op, compared with those of {needs} on the same tensors"
     files = (f"ops/{code}/*.py", "ops/kernel_launch.py", "proving/gpu/queue/fla.py")
     return QueuePart(f"{op} beside {needs}", about, "contests:contest", limit_s, files, f"{op}, {needs}", (needs,))
 
 
 def _package_step(recipe: str, limit_s: int) -> QueuePart:
-    about = "the same step with the packages' scan and convolution"
+    about = "the step with our scan and convolution, and with those of mamba-ssm and causal-conv1d"
     name = f"step {recipe} beside mamba-ssm"
     needs = (MAMBA_SSM, CONV1D)
     return QueuePart(name, about, "package_step:package_step", limit_s, PARTS_OF_STEPS, recipe, needs)
 
 
-_NORMS = "the norm's backward pass by its number of programs, beside torch's"
+_NORMS = "the norm's backward pass with several numbers of Triton programs, compared with torch's"
 _ATTENTION = "causal attention by torch's backends, and windows through FlexAttention"
 _FP8 = "steps in bf16 and in FP8 by Transformer Engine"
 PARTS = (
-    QueuePart("machine", "what else runs, settings, ceilings of copies, products and launches", "machine:machine", 25),
+    QueuePart("machine", "other load, settings, and the speed of copies, matmuls and launches", "machine:machine", 25),
     _step("mamba2_1.3b", 60),
     _step("gla_360m", 40),
     QueuePart("norms", _NORMS, "norms:norms", 25, ("ops/norm/*.py", "ops/kernel_launch.py")),
@@ -121,7 +137,10 @@ PARTS = (
     _package_step("samba_421m", 75),
     QueuePart("fp8", _FP8, "fp8:fp8", 120, PARTS_OF_STEPS, FP8_RECIPE, (TE,)),
 )
-"""Parts in order, those that show where time goes first. Without compiled packages they fit twice five minutes."""
+"""Parts in order. After the part `machine`, those parts come first that show how a step's time is spent.
+
+All parts without compiled packages (mamba-ssm, causal-conv1d, transformer-engine) together take about ten minutes.
+"""
 
 
 def named(name: str) -> QueuePart:

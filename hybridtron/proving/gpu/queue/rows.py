@@ -1,12 +1,12 @@
-"""Rows of measurements as JSON lines: writing each to disk before the next measurement begins, and reading a folder.
+"""Rows with measurements as JSON lines; each row is written before the next measurement begins.
 
-A run of the queue appends to its own file, so that results are added to a folder and never overwritten. A row names its
-part and its kind (`is`):
+A part is a group of measurements, and each measurement is a case. Every run writes its rows to a new file in a folder,
+so that no results are overwritten. A row is a JSON object with the part's name, and with the kind of row in `is`:
 
-    begin       the code's digest, the card, commit and versions that all rows up to `end` belong to
-    measured    a case, and its numbers
-    failed      a case, and the reason
-    end         `state`: done, failed or left out, and the reason of the last two
+    begin       first row of an attempt at a part: the code's digest, card (kind of GPU), commit and versions
+    measured    a case with its numbers
+    failed      a case with the reason why it failed
+    end         last row of an attempt: `state` is done, failed or left out, and `why` is the reason for the last two
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WHY_CHARACTERS = 400
 
 
 def append(path: Path, row: Mapping[str, Any]) -> None:
-    """Append a row to a file; it is on disk when this returns, even if the process is killed afterwards."""
+    """Append a row to a file, and wait until the row is on disk."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row, default=str) + "\n")
         file.flush()
@@ -36,7 +36,7 @@ def append(path: Path, row: Mapping[str, Any]) -> None:
 
 
 def read(folder: Path) -> list[Row]:
-    """Read all rows of a folder's files, in the order of file names; incomplete lines are skipped."""
+    """Return all rows in a folder's files, sorted by file name; incomplete lines are skipped."""
     rows: list[Row] = []
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -48,16 +48,19 @@ def read(folder: Path) -> list[Row]:
 
 
 def reason(error: BaseException) -> str:
-    """Return the name and the beginning of an exception, short enough for a row."""
+    """Return an exception's name and how its message begins, short enough for a row."""
     return f"{type(error).__name__}: {error}"[:WHY_CHARACTERS]
 
 
 @dataclass
 class Recorder:
-    """Writes a part's rows.
+    """Writes one part's rows to a file.
 
-    `tiny`: sizes that run on any machine, with numbers that mean nothing. `modelled`: results of a rehearsal for the
-    same kind of GPU, if available (`rehearse/queue_model.py`).
+    path      the file
+    part      the part's name
+    tiny      the part uses tiny sizes, which run on any machine; its numbers mean nothing
+    modelled  modelled times for this kind of GPU from `rehearse/queue_model.py`, empty if not available
+    failures  names of failed cases
     """
 
     path: Path
@@ -71,8 +74,9 @@ class Recorder:
 
     @contextmanager
     def case(self, name: str) -> Iterator[Row]:
-        """Yield a case's row, which the block fills. An exception is recorded as a failed row, and does not stop the
-        next case.
+        """Yield an empty row for the block to fill, and write the row when the block ends.
+
+        An exception in the block is not raised. The case is written as failed, and the next case can run.
         """
         row: Row = {}
         try:
@@ -87,7 +91,10 @@ class Recorder:
 
 @dataclass(frozen=True)
 class PartAttempt:
-    """One attempt at a part: its first row, its measurements, and its last row; None if it was interrupted."""
+    """One attempt at a part: its first row, the rows with its measurements, and its last row.
+
+    The last row is None if the attempt was interrupted.
+    """
 
     begin: Row
     rows: list[Row]
@@ -106,16 +113,16 @@ class PartAttempt:
     @property
     def why(self) -> str:
         if self.end is None:
-            return "cut short"
+            return "interrupted"
         return self.end.get("why", "")
 
 
 def attempts(rows: list[Row]) -> list[PartAttempt]:
-    """Group rows into attempts, in order; attempts of a rehearsal are left out."""
+    """Group rows into attempts, and return the attempts in order. Attempts with tiny sizes are left out."""
     grouped: list[PartAttempt] = []
     begin: Row | None = None
     between: list[Row] = []
-    for row in [*rows, {"is": "begin", "part": ""}]:
+    for row in [*rows, {"is": "begin", "part": ""}]:  # the additional row ends the last attempt
         if row["is"] == "begin":
             if begin is not None:
                 grouped.append(PartAttempt(begin, between, None))

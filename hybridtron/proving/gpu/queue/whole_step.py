@@ -1,8 +1,14 @@
 """Measures a recipe's training step: whether the host or the device bounds it, and the time of its kernels.
 
-A step bounded by the device takes half as long with half of the rows; one bounded by the host does not. With a
-sixteenth of the tokens only the launches take time. Replayed from a CUDA graph, the passes of one micro-batch need no
-host at all. The graph is captured last, because a failed capture can leave the process unable to compute.
+The cases in a measurement, in this order:
+
+- steps with all, half and a quarter of the micro-batch's sequences: if a step is bound by the device, half the
+  sequences take half the time; if it is bound by the host, they take the same time
+- a step whose sequences are a sixteenth as long: the device has so little to do that launching kernels takes the time
+- a profile: each kernel's time
+- both passes of a micro-batch, replayed from a CUDA graph without launches by the host: the time of the device alone
+
+The CUDA graph is captured last, because after a failed capture the process may be unable to compute.
 """
 
 from __future__ import annotations
@@ -21,15 +27,15 @@ from hybridtron.device import compute_device, graph_of, megatron_context, peak_m
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.kernel_launch import TRITON
 from hybridtron.ops.registry import OPS, choices
-from hybridtron.proving.gpu.queue.kernel_times import by_kernel, idle, labelled, model_ms, profiled
+from hybridtron.proving.gpu.queue.kernel_times import by_kernel, idle, label_spans, model_ms, profile_call
 from hybridtron.proving.gpu.queue.parts import FP8_RECIPE, FP8_ROWS, RECIPES
 from hybridtron.proving.gpu.queue.rows import Recorder, Row, reason
-from hybridtron.proving.measuring import interleaved, now
-from hybridtron.proving.steps import Steps, checked, one_process, random_batches, speed
+from hybridtron.proving.measuring import now, time_in_turns
+from hybridtron.proving.steps import Steps, load_checked, one_process, random_batches, speed
 
 ROUNDS = 4
-SHARES = (1, 2, 4)
-FEW = 16  # with 1 / 16 of a row's tokens only launches take time
+SHARES = (1, 2, 4)  # divisors of the number of sequences
+FEW = 16  # divisor of the tokens in a sequence, for a step that takes only as long as launching its kernels
 NARROW = ("model.width=128", "model.vocab_size=384")
 MLP = "model.layers.-.hidden=128"
 WINDOWS = ("model.layers.W.heads=2", "model.layers.W.kv_heads=2", "model.layers.W.window=64", MLP)
@@ -42,11 +48,11 @@ TINY = {
     "samba_1.3b": ("model.pattern=M-W-", *WINDOWS),
     FP8_RECIPE: ("model.pattern=M-W-", *WINDOWS),
 }
-"""Settings that make each recipe's step fast on a CPU."""
+"""Settings by recipe, for tiny models whose steps are fast on a CPU."""
 
 
 def settings(recipe: str, precision: str = "bf16", tiny: bool = False) -> list[str]:
-    """Return the key=value settings of a step with one micro-batch in the recipe's own size; tiny ones for a CPU."""
+    """Return key=value settings for a step with one micro-batch, in the recipe's size or in a tiny size for a CPU."""
     if recipe == FP8_RECIPE:
         rows, length = FP8_ROWS
     else:
@@ -61,8 +67,8 @@ def settings(recipe: str, precision: str = "bf16", tiny: bool = False) -> list[s
 
 
 @contextmanager
-def built(config: Config) -> Iterator[Steps]:
-    """Build the recipe's engine until the block ends, with our kernels even if another package is installed."""
+def build_engine(config: Config) -> Iterator[Steps]:
+    """Yield training steps whose ops use our kernels, even if mamba-ssm or causal-conv1d is installed."""
     foreign = dict.fromkeys(others(), TRITON)
     with force(**foreign), one_process(config) as groups:
         yield Steps(config, groups, random_batches(config))
@@ -70,33 +76,33 @@ def built(config: Config) -> Iterator[Steps]:
 
 
 def others() -> list[str]:
-    """Return the ops that would run another package's kernel although we have one."""
+    """Return the ops with Triton kernels of our own, but another package's kernels by default."""
     with_ours = [name for name, op in OPS.items() if any(form.name == TRITON for form in op.implementations)]
     device = compute_device().type
     return [name for name in with_ours if OPS[name].choice(device)[0] in ("mamba-ssm", "causal-conv1d")]
 
 
 def whole_step(record: Recorder, recipe: str) -> None:
-    """Measure all cases of a recipe on one engine."""
-    config = checked(settings(recipe, tiny=record.tiny))
-    with built(config) as steps:
+    """Measure all cases of a recipe with one engine."""
+    config = load_checked(settings(recipe, tiny=record.tiny))
+    with build_engine(config) as steps:
         batches = steps.batches
         for share in SHARES:
             with record.case(f"rows/{share}") as row:
                 steps.batches = random_batches(shrunk(config, rows=share))
-                timed(steps, config, row, share)
+                time_step(steps, config, row, share)
         with record.case(f"tokens/{FEW}") as row:
             steps.batches = random_batches(shrunk(config, tokens=FEW))
-            timed(steps, config, row, FEW)
+            time_step(steps, config, row, FEW)
         steps.batches = batches
         with record.case("kernels") as row:
             kernels(steps, row, record, recipe)
         with record.case("graph") as row:
-            replayed(steps, row)
+            time_replay(steps, row)
 
 
 def shrunk(config: Config, rows: int = 1, tokens: int = 1) -> Config:
-    """Return the configuration with 1 / `rows` of the rows, and 1 / `tokens` of each row's tokens."""
+    """Return the configuration with its sequence count divided by `rows` and its sequence length by `tokens`."""
     phase = config.phases[0]
     fewer = phase.micro_batch // rows
     shorter = phase.seq_len // tokens
@@ -104,20 +110,24 @@ def shrunk(config: Config, rows: int = 1, tokens: int = 1) -> Config:
     return replace(config, phases=[changed, *config.phases[1:]])
 
 
-def timed(steps: Steps, config: Config, row: Row, share: int) -> None:
-    """Record the time of the first step, which compiles, of the fastest step, and of the passes' launches."""
+def time_step(steps: Steps, config: Config, row: Row, share: int) -> None:
+    """Record how long the first step (which compiles), the fastest step, and launching the passes take.
+
+    `row` gets the times. `share` is the token count of the configuration's step divided by that of the
+    measured step.
+    """
     start = now()
     steps()
     row["first_s"] = now() - start
-    timing = interleaved({"": steps}, ROUNDS)[""]
+    timing = time_in_turns({"": steps}, ROUNDS)[""]
     tokens, tflops = speed(config, timing.fastest * share)
     row |= {"ms": 1e3 * timing.fastest, "spread": timing.spread, "tokens_per_second": tokens, "tflops": tflops}
-    row["launched_ms"] = 1e3 * min(launched(steps) for _ in range(2))
+    row["launched_ms"] = 1e3 * min(launch_seconds(steps) for _ in range(2))
     row["loss"], row["gib"] = steps.losses[-1].item(), peak_memory_gib()
 
 
-def launched(steps: Steps) -> float:
-    """Return the seconds in which the host launches both passes of a micro-batch, without waiting for their results."""
+def launch_seconds(steps: Steps) -> float:
+    """Return the seconds that the host takes to launch the passes of all micro-batches, without waiting for results."""
     now()
     start = time.perf_counter()
     with megatron_context():
@@ -128,18 +138,21 @@ def launched(steps: Steps) -> float:
 
 
 def kernels(steps: Steps, row: Row, record: Recorder, recipe: str) -> None:
-    """Record the table by kernel with the model's times, and the implementation that runs each op."""
-    spans, launches = profiled(steps)
+    """Profile a step. Record its kernels with measured and modelled times, and each op's implementation."""
+    spans, launches = profile_call(steps)
     model = record.modelled.get("steps", {}).get(recipe, {})
     row |= idle(spans)
     row["model_busy_ms"] = model.get("device_ms")
     row["launches of ours"] = len(launches)
-    row["by_kernel"] = by_kernel(labelled(spans, launches), model_ms(model.get("kernels", ())))
+    row["by_kernel"] = by_kernel(label_spans(spans, launches), model_ms(model.get("kernels", ())))
     row["ops"] = {name: chosen for name, chosen, _ in choices(compute_device().type)}
 
 
-def replayed(steps: Steps, row: Row) -> None:
-    """Time both passes of the micro-batch as a CUDA graph; if they can't be captured, record the reason."""
+def time_replay(steps: Steps, row: Row) -> None:
+    """Record the time for the micro-batch's two passes, replayed from a CUDA graph.
+
+    If the passes can't be captured in a graph, record the reason.
+    """
     device = compute_device()
 
     def there(tensor: Tensor) -> Tensor:
@@ -152,4 +165,4 @@ def replayed(steps: Steps, row: Row) -> None:
     except (RuntimeError, AssertionError) as error:
         row |= {"captured": False, "why": reason(error)}
         return
-    row |= {"captured": True, "ms": 1e3 * interleaved({"": replay}, ROUNDS + 1)[""].fastest}
+    row |= {"captured": True, "ms": 1e3 * time_in_turns({"": replay}, ROUNDS + 1)[""].fastest}

@@ -1,0 +1,272 @@
+"""Convert text or tokens to a folder of prepared tokens, which training reads.
+
+    hybridtron data prepare --input 'SlimPajama/train/chunk*/*.jsonl.zst' --tokenizer DIR --output data/slimpajama
+    hybridtron data prepare --input notes/ more.parquet --tokenizer DIR --output data/notes --workers 8
+    hybridtron data prepare --input chats.jsonl --learn messages --tokenizer DIR --output data/chats
+    hybridtron data prepare --input embedded --vocab-size 2048 --output data/embedded-2048
+    hybridtron data prepare --input embedded --packages torch sympy --vocab-size 8192 --output data/packages
+
+--help lists the formats of inputs. An interrupted command leaves the folder OUTPUT.partial. The same command then
+continues from this folder; only the number of workers may differ. A command that failed before its first input file was
+finished has nothing to continue, so the next command may have other options.
+
+Exit codes: 0 the folder is complete, 1 the command was interrupted, or a disk or a process failed, 2 arguments or
+inputs must be corrected, or a disk is full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import sys
+from typing import TYPE_CHECKING
+
+from hybridtron.file_errors import FULL, in_words, is_of_the_user
+from hybridtron.limits import path_of
+from hybridtron.problems import CommandParser
+
+if TYPE_CHECKING:
+    from hybridtron.data.folder import TokenFolder
+    from hybridtron.data.prepare.input_files import FoundInputs
+
+EMBEDDED = "embedded"
+HELD_OUT = 5  # documents in the validation split that a warning about an empty split aims at
+EMBEDDED_TAKES = {"input", "output", "vocab_size", "packages", "workers"}
+LEARN = ("spans", "completion", "messages", "mask")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Parse the command line. Wrong arguments end the process with exit code 2."""
+    from hybridtron.data.prepare.formats import known_formats
+
+    parser = CommandParser(
+        prog="hybridtron data prepare",
+        description="Convert text or tokens to a folder of prepared tokens.",
+        epilog=known_formats(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="PATH", help="files, folders, patterns with *, or: embedded")
+    add("--output", type=path_of, required=True, metavar="DIR", help="the new folder")
+    add("--tokenizer", type=path_of, metavar="DIR", help="a folder on this machine with tokenizer.json, or that file")
+    add("--workers", type=int, default=1, metavar="N", help="processes of one thread each, at least 1 (default: 1)")
+    add("--source", metavar="NAME", help="source of documents without a source (default: text)")
+    add("--validation", type=share, metavar="SHARE", help="held-out documents (default: 0.5%%)")
+    add("--shard-size", type=size, metavar="BYTES", help="size of a shard before compression (default: 64MB)")
+    add("--compression", metavar="KIND", help="zstd:LEVEL or none (default: none)")
+    add("--learn", metavar="FORM", choices=LEARN, help="key that selects tokens with loss (default: all tokens)")
+    add("--min-tokens", type=int, metavar="N", help="leave out documents of fewer tokens, eos included")
+    add("--max-tokens", type=int, metavar="N", help="leave out documents of more tokens")
+    add("--text-key", metavar="KEY", help="the key or column that holds the text (default: text)")
+    add("--eos", metavar="TOKEN", help="end of a document (default: the tokenizer's eos, or a known name)")
+    add("--separator", metavar="TOKEN", help="document boundary in packed tokens (default: bos, else eos)")
+    add("--max-bad", type=share, metavar="SHARE", help="bad lines allowed in a file, rounded up (default: 0.1%%)")
+    add("--vocab-size", type=int, metavar="N", help="for --input embedded: size of the vocabulary")
+    add("--packages", nargs="+", default=[], metavar="NAME", help="for --input embedded: packages to add")
+    chosen = parser.parse_args(arguments)
+    _check(parser, chosen)
+    return chosen
+
+
+def _check(parser: CommandParser, chosen: argparse.Namespace) -> None:
+    """End the process with exit code 2 if an option is missing or out of range, or if options contradict each other."""
+    if chosen.workers < 1:
+        parser.refuse("--workers", "out-of-range", f"--workers is {chosen.workers}, must be at least 1")
+    if EMBEDDED in chosen.input:  # a folder with this name is written ./embedded
+        unsupported = {key for key, value in vars(chosen).items() if value is not None} - EMBEDDED_TAKES
+        if len(chosen.input) > 1 or unsupported:
+            named = ", ".join(f"--{key.replace('_', '-')}" for key in sorted(unsupported)) or "other inputs"
+            parser.refuse(
+                "--input",
+                "conflict",
+                f"--input embedded allows only --output, --vocab-size, --packages and --workers: leave out {named}",
+            )
+        if chosen.vocab_size is None:
+            parser.refuse(
+                "--vocab-size",
+                "missing",
+                "--input embedded needs --vocab-size N, equal to model.vocab_size: 2048 for a small model",
+            )
+    elif chosen.vocab_size is not None:
+        parser.refuse(
+            "--vocab-size",
+            "conflict",
+            "--vocab-size is only for --input embedded: leave --vocab-size out; the tokenizer sets the size",
+        )
+    elif chosen.packages:
+        parser.refuse(
+            "--packages",
+            "conflict",
+            "--packages is only for --input embedded: name the packages' folders as --input, with a --tokenizer",
+        )
+    elif chosen.tokenizer is None:
+        parser.refuse(
+            "--tokenizer", "missing", "--tokenizer is needed: name a folder on this machine with tokenizer.json"
+        )
+
+
+def share(text: str) -> float:
+    """Parse a share such as `0.5%` or `0.005` to a fraction, for argparse."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*", text)
+    if match:
+        value = float(match[1]) / (100 if match[2] else 1)
+    else:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share such as 0.5% or 0.005")
+    return value
+
+
+def size(text: str) -> int:
+    """Parse a size such as `64MB` to bytes, for argparse."""
+    from hybridtron.config.units import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def main(arguments: list[str]) -> int:
+    """Prepare the folder and print its contents. Returns the exit code."""
+    chosen = parse(arguments)
+    from hybridtron.data.folder import FolderError
+    from hybridtron.data.prepare.documents import PrepareError
+    from hybridtron.data.workers import WorkerEnded
+
+    try:
+        if chosen.vocab_size is not None:
+            folder = prepare_embedded(chosen)
+        else:
+            folder = prepare_inputs(chosen)
+    except (FolderError, PrepareError, WorkerEnded) as error:
+        print(error, file=sys.stderr)
+        if isinstance(error, WorkerEnded):
+            return 1
+        return 2
+    except OSError as error:
+        if error.errno in FULL:
+            note = f"; {chosen.output}.partial is kept: repeat the command to continue"
+        else:
+            note = ""
+        print(f"{in_words(error, chosen.output)}{note}", file=sys.stderr)
+        return 2 if is_of_the_user(error) else 1
+    except KeyboardInterrupt:
+        if chosen.vocab_size is not None:
+            note = ""
+        else:
+            note = f"; {chosen.output}.partial is kept: repeat the command to continue"
+        print(f"interrupted{note}", file=sys.stderr)
+        return 1
+    show(folder)
+    return 0
+
+
+def prepare_inputs(chosen: argparse.Namespace) -> TokenFolder:
+    """Prepare the inputs. Faults of inputs and tokenizers are reported before slow modules are imported."""
+    from hybridtron.data.prepare.documents import clean_name
+    from hybridtron.data.prepare.input_files import find
+    from hybridtron.data.prepare.vocabulary import open_vocabulary
+
+    found_inputs = find(chosen.input)
+    report_skipped(found_inputs)
+    vocabulary = open_vocabulary(chosen.tokenizer, chosen.eos, chosen.separator)
+    from hybridtron.data.prepare.parts import FolderSettings
+    from hybridtron.data.prepare.prepare_folder import prepare
+
+    settings = FolderSettings(
+        validation=0.005 if chosen.validation is None else chosen.validation,
+        shard_size=chosen.shard_size or size("64MB"),
+        compression=None if chosen.compression in (None, "none") else chosen.compression,
+        text_key=chosen.text_key or "text",
+        source=clean_name(chosen.source or "text"),
+        learn=chosen.learn,
+        min_tokens=chosen.min_tokens,
+        max_tokens=chosen.max_tokens,
+    )
+    max_bad = 0.001 if chosen.max_bad is None else chosen.max_bad
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # each worker process uses one thread
+    return prepare(found_inputs.inputs, chosen.output, vocabulary, settings, chosen.workers, max_bad)
+
+
+def report_skipped(inputs: FoundInputs) -> None:
+    """Print the skipped files to stderr, with reasons and fixes."""
+    from hybridtron.data.prepare.documents import listed
+
+    if inputs.unknown:
+        count = f"{len(inputs.unknown)} files without a known format (--help lists the formats)"
+        print(f"skipped in folders: {count}: {listed(inputs.unknown)}", file=sys.stderr)
+    if inputs.texts:
+        count = f"{len(inputs.texts)} text files next to data in other formats, since they may be documentation"
+        cure = "to read these files, name the files or a pattern as further --input"
+        print(f"skipped in folders: {count} ({cure}): {listed(inputs.texts)}", file=sys.stderr)
+    if inputs.repeated:
+        twice = [f"{name} (the same as {first})" for name, first in inputs.repeated]
+        print(f"skipped, since another input is the same file or folder: {listed(twice)}", file=sys.stderr)
+
+
+def prepare_embedded(chosen: argparse.Namespace) -> TokenFolder:
+    """Prepare the corpus `embedded`, which ships with Python, or open the output folder if it exists.
+
+    Training with data.source=embedded prepares the same tokens. Raises ArgumentError if an existing output folder was
+    made from another input or with another vocabulary size, or lacks one of the packages.
+    """
+    from hybridtron.data.prepare import embedded
+    from hybridtron.data.prepare.documents import ArgumentError
+
+    folder = embedded.prepare_embedded(chosen.output, chosen.vocab_size, chosen.packages, chosen.workers)
+    made_for = folder.manifest.origin.get("asked_vocab_size")
+    if made_for is None:
+        raise ArgumentError(
+            f"{chosen.output} exists, made from another input than embedded: use another --output", code="exists"
+        )
+    if made_for != chosen.vocab_size:
+        raise ArgumentError(
+            f"{chosen.output} exists, made with --vocab-size {made_for}: use another --output", code="exists"
+        )
+    if missing := [package for package in chosen.packages if package not in folder.manifest.origin]:
+        raise ArgumentError(
+            f"{chosen.output} exists, made without the packages {', '.join(missing)}: use another --output",
+            code="exists",
+        )
+    return folder
+
+
+def show(folder: TokenFolder) -> None:
+    """Print tokens and documents by source and split, counts of omitted documents, and warnings about empty splits."""
+    from rich.console import Console
+    from rich.table import Table
+
+    manifest = folder.manifest
+    console = Console(highlight=False, soft_wrap=True)
+    table = Table("source", "split", box=None)
+    masked = any(source.learned is not None for sources in manifest.splits.values() for source in sources.values())
+    for title in ("tokens", "documents", "shards", *(["learned"] if masked else [])):
+        table.add_column(title, justify="right")
+    for split, sources in manifest.splits.items():
+        for name, source in sources.items():
+            cells = [name, split, f"{source.tokens:,}", f"{source.documents:,}", f"{len(source.shards):,}"]
+            if source.learned is not None:
+                cells.append(f"{source.learned / source.tokens:.1%}")
+            table.add_row(*cells)
+        shards = sum(len(source.shards) for source in sources.values())
+        documents = sum(source.documents for source in sources.values())
+        table.add_row("all", split, f"{manifest.tokens(split):,}", f"{documents:,}", f"{shards:,}", style="bold")
+    console.print(table)
+    console.print(f"{folder.path}: dtype {manifest.dtype}, vocabulary size {manifest.vocab_size}, eos {manifest.eos}")
+    left_out = {"bad": "bad entries", "empty": "empty entries"}
+    left_out |= {"too_short": "documents below --min-tokens", "too_long": "documents above --max-tokens"}
+    for key, kind in left_out.items():
+        if count := manifest.origin.get(key):
+            console.print(f"left out: {count} {kind}")
+    if not manifest.tokens("train"):
+        console.print("warning: the split train is empty: add documents, or use a smaller --validation")
+    if not manifest.tokens("validation") and manifest.origin.get("validation"):
+        documents = sum(source.documents for source in manifest.splits["train"].values())
+        enough = min(50, math.ceil(100 * HELD_OUT / max(documents, 1)))
+        console.print(
+            f"warning: the split validation is empty, but training needs held-out rows: add documents, or use "
+            f"--validation {enough}% to hold out about {max(1, documents * enough // 100)} of {documents:,} documents"
+        )

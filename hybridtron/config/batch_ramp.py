@@ -1,0 +1,61 @@
+"""Batch size of each step, in rows (sequences): `global_batch`, or fewer rows during the ramp at a phase's start.
+
+A ramp has several batch sizes, from ramp.start in increments of ramp.step to just below global_batch. Each batch size
+is used for an equal part of ramp.tokens, rounded up to whole steps. Steps and rows count from the phase's start.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Self
+
+from hybridtron.config.phase_schema import PhaseConfig
+from hybridtron.config.units import parse_tokens
+
+
+@dataclass(frozen=True)
+class BatchRamp:
+    """Batch sizes over a phase.
+
+    stairs: pairs (step count, rows in each step) for the ramp's batch sizes, in order
+    rows_at_last: rows in each step after the ramp, which is global_batch
+    """
+
+    stairs: tuple[tuple[int, int], ...]
+    rows_at_last: int
+
+    @classmethod
+    def of(cls, phase: PhaseConfig) -> Self:
+        """Build the batch sizes for a phase. Without a ramp, `stairs` is empty."""
+        if phase.ramp is None:
+            return cls((), phase.global_batch)
+        sizes = range(phase.ramp.start, phase.global_batch, phase.ramp.step)
+        share = parse_tokens(phase.ramp.tokens) / len(sizes)
+        return cls(tuple((math.ceil(share / (rows * phase.seq_len)), rows) for rows in sizes), phase.global_batch)
+
+    def rows(self, step: int) -> int:
+        """Return how many rows a step has; the phase's first step is step 0."""
+        for steps, rows in self.stairs:
+            if step < steps:
+                return rows
+            step -= steps
+        return self.rows_at_last
+
+    def rows_before(self, step: int) -> int:
+        """Return how many rows steps 0 to `step` - 1 have in total."""
+        total = 0
+        for steps, rows in self.stairs:
+            total += min(step, steps) * rows
+            step = max(step - steps, 0)
+        return total + step * self.rows_at_last
+
+    def steps_for(self, rows: int) -> int:
+        """Return the smallest number of steps, from the phase's start, that together read at least `rows` rows."""
+        done = 0
+        for steps, size in self.stairs:
+            if rows <= steps * size:
+                return done + math.ceil(rows / size)
+            done = done + steps
+            rows = rows - steps * size
+        return done + math.ceil(rows / self.rows_at_last)

@@ -1,0 +1,88 @@
+"""Find the class of transformers that can represent a model exactly, for an export in Hugging Face's format.
+
+`hf_compat.py` compares the model's sub-layers with each class; this file adds the embedding, the head and multipliers.
+A model that fits no class is exported with this package's class in `hf/`, which supports every registered mixer. The
+code that writes exports is in `interop/`. Nothing here needs torch or transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from hybridtron.architecture.model import MULTIPLIERS, ModelConfig
+from hybridtron.architecture.table import Architecture
+from hybridtron.config.choices import Export
+from hybridtron.config.hf_compat import NATIVE
+from hybridtron.problems import Unusable
+from hybridtron.requirements import installed, missing
+
+SHIPPED = "HybridtronForCausalLM"  # this package's class, whose source files become part of the export
+RECORD = "hybridtron_export.json"  # file in each export that names the exported checkpoint
+TRANSFORMERS = (5, 23)  # minimum version: earlier versions compute Mamba-2's grouped norm as a single group
+
+
+class CannotExport(Unusable):
+    """Raised if a model can't be exported as requested. The message names the reasons and an alternative."""
+
+
+def export_class(arch: Architecture, wanted: Export) -> str:
+    """Return the class name for an export of this model.
+
+    `wanted` is the value of `phases.N.export` or `--target`. Raises CannotExport if `wanted` is native and no class of
+    transformers fits.
+    """
+    model = arch.model
+    reasons = {name: misfit(arch, model.norm_eps) or _beside(model, name) for name, misfit in NATIVE.items()}
+    fitting = [name for name, reason in reasons.items() if reason is None]
+    if fitting and wanted is not Export.custom:
+        return fitting[0]
+    listed = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
+    if wanted is Export.native:
+        raise CannotExport(
+            f"no class of transformers fits {model.pattern}: use auto or custom for this package's class{listed}",
+            code="unsupported",
+        )
+    return SHIPPED
+
+
+def transformers_fault() -> str | None:
+    """Return the reason why the installed transformers can't load exports, or None if it can.
+
+    Every export is checked by loading it with transformers.
+    """
+    if (fault := missing("export")) is not None:
+        return fault
+    if (version := installed("transformers")) is None:
+        return None  # transformers is imported from a checkout, whose version is unknown
+    numbers = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
+    if numbers >= TRANSFORMERS:
+        return None
+    needed = ".".join(map(str, TRANSFORMERS))
+    return f"transformers {version} is too old: run pip install 'transformers>={needed}'"
+
+
+def _beside(model: ModelConfig, name: str) -> str | None:
+    """Return the first reason why a class does not fit the model's embedding, head or multipliers, or None."""
+    if model.tie_embeddings and name in UNTIED:
+        return "its head is tied to its embedding"
+    if not model.tie_embeddings and name in TIED:
+        return "its head is not tied to its embedding"
+    unsupported = [
+        multiplier
+        for multiplier in MULTIPLIERS
+        if getattr(model, multiplier) != 1 and multiplier not in MULTIPLIED.get(name, ())
+    ]
+    if unsupported:
+        return f"it has {unsupported[0]}={getattr(model, unsupported[0])}"
+    return None
+
+
+UNTIED = ("NemotronHForCausalLM",)
+"""Classes whose head can't be tied to the embedding."""
+TIED = ("Zamba2ForCausalLM",)
+"""Classes that need a head tied to the embedding: without, transformers silently does not share their shared layers."""
+MULTIPLIED: dict[str, Collection[str]] = {
+    **dict.fromkeys(("GraniteForCausalLM", "GraniteMoeHybridForCausalLM"), MULTIPLIERS),
+    "FalconH1ForCausalLM": ("embedding_multiplier", "logits_scaling"),
+}
+"""Class -> names of the multipliers in ModelConfig that the class supports; other classes support none."""

@@ -1,0 +1,67 @@
+"""Build the configured optimizer, and check the settings that depend on it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hybridtron.config.resolve import ResolvedPhase
+from hybridtron.config.schema import OptimConfig
+from hybridtron.optimizers import OPTIMIZERS
+from hybridtron.optimizers.base import UpdateRule
+from hybridtron.problems import Problem
+
+
+def update_rule(optim: OptimConfig) -> UpdateRule:
+    """Return the optimizer that `optim.name` names, with the options in the section `optim.NAME`, if there is one."""
+    rule: Any = OPTIMIZERS[optim.name]
+    options = getattr(optim, optim.name, None)
+    if options is None:
+        return rule()
+    return rule(options)
+
+
+def unread_problems(optim: OptimConfig) -> Iterator[Problem]:
+    """Yield a problem for each key with a value other than its default that the optimizer does not read."""
+    rule = OPTIMIZERS.get(optim.name)
+    if rule is None:
+        return  # the limit of optim.name reports this
+    keys = dict.fromkeys(key for other in OPTIMIZERS.values() for key in sorted(other.reads))
+    for key in keys:
+        if key in rule.reads:
+            continue
+        readers = " or ".join(name for name, other in OPTIMIZERS.items() if key in other.reads)
+        for changed, value in _changes(f"optim.{key}", getattr(optim, key), getattr(OptimConfig(), key)):
+            yield Problem(
+                changed,
+                "no-effect",
+                f"is {value}, but optim.name={optim.name} does not read it: leave it out, or use optim.name={readers}",
+            )
+
+
+def update_rule_warnings(phases: Sequence[ResolvedPhase]) -> list[str]:
+    """Return a sentence for each phase that trains no weight for the optimizer's matrix stage, if it has a stage."""
+    return [
+        f"optim.name={phase.config.optim.name} updates no matrix in phase {phase.settings.name}, which trains no "
+        "projection of a mixer: train projections, or use optim.name=adamw"
+        for phase in phases
+        if not _trains_matrices(phase)
+    ]
+
+
+def _trains_matrices(phase: ResolvedPhase) -> bool:
+    """Return True if the phase trains a weight for the optimizer's matrix stage, or the optimizer has no stage."""
+    rule = update_rule(phase.config.optim)
+    if rule.matrix_stage is None:
+        return True
+    return any(rule.has_matrix_stage(name, weight) and phase.learns(name) for name, weight in phase.table.items())
+
+
+def _changes(key: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each key at or below `key` whose value differs from its default, with the value."""
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _changes(f"{key}.{field.name}", getattr(value, field.name), getattr(default, field.name))
+    elif value != default:
+        yield key, value

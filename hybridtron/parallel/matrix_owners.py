@@ -1,0 +1,212 @@
+"""Owners of full matrices: ranks that compute the directions of an optimizer that needs full matrices.
+
+Each rank updates some entries of each weight: a range in its tensor-parallel shard, flattened. An optimizer such as
+Muon needs full matrices. So every matrix in a pipeline stage has an owner among the stage's ranks. The ranks send their
+entries to the owner, the owner computes the matrix's direction, and sends each rank the direction of the rank's
+entries. A weight that is fused from several matrices has an owner for each matrix.
+
+The owners are balanced by the cost of products of the matrix with itself, m n min(m, n) for m rows and n columns: the
+matrices are distributed in the order of their costs, each to the rank with the smallest sum. Every matrix is processed
+by one rank in full, so the result's bits do not depend on the number of ranks.
+
+The exchange takes several rounds, which limits the memory for its buffers. All ranks compute the owners, and which
+entries other ranks send, from the parameter table and from the layout, without communication.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridtron.architecture.base import Parameter
+from hybridtron.parallel.blocks import flat_rectangles, weight_blocks, writes
+from hybridtron.parallel.mesh import Mesh, RankGroup
+
+ENTRIES_OF_RANK = 2**26
+"""Largest number of entries that a rank updates in a round, on average over ranks.
+
+A weight with more entries is alone in a round. The owners also hold their matrices in full.
+"""
+
+
+@dataclass(frozen=True)
+class DividedWeight:
+    """A weight whose entries are divided among the ranks of a pipeline stage.
+
+    name, parameter: the weight's name, and its entry in the parameter table
+    mesh: the ranks that shard and replicate it
+    ranges: for each rank in `mesh.copies`, the range in the flattened shard that the rank updates
+    everywhere: True if each of these ranks updates the full shard
+    """
+
+    name: str
+    parameter: Parameter
+    mesh: Mesh
+    ranges: Sequence[range]
+    everywhere: bool
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the fused matrices, by their names in a checkpoint."""
+        return self.parameter.stored(self.name)
+
+    @property
+    def entries_of_rank(self) -> float:
+        """Number of entries that a rank updates, on average over the ranks in `mesh.copies`."""
+        shard = math.prod(self.parameter.shard_shape(self.mesh.sizes))
+        if self.everywhere:
+            return shard
+        return shard / self.mesh.copies.size
+
+
+class Piece(NamedTuple):
+    """Rectangle of a matrix, as a view of the entries that a rank updates.
+
+    matrix: the matrix's name
+    index: the rectangle's position in the matrix
+    shape, stride, start: the view of the rank's flat entries
+    sent: True if this rank sends the rectangle to the owner; other ranks may hold the same entries
+    """
+
+    matrix: str
+    index: tuple[slice, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+    sent: bool
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Return the rectangle as a view of a rank's flat entries."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.start)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def pieces_of(weight: DividedWeight, rank: int) -> Iterator[Piece]:
+    """Yield the rectangles of matrices that a rank updates; `rank` is its index among the stage's ranks."""
+    mesh = weight.mesh.at(rank)
+    held = weight.ranges[mesh.copies.rank]
+    parameter = weight.parameter
+    sent = writes(weight.name, mesh, parameter.active_cuts(mesh.sizes), copied=weight.everywhere)
+    flat = torch.empty(len(held), device="meta")
+    rectangles = flat_rectangles(flat, held.start, parameter.shard_shape(mesh.sizes))
+    for block in weight_blocks(weight.name, rectangles, parameter, mesh):
+        data = block.data
+        assert data is not None
+        index = tuple(slice(at, at + size) for at, size in zip(block.global_offset, data.shape, strict=True))
+        yield Piece(block.key, index, tuple(data.shape), data.stride(), int(data.storage_offset()), sent)
+
+
+def balanced_owners(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
+    """Return a rank for each matrix; the sums of the matrices' costs are about equal."""
+    loads = [0] * ranks
+    owners = {}
+    for name in sorted(shapes, key=lambda name: (-cost(shapes[name]), name)):
+        owner = loads.index(min(loads))
+        owners[name] = owner
+        loads[owner] += cost(shapes[name])
+    return owners
+
+
+def cost(shape: tuple[int, ...]) -> int:
+    """Return the number of multiplications in a product of a matrix with itself: m n min(m, n)."""
+    return math.prod(shape) * min(shape)
+
+
+class Exchange:
+    """One round: the ranks send the entries of some matrices to the owners, and receive the directions."""
+
+    def __init__(self, weights: Sequence[DividedWeight], ranks: RankGroup) -> None:
+        self.names = [weight.name for weight in weights]
+        self.ranks = ranks
+        self.shapes = {name: shape for weight in weights for name, shape in weight.matrices.items()}
+        self.owners = balanced_owners(self.shapes, ranks.size)
+        own_pieces = [(weight.name, piece) for weight in weights for piece in pieces_of(weight, ranks.rank)]
+        # this rank's rectangles with the names of their weights, by the matrix's owner
+        self.held = [[pair for pair in own_pieces if self.owners[pair[1].matrix] == r] for r in range(ranks.size)]
+        owned_weights = [w for w in weights if any(self.owners[name] == ranks.rank for name in w.matrices)]
+        # the rectangles of this rank's own matrices, by the rank that holds them
+        self.owned = [
+            [piece for w in owned_weights for piece in pieces_of(w, r) if self.owners[piece.matrix] == ranks.rank]
+            for r in range(ranks.size)
+        ]
+
+    def directions(
+        self, updates: Mapping[str, Tensor], direction_of: Callable[[Tensor], Tensor], empty: Tensor
+    ) -> Iterator[tuple[str, Piece, Tensor]]:
+        """Yield the directions of this rank's entries: (the weight's name, the rectangle, its direction).
+
+        updates: this rank's flat entries of each weight; a weight without entries may be missing
+        direction_of: function from a full matrix to its direction
+        empty: tensor without entries, with the dtype and the device of the updates
+        """
+        sent = [[piece.view(updates[name]) for name, piece in held if piece.sent] for held in self.held]
+        received = self._exchange(sent, [[piece for piece in owned if piece.sent] for owned in self.owned], empty)
+        matrices = {
+            name: empty.new_empty(self.shapes[name]) for name, owner in self.owners.items() if owner == self.ranks.rank
+        }
+        for piece, entries in received:
+            matrices[piece.matrix][piece.index] = entries
+        for name, matrix in matrices.items():
+            matrices[name] = direction_of(matrix)
+        returned = [[matrices[piece.matrix][piece.index] for piece in owned] for owned in self.owned]
+        expected = [[piece for _, piece in held] for held in self.held]
+        names = [name for held in self.held for name, _ in held]
+        for name, (piece, entries) in zip(names, self._exchange(returned, expected, empty), strict=True):
+            yield name, piece, entries
+
+    def _exchange(
+        self, sent: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Piece]], empty: Tensor
+    ) -> Iterator[tuple[Piece, Tensor]]:
+        """Send tensors to each rank, and yield the rectangles that this rank receives, in the order of `expected`."""
+        outgoing = torch.cat([empty, *(tensor.reshape(-1) for tensors in sent for tensor in tensors)])
+        if self.ranks.size == 1:
+            incoming = outgoing
+        else:
+            sizes_in = [sum(piece.size for piece in pieces) for pieces in expected]
+            sizes_out = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
+            incoming = empty.new_empty(sum(sizes_in))
+            dist.all_to_all_single(incoming, outgoing, sizes_in, sizes_out, group=self.ranks.group)
+        at = 0
+        for piece in (piece for pieces in expected for piece in pieces):
+            yield piece, incoming[at : at + piece.size].view(piece.shape)
+            at += piece.size
+
+
+def interleaved(weights: Sequence[DividedWeight]) -> list[DividedWeight]:
+    """Return the weights in an order in which different ranks update successive weights.
+
+    The distributed optimizer may give a rank all entries of successive layers. In the layers' order, one rank would
+    hold all entries in a round.
+    """
+    weights_of: dict[int, list[DividedWeight]] = {}
+    for weight in weights:
+        lengths = [len(entries) for entries in weight.ranges]
+        weights_of.setdefault(lengths.index(max(lengths)), []).append(weight)
+    turns = itertools.zip_longest(*weights_of.values())
+    return [weight for turn in turns for weight in turn if weight is not None]
+
+
+def exchanges(
+    weights: Sequence[DividedWeight], ranks: RankGroup, entries_of_rank: int = ENTRIES_OF_RANK
+) -> list[Exchange]:
+    """Divide the weights into rounds; `ranks` are all ranks of the pipeline stage."""
+    assert all(weight.mesh.at(ranks.rank) == weight.mesh.without_groups() for weight in weights)
+    rounds: list[list[DividedWeight]] = []
+    size = 0.0
+    for weight in interleaved(weights):
+        if not rounds or size + weight.entries_of_rank > entries_of_rank:
+            rounds.append([])
+            size = 0.0
+        rounds[-1].append(weight)
+        size += weight.entries_of_rank
+    return [Exchange(round_weights, ranks) for round_weights in rounds]

@@ -1,0 +1,132 @@
+"""Bytes that context-parallel ranks send in a micro-batch, computed from the parts of each sub-layer's state.
+
+Context-parallel ranks divide each row into equally long contiguous shards. A rank sends to the ranks with later shards:
+
+    ssm     the state that its shard adds to a recurrence, and the factor by which the shard multiplies the state before
+            it, in fp32. Ranks run a prefix scan: each sends to the next rank, then to the ranks 1, 2, 4, ... later.
+    conv    its shard's last tokens, which a convolution or a token shift reads in the next shard
+    kv      keys and values: in full attention to all later ranks, with a window to ranks within the window
+    sparse  for attention to few selected keys: the keys that the shard keeps, to all later ranks, and a sum of queries,
+            by a prefix scan without gradients
+    span    for span-expanded attention: all keys and values, and an unfinished block's queries
+
+Small tensors that ranks all-reduce are not counted: candidates for the ranking loss (sparse) and block tables (span).
+
+Communication takes place in rounds. In each round a rank sends over a certain distance in ranks, if there is a rank at
+this distance. In the backward pass the gradient is sent back. So the ranks with the last shards send less in the
+forward pass, and the ranks with the first shards send less in the backward pass. A rank saves received tensors for its
+backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from hybridtron.architecture.base import MixerSpec, ModelSizes, StatePart
+from hybridtron.config.resolve import ResolvedPhase
+from hybridtron.planning.activations import SublayerUse, is_recomputed, shared
+from hybridtron.planning.count import FP32_BYTES, VALUE_BYTES
+from hybridtron.planning.states import part_bytes, state_values
+
+
+class Round(NamedTuple):
+    """One exchange between ranks.
+
+    hop: distance in ranks over which each rank sends
+    bytes: bytes that each rank sends
+    returns: whether a gradient is sent back in the backward pass
+    """
+
+    hop: int
+    bytes: int
+    returns: bool = True
+
+
+def sent_by_layers(phase: ResolvedPhase) -> tuple[int, ...]:
+    """Return for each sub-layer the most bytes that any rank sends in a micro-batch.
+
+    The bytes in the forward and the backward pass are added.
+    """
+    arch = phase.arch
+    if phase.config.parallel.context == 1:
+        return (0,) * len(arch.specs)
+    by_letter = {letter: _busiest(spec, arch.sizes, phase) for letter, spec in arch.by_letter.items()}
+    return tuple(by_letter[letter] for letter in arch.letters)
+
+
+def with_received(uses: Sequence[SublayerUse], phase: ResolvedPhase) -> tuple[SublayerUse, ...]:
+    """Return the uses with the elements per token that the last rank receives and saves for its backward pass."""
+    if phase.config.parallel.context == 1:
+        return tuple(uses)
+    arch = phase.arch
+    recompute = phase.config.parallel.recompute
+    value_bytes = phase.tokens_of_rank * VALUE_BYTES[phase.precision.name]
+    with_more = []
+    for use, spec in zip(uses, arch.specs, strict=True):
+        received = -(-sum(sent.bytes for sent in _rounds(spec, arch.sizes, phase)) // value_bytes)
+        with_more.append(use.with_more(received, is_recomputed(spec, arch.sizes, recompute)))
+    return tuple(with_more)
+
+
+def _busiest(spec: MixerSpec, sizes: ModelSizes, phase: ResolvedPhase) -> int:
+    parallel = phase.config.parallel
+    forward = 1 + is_recomputed(spec, sizes, parallel.recompute)
+    rounds = list(_rounds(spec, sizes, phase))
+    return max(
+        sum(
+            sent.bytes * (forward * (rank + sent.hop < parallel.context) + (sent.returns and rank >= sent.hop))
+            for sent in rounds
+        )
+        for rank in range(parallel.context)
+    )
+
+
+def _rounds(spec: MixerSpec, sizes: ModelSizes, phase: ResolvedPhase) -> Iterator[Round]:
+    parallel = phase.config.parallel
+    rows = phase.settings.micro_batch
+    for part in spec.state_parts(sizes).values():
+        if part.kind == "ssm":
+            values = state_values(part, parallel) + shared(part.transition, parallel.tensor)
+            yield from (Round(hop, values * FP32_BYTES * rows) for hop in _hops(parallel.context))
+        elif part.kind == "conv":
+            yield Round(1, part_bytes(part, phase) * rows)
+        else:
+            yield from _key_rounds(part, phase)
+
+
+def _hops(context: int) -> list[int]:
+    """Return the distance in ranks for each round of a prefix scan."""
+    doublings = math.ceil(math.log2(max(1, context - 1)))
+    return [1, *(2**doubling for doubling in range(doublings))]
+
+
+def _key_rounds(part: StatePart, phase: ResolvedPhase) -> Iterator[Round]:
+    """Yield the rounds that exchange one part of an attention layer's state."""
+    if not part.shape:  # the number of tokens is not exchanged
+        return
+    context = phase.config.parallel.context
+    rows = phase.settings.micro_batch
+    length = phase.settings.seq_len // context
+    if part.exchange == "sets":  # selected keys in slots; a shard fills at most one slot per token
+        slots = min(part.shape[0] or length, length)
+        sent_bytes = part_bytes(_of_length(part, slots), phase) * rows
+        yield from (Round(hop, sent_bytes, part.dtype is None) for hop in range(1, context))
+    elif part.exchange == "sum":  # a decayed sum is sent with its decay factor, which has equal size
+        yield from (Round(hop, 2 * part_bytes(part, phase) * rows, False) for hop in _hops(context))
+    elif part.exchange == "tail":
+        yield Round(1, part_bytes(part, phase) * rows, False)
+    elif part.exchange != "table":
+        if part.exchange is None and part.shape[0] is not None:
+            tokens = part.shape[0]
+        else:
+            tokens = length * (context - 1)
+        for hop in range(1, math.ceil(tokens / length) + 1):
+            sent_tokens = min(length, tokens - (hop - 1) * length)
+            yield Round(hop, part_bytes(_of_length(part, sent_tokens), phase) * rows)
+
+
+def _of_length(part: StatePart, tokens: int) -> StatePart:
+    return replace(part, shape=(tokens, *part.shape[1:]))

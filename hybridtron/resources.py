@@ -1,0 +1,34 @@
+"""Paths of the folders that ship with the package: configs/ and benchmarks/.
+
+In a checkout, these folders are next to the package's folder. A wheel has them inside the package's folder. Next to it,
+in site-packages, they could clash with other packages' folders.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent
+
+
+def shipped(name: str) -> Path:
+    """Return the path of a shipped folder: inside the package's folder if it exists there, else next to that folder."""
+    inside = PACKAGE / name
+    if inside.is_dir():
+        return inside
+    return PACKAGE.parent / name
+
+
+def pages() -> Path | None:
+    """Return the folder for reports on measurements: benchmarks/ in a checkout, or None for an installed package."""
+    folder = shipped("benchmarks")
+    if folder.parent != PACKAGE and folder.is_dir():
+        return folder
+    return None
+
+
+if shipped("benchmarks").parent != PACKAGE:
+    BENCHMARKS = "benchmarks"
+else:
+    BENCHMARKS = "hybridtron.benchmarks"
+"""Name of the Python package with the benchmarks."""

@@ -1,0 +1,146 @@
+"""A run from start to end: it joins the ranks, finds the checkpoint to start from, trains, and records its outcome."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.config.load import to_yaml
+from hybridtron.config.pipeline_layout import launched
+from hybridtron.config.resolve import RunPlan
+from hybridtron.config.schema import Config
+from hybridtron.determinism import deterministic
+from hybridtron.device import megatron_context
+from hybridtron.ops.dispatch import force_on_all_threads
+from hybridtron.parallel.groups import Groups, barrier, host_pids
+from hybridtron.parallel.groups import start as start_groups
+from hybridtron.parallel.groups import stop as stop_groups
+from hybridtron.problems import ConfigError, Problem
+from hybridtron.train.finished import check_unchanged, report_finished
+from hybridtron.train.held_out_loss import HeldOutLoss
+from hybridtron.train.hooks import Hook, failures_of
+from hybridtron.train.jsonl import write_whole
+from hybridtron.train.logs import RunLog
+from hybridtron.train.outcome import FILE, ExportsFailed, Failures, record_unfinished
+from hybridtron.train.preempt import StopRequests
+from hybridtron.train.refused import RefusedBatches
+from hybridtron.train.sinks import MetricsWriter
+from hybridtron.train.start import (
+    archive_superseded,
+    check_forced_ops,
+    check_fp8,
+    check_same_model,
+    check_same_weights,
+    initial_weights,
+    starting_point,
+)
+from hybridtron.train.trainer import Trainer
+from hybridtron.train.watchdog import Watchdog
+
+LOG = logging.getLogger(__name__)
+START_S = 300.0  # seconds that ranks have at least to join; more if run.timeout is longer
+
+
+def run_training(plan: RunPlan, requests: StopRequests, hooks: Sequence[Hook] = ()) -> None:
+    """Train a run to its end, from the checkpoint or the weights that its configuration names.
+
+    All ranks call this function. On the first rank the caller must hold the lock of the run's folder. The other ranks
+    do not access the folder until all ranks have joined: then the first rank has joined too, and it holds the lock.
+
+    `hooks` are called after the built-in hook HeldOutLoss, and before the built-in hooks RefusedBatches and
+    MetricsWriter. If training has already finished, hooks only repeat their failed work.
+    """
+    config = plan.config
+    check_fp8(plan)
+    check_forced_ops(config)
+    hooks = [HeldOutLoss(), *hooks, RefusedBatches(), MetricsWriter()]
+    failures = Failures(plan.run_dir, launched().rank)
+    with (
+        deterministic(config.run.deterministic),
+        force_on_all_threads(config.run.force_ops),
+        megatron_context(),
+        RunLog(failures.rank) as log,
+    ):
+        try:
+            groups = join_ranks(config, failures)
+            start = starting_point(config)
+            if start is not None:
+                check_same_model(start, plan)
+            if start is not None and start.meta.step >= plan.last_step:
+                check_unchanged(start, plan)
+                report_finished(start, plan, hooks, groups)
+                return
+            if start is None:
+                initial = initial_weights(config)
+            else:
+                initial = None
+            if initial is None:
+                changed = []
+            else:
+                changed = check_same_weights(initial, plan.phases[0].arch, "run.weights", True)
+            if groups.is_first:
+                open_folder(start, initial, config, changed)
+            barrier()  # the first rank has prepared the folder, and now all ranks may write logs into it
+            log.write_to(failures.run_dir)
+            with Watchdog(failures, config.run.timeout) as watchdog, record_unfinished(failures):
+                trainer = Trainer(
+                    plan, groups, start=start, initial=initial, hooks=hooks, requests=requests, watchdog=watchdog
+                )
+                trainer.fit()
+                if failed := failures_of(hooks):
+                    raise ExportsFailed(failed)
+                if groups.is_first:
+                    failures.record("finished")
+        finally:
+            stop_groups()
+
+
+def join_ranks(config: Config, failures: Failures) -> Groups:
+    """Form the process groups with all ranks. If that fails, only the first rank records the failure."""
+    with ExitStack() as watched:
+        if failures.rank == 0:
+            watchdog = watched.enter_context(Watchdog(failures, config.run.timeout))
+            watchdog.beat("all ranks joining", START_S)
+            watched.enter_context(record_unfinished(failures))
+        # Collectives time out later than the watchdog, because the watchdog's report says more. Their time-out serves
+        # only if the interpreter is stuck, so that the watchdog's thread can't run.
+        groups = start_groups(config.parallel, timeout_s=max(2 * config.run.timeout, START_S))
+        failures.processes = host_pids()
+    return groups
+
+
+def open_folder(start: Checkpoint | None, initial: Checkpoint | None, config: Config, changed: Iterable[str]) -> None:
+    """Log the origin of the initial weights, and prepare the run's folder for this start.
+
+    `start` is the checkpoint from which the run resumes. `initial` is the checkpoint with the initial weights of a new
+    run. `changed` has a line for each difference between the configured model and the model in `initial`.
+    """
+    if initial is not None:
+        if initial.meta.validation is None:
+            loss = ""
+        else:
+            loss = f", held-out loss {initial.meta.validation:.4f}"
+        LOG.info("initial weights: %s%s", initial.folder, loss)
+    for difference in changed:
+        LOG.info("initial weights are from another configuration: %s", difference)
+    open_run_folder(config)
+    if config.run.resume != "auto":
+        archive_superseded(start, config)
+
+
+def open_run_folder(config: Config) -> None:
+    """Create the run's folder, write config.yaml and delete an earlier start's outcome.json.
+
+    Raises ConfigError if the folder can't be used.
+    """
+    run_dir = Path(config.run.dir)
+    try:
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        (run_dir / "checkpoints").mkdir(exist_ok=True)
+        write_whole(run_dir / "config.yaml", to_yaml(config))
+        (run_dir / FILE).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError([Problem("run.dir", "unreadable", f"can't be used: {error}; name another folder")]) from error

@@ -57,6 +57,5 @@ class KDASpec(DeltaRuleSpec):
         }
 
     def activation_values(self, model: ModelSizes) -> int:
-        # The base counts z and silu(z), but sigmoid saves only its output for the backward pass, not z. Inner vectors
-        # of the two low-rank projections are added.
-        return super().activation_values(model) - self.channels(model)[1] + 2 * self.rank(model)
+        # inner vectors of the two low-rank projections
+        return super().activation_values(model) + 2 * self.rank(model)

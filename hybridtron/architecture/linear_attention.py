@@ -98,9 +98,9 @@ class LinearAttentionSpec(MixerSpec):
 
     def activation_values(self, model: ModelSizes) -> int:
         # q, k, v and z as projected; q, k and v again, divided into heads (after convolution or rotation, if any); the
-        # recurrence's output; the normed output, silu(z), and the product of these two
+        # recurrence's output; the normed and gated output
         keys, values = self.channels(model)
-        return 4 * keys + 7 * values
+        return 4 * keys + 5 * values
 
     @abstractmethod
     def transition(self, model: ModelSizes) -> int:

@@ -119,14 +119,14 @@ class Mamba3Spec(MixerSpec):
         return super().flops(model, seq_len) | {"ssd": ssd, "turns": 12 * heads * self.angles}
 
     def activation_values(self, model: ModelSizes) -> int:
-        # z, x, a contiguous copy of x, y, silu(z), and y silu(z); with `norm` also the normed y before and after the
-        # norm's weight; for each group B and C as projected, copied and normed; for each head B and C rotated, and in
-        # fp32 the angles and about 12 elements; in fp32 the rates twice
+        # z, x, a contiguous copy of x, y, and the gated y; without `norm` also silu(z), which the kernel with a norm
+        # computes again; for each group B and C as projected, copied and normed; for each head B and C rotated,
+        # and in fp32 the angles and about 12 elements; in fp32 the rates twice
         inner = self.inner(model)
         heads = self.num_heads(model)
         by_head = 2 * heads * self.state + model.wide * heads * (self.angles + 12)
         groups = 6 * self.groups * self.state
-        return (8 if self.norm else 6) * inner + groups + by_head + 2 * model.wide * self.angles
+        return (5 if self.norm else 6) * inner + groups + by_head + 2 * model.wide * self.angles
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         heads = self.num_heads(model)

@@ -2,9 +2,8 @@
 # It has been linted, and neither built nor run.
 #
 #     docker build --tag hybridtron .
-#     docker build --tag hybridtron --build-arg KERNELS="transformer-engine[pytorch,core_cu13] flash-attn mamba-ssm causal-conv1d" .
+#     docker build --tag hybridtron --build-arg GPU_EXTRAS="te,kernels,dali" .
 #
-# core_cu13 is Transformer Engine's library for the CUDA below; without it pip takes the one for CUDA 12.
 # The job script of `hybridtron submit` starts it with Pyxis or Apptainer (cluster.container.image, docs/slurm.md).
 FROM nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
 
@@ -26,13 +25,13 @@ WORKDIR /opt/hybridtron
 COPY . .
 # Ranges of versions are in pyproject.toml. mosaicml-streaming pins packages that are not needed here.
 # hadolint ignore=DL3013
-RUN pip install --no-cache-dir ".[prepare,plot,export,metrics,tasks,s3,streaming]" \
+RUN pip install --no-cache-dir ".[prepare,plot,export,metrics,mlflow,tasks,s3,streaming]" \
     && pip install --no-cache-dir --no-deps --group without-dependencies
 
-# Packages with kernels, which are compiled here against torch: slow, and all of them optional.
-ARG KERNELS=""
-# hadolint ignore=DL3013,SC2086
-RUN if [ -n "${KERNELS}" ]; then MAX_JOBS=8 pip install --no-cache-dir --no-build-isolation ${KERNELS}; fi
+# Extras with packages for GPUs. Most are compiled here against torch, which takes long, and all are optional.
+ARG GPU_EXTRAS=""
+# hadolint ignore=DL3013
+RUN if [ -n "${GPU_EXTRAS}" ]; then MAX_JOBS=8 pip install --no-cache-dir --no-build-isolation ".[${GPU_EXTRAS}]"; fi
 
 WORKDIR /work
 CMD ["hybridtron", "doctor"]

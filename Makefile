@@ -28,7 +28,6 @@ PYTHON ?= $(firstword $(foreach version,3.11 3.12 3.13,$(shell python$(version) 
 VENV ?= .venv
 DOCS_VENV ?= .venv-docs
 TORCH ?= torch==2.13.0
-DALI := nvidia-dali-cuda120==2.4.0
 BIN := $(VENV)/bin
 .PHONY: train length-story setup setup-dev setup-metrics setup-dali same-python test lint types test-fast test-slow \
   passkey mixers joint-recall grown span-study papers test-core test-triton test-slurm setup-slurm test-gpu gpu-day-one gpu-measure audit \
@@ -81,14 +80,14 @@ $(VENV)/.dev: $(VENV)/.ready
 	touch $@
 
 $(VENV)/.finetune: $(VENV)/.dev
-	$(BIN)/pip install --quiet --editable ".[finetune,metrics]"
+	$(BIN)/pip install --quiet --editable ".[finetune,metrics,mlflow]"
 	touch $@
 
 setup-metrics: $(VENV)/.ready
 	$(BIN)/pip install --quiet --editable ".[metrics]"
 
 setup-dali: $(VENV)/.ready
-	$(BIN)/pip install --quiet "$(DALI)"
+	$(BIN)/pip install --quiet --editable ".[dali]"
 
 # one worker runs the tests that start processes, the other the rest
 TWO_WORKERS = -n 2 --dist loadgroup --no-loadscope-reorder

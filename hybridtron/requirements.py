@@ -30,11 +30,15 @@ ALONE = {"streaming": {"mosaicml-streaming": "==0.13.0"}}
 mosaicml-streaming requires transformers < 5, numpy < 2.2 and torchvision, which conflict with this project's
 requirements. The code of mosaicml-streaming that this project uses does not need them.
 """
+COMPILED = {"te", "kernels"}
+"""Extras with packages that pip compiles against the installed torch, and so outside an isolated build environment."""
 MODULES = {
     "fla-core": "fla",
     "hydra-core": "hydra",
     "megatron-core": "megatron.core",
+    "mlflow-skinny": "mlflow",
     "mosaicml-streaming": "streaming",
+    "nvidia-dali-cuda130": "nvidia.dali",
     "pillow": "PIL",
     "python-snappy": "snappy",
 }  # modules by distribution; not listed: distributions whose module has the same name, with _ for -
@@ -128,8 +132,9 @@ def install_command(absent: Iterable[str], extras: Iterable[str]) -> str:
         project = f'--editable ".{chosen}"'
     else:
         project = f'"{NAME}{chosen}"'
+    options = "--no-build-isolation " if COMPILED & set(extras) else ""
     if set(absent) - alone.keys():
-        commands = [f"pip install {project}"]
+        commands = [f"pip install {options}{project}"]
     else:
         commands = []
     return " && ".join(commands + [f'pip install --no-deps "{name}{version}"' for name, version in alone.items()])

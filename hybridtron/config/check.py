@@ -36,7 +36,7 @@ from hybridtron.config.units import parse_tokens
 from hybridtron.config.update_rule import unread_problems, update_rule_warnings
 from hybridtron.limits import is_folder, limit_problems, shortened
 from hybridtron.problems import ConfigError, Problem
-from hybridtron.requirements import is_there, missing
+from hybridtron.requirements import install_command, is_there, missing
 
 
 def check(plan: RunPlan, world_size: int | None = None) -> list[Problem]:
@@ -170,6 +170,13 @@ def _run(run: RunConfig) -> Iterator[Problem]:
             "run.wandb",
             "not-installed",
             f"is {run.wandb!r}, but wandb is not installed: run `make setup-metrics`, or leave run.wandb out",
+        )
+    if run.mlflow is not None and importlib.util.find_spec("mlflow") is None:
+        command = install_command(["mlflow-skinny"], ["mlflow"])
+        yield Problem(
+            "run.mlflow",
+            "not-installed",
+            f"is {run.mlflow!r}, but mlflow is not installed: run `{command}`, or leave run.mlflow out",
         )
     if run.resume not in ("auto", "never") and not is_folder(run.resume):
         cure = "use auto, never, or a checkpoint's folder"

@@ -259,6 +259,7 @@ class RunConfig:
     layer_norms: bool = False  # add per-layer norms of parameters and gradients to the metrics
     profile: Annotated[list[int], at_least(1)] = field(default_factory=list)  # steps to profile, such as [10,11]
     wandb: str | None = None  # project at Weights & Biases for the metrics; null: none
+    mlflow: str | None = None  # experiment in MLflow for the metrics; null: none
     # op's name -> implementation to use, for debugging: {selective_scan: reference}, or {"*": reference} for all ops,
     # which is very slow (docs/debugging.md)
     force_ops: dict[str, str] = field(default_factory=dict)

@@ -7,6 +7,8 @@ may already have been recorded. The old records are treated as follows:
     TensorBoard     The old events are hidden (`purge_step`).
     wandb           The old records are kept. The x-axis is the metric `step`, which may decrease. A resumed run
                     continues the wandb run whose id is stored in the run's folder.
+    MLflow          The old records are kept, and a repeated step has several values. A resumed run continues the MLflow
+                    run whose id is stored in the run's folder.
 
 To add a sink, write a class with the methods of `Sink`, and a line in `SINKS` (docs/extending.md).
 """
@@ -15,9 +17,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,12 +34,20 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from hybridtron.config.load import to_plain
 from hybridtron.config.schema import Config
 from hybridtron.device import optional_package
+from hybridtron.problems import Unusable
 from hybridtron.train.hooks import Hook, RunContext, StepContext
 from hybridtron.train.jsonl import read_lines, write_whole
 from hybridtron.train.metrics import Decision, StepMetrics
 from hybridtron.train.outcome import clock, finite
 
 LOG = logging.getLogger(__name__)
+
+MLFLOW_SETTINGS = {
+    "MLFLOW_ALLOW_FILE_STORE": "true",  # else MLflow refuses to write to files, for which it plans no new features
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # seconds; with MLflow's defaults an idle server delays for minutes
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+}
+"""Environment variables for MLflow, unless the user has set them."""
 
 
 class Sink(Protocol):
@@ -168,6 +181,88 @@ class Wandb:
         self._run.finish()
 
 
+class Mlflow:
+    """Sink to MLflow. All starts of a run write to one MLflow run, in the experiment that `run.mlflow` names.
+
+    The environment variable MLFLOW_TRACKING_URI selects a server or a store. Without it, MLflow writes files to
+    `mlflow/` in the run's folder. A thread sends the metrics, so that training does not wait for a server. A server
+    that fails during training causes a warning, and no further metrics are sent after `FAILURES` failures in a row.
+
+    The package is installed, as the check of the configuration has ensured.
+    """
+
+    FAILURES = 3
+    AT_ONCE = 1000  # most metrics in one of MLflow's requests
+    PARAMETERS = 100  # most parameters in one request
+    CHARACTERS = 6000  # longest value of a parameter
+
+    def __init__(self, start: SinkStart) -> None:
+        for name, value in MLFLOW_SETTINGS.items():
+            os.environ.setdefault(name, value)
+        module: Any = optional_package("mlflow").module
+        self._entities: Any = optional_package("mlflow.entities").module
+        address = os.environ.get("MLFLOW_TRACKING_URI") or (start.run_dir / "mlflow").resolve().as_uri()
+        try:
+            self._client = module.MlflowClient(tracking_uri=address)
+            self._run = self._continued_or_new_run(start)
+        except Exception as error:  # a server may answer anything, and several libraries report it
+            cure = "check MLFLOW_TRACKING_URI and the server, or leave run.mlflow out"
+            message = f"MLflow at {address} can't be used: {_first_line(error)}; {cure}"
+            raise Unusable(message, code="unavailable") from error
+        self._failures = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mlflow")
+
+    def write(self, metrics: StepMetrics) -> None:
+        now = round(time.time() * 1000)
+        values = [
+            self._entities.Metric(_mlflow_name(name), value, now, metrics.step)
+            for name, value in metrics.numbers().items()
+        ]
+        for begin in range(0, len(values), self.AT_ONCE):
+            self._thread.submit(self._send, values[begin : begin + self.AT_ONCE])
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        if self._failures == 0:
+            self._client.set_terminated(self._run)
+
+    def _send(self, values: list[Any]) -> None:
+        """Send metrics, unless the server has failed too often; runs in the thread."""
+        if self._failures >= self.FAILURES:
+            return
+        try:
+            self._client.log_batch(self._run, metrics=values)
+            self._failures = 0
+        except Exception as error:
+            self._failures += 1
+            LOG.warning("metrics of step %d did not reach MLflow: %s", values[0].step, _first_line(error))
+            if self._failures == self.FAILURES:
+                LOG.warning("no more metrics are sent to MLflow; a resumed run tries again")
+
+    def _continued_or_new_run(self, start: SinkStart) -> str:
+        """Return the id of the MLflow run: the stored id if there is one, else the id of a new run."""
+        path = start.run_dir / "logs" / "mlflow_id.txt"
+        if path.exists():
+            run = path.read_text().strip()
+            self._client.update_run(run, status="RUNNING")
+            return run
+        name = start.config.run.mlflow
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
+            number = self._client.create_experiment(name)
+        else:
+            number = experiment.experiment_id
+        run = self._client.create_run(number, run_name=start.config.run.name).info.run_id
+        parameters = [
+            self._entities.Param(_mlflow_name(key), value[: self.CHARACTERS])
+            for key, value in _flat(to_plain(start.config))
+        ]
+        for begin in range(0, len(parameters), self.PARAMETERS):
+            self._client.log_batch(run, params=parameters[begin : begin + self.PARAMETERS])
+        path.write_text(run)
+        return run
+
+
 def tensorboard_if_installed(start: SinkStart) -> Sink | None:
     """Build the TensorBoard sink, or return None if the package tensorboard or torch's writer can't be imported."""
     if optional_package("tensorboard").module is None:
@@ -185,6 +280,13 @@ def wandb_if_wanted(start: SinkStart) -> Sink | None:
     return Wandb(start)
 
 
+def mlflow_if_wanted(start: SinkStart) -> Sink | None:
+    """Build the MLflow sink, or return None if `run.mlflow` names no experiment."""
+    if start.config.run.mlflow is None:
+        return None
+    return Mlflow(start)
+
+
 def console(start: SinkStart) -> Sink:
     """Build the sink that shows progress on the console."""
     return ConsoleSink(start.config.run.log_every, start.resumed_step, start.last_step)
@@ -195,6 +297,7 @@ SINKS: dict[str, Callable[[SinkStart], Sink | None]] = {
     "console": console,
     "tensorboard": tensorboard_if_installed,
     "wandb": wandb_if_wanted,
+    "mlflow": mlflow_if_wanted,
 }
 """Factories of the sinks, by name. A factory returns None for a sink that the run does not use."""
 
@@ -246,3 +349,22 @@ def _run_id(path: Path) -> str:
     if not path.exists():
         path.write_text(secrets.token_hex(8))
     return path.read_text().strip()
+
+
+def _mlflow_name(name: str) -> str:
+    """Return a name with only the characters that MLflow allows; every other character becomes `_`."""
+    return re.sub(r"[^\w./: -]", "_", name)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the key and the value as text of each setting in nested mappings: `model.width` and `256`."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"

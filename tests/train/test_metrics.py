@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io as text_io
 import json
+import logging
 import math
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +20,7 @@ from rich.console import Console
 
 from hybridtron.config.load import load
 from hybridtron.device import Package
+from hybridtron.problems import Unusable
 from hybridtron.train import sinks
 from hybridtron.train import sinks as reporting
 from hybridtron.train.logs import RunLog
@@ -55,6 +59,56 @@ class Runs:
         self.started.append(options)
         axis = lambda name, step_metric=None: self.axes.append((name, step_metric))  # noqa: E731
         return SimpleNamespace(log=self.logged.append, define_metric=axis, finish=lambda: None)
+
+
+class Tracking:
+    """Stand-in for MLflow and its client: the metrics of every step that arrived, and of what MLflow was told."""
+
+    def __init__(self) -> None:
+        self.addresses: list[str] = []
+        self.steps: list[int] = []
+        self.calls = 0
+        self.ended = 0
+        self.fails_from = 10**9  # number of the first call that fails
+
+    def MlflowClient(self, tracking_uri: str) -> Tracking:
+        self.addresses.append(tracking_uri)
+        return self
+
+    Metric = staticmethod(lambda name, value, time, step: SimpleNamespace(name=name, value=value, step=step))
+    Param = staticmethod(lambda name, value: SimpleNamespace(name=name, value=value))
+
+    def get_experiment_by_name(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(experiment_id=name)
+
+    def create_run(self, experiment_id: str, run_name: str) -> SimpleNamespace:
+        return SimpleNamespace(info=SimpleNamespace(run_id=f"{experiment_id}/{run_name}"))
+
+    def update_run(self, run: str, status: str) -> None:
+        raise ConnectionError(f"no server for {run}\n{status}")
+
+    def log_batch(self, run: str, metrics: Sequence[Any] = (), params: Sequence[Any] = ()) -> None:
+        assert run == "experiment/mine"
+        if params:
+            assert all(re.fullmatch(r"[\w./: -]+", entry.name) for entry in params)
+            return
+        self.calls += 1
+        if self.calls >= self.fails_from:
+            raise ConnectionError("reset by peer\nand more")
+        self.steps += [metrics[0].step]
+
+    def set_terminated(self, run: str) -> None:
+        self.ended += 1
+
+
+@pytest.fixture
+def tracking(monkeypatch: pytest.MonkeyPatch) -> Tracking:
+    tracking = Tracking()
+    with_package(monkeypatch, "mlflow", tracking)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking.example")
+    for name in sinks.MLFLOW_SETTINGS:
+        monkeypatch.setenv(name, "set by the user")
+    return tracking
 
 
 @pytest.fixture
@@ -132,6 +186,38 @@ def test_tensorboard_drops_repeated_steps(events: Events, tmp_path: Path) -> Non
         (3, [3]),
         (3, [3]),
     ]
+
+
+def test_mlflow_gets_every_step_from_its_thread(tracking: Tracking, tmp_path: Path) -> None:
+    reported(tmp_path, 1, 2, 3, overrides=("run.mlflow=experiment",)).close()
+    assert tracking.addresses == ["http://tracking.example"]
+    assert tracking.steps == [1, 2, 3]
+    assert tracking.ended == 1
+    assert {os.environ[name] for name in sinks.MLFLOW_SETTINGS} == {"set by the user"}
+
+
+def test_mlflow_that_fails_during_training_does_not_end_it(
+    tracking: Tracking, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracking.fails_from = 3
+    with caplog.at_level(logging.WARNING):
+        reported(tmp_path, *range(1, 20), overrides=("run.mlflow=experiment",)).close()
+    assert tracking.steps == [1, 2]
+    assert tracking.calls == 5  # two arrive, three fail, and none is tried after them
+    assert [line.split(":")[0] for line in caplog.messages[:2]] == [
+        f"metrics of step {step} did not reach MLflow" for step in (3, 4)
+    ]
+    assert caplog.messages[-1].startswith("no more metrics are sent to MLflow")
+    assert tracking.ended == 0
+
+
+def test_mlflow_that_is_unreachable_at_the_start_is_refused(tracking: Tracking, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/mlflow_id.txt").write_text("experiment/mine")
+    with pytest.raises(Unusable, match=re.escape("http://tracking.example")) as refusal:
+        reported(tmp_path, 1, overrides=("run.mlflow=experiment",))
+    assert refusal.value.code == "unavailable"
+    assert "\n" not in str(refusal.value)
 
 
 def test_wandb_resumes_the_same_run_with_its_configuration(runs: Runs, tmp_path: Path) -> None:

@@ -37,3 +37,20 @@ def test_wandb_keeps_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(names) == 2
     number = r"(-\d+)?"  # of a start in the same second as another
     assert all(re.fullmatch(rf"offline-run-\d+_\d+-{identity}{number}", name) for name in names)
+
+
+@pytest.mark.slow
+def test_mlflow_keeps_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for resumed, steps in ((0, (1, 2)), (1, (2, 3))):
+        reported(tmp_path, *steps, resumed=resumed, overrides=("run.mlflow=mine", "optim.clip=0.5")).close()
+    client = mlflow.MlflowClient(tracking_uri=(tmp_path / "mlflow").as_uri())
+    experiment = client.get_experiment_by_name("mine")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_id == (tmp_path / "logs" / "mlflow_id.txt").read_text()
+    assert run.info.status == "FINISHED"
+    assert run.data.params["optim.clip"] == "0.5"
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert [metric.step for metric in history] == [1, 2, 2, 3]
+    assert "validation/1x" in run.data.metrics

@@ -62,7 +62,7 @@ class Runs:
 
 
 class Tracking:
-    """Stand-in for MLflow and its client: the metrics of every step that arrived, and of what MLflow was told."""
+    """Stand-in for MLflow and its client: the steps whose metrics arrived, and the number of calls."""
 
     def __init__(self) -> None:
         self.addresses: list[str] = []

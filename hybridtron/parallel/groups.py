@@ -31,6 +31,8 @@ from hybridtron.parallel.mesh import Mesh, RankGroup
 from hybridtron.parallel.plain_values import all_gather_values
 from hybridtron.problems import ConfigError, Problem
 
+LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -152,7 +154,13 @@ def without_gloo_groups() -> Iterator[None]:
 
 
 def _join(launch: ProcessLaunch, init_method: str, fake: bool, timeout: timedelta) -> None:
-    """Initialize torch.distributed with gloo for CPU tensors and NCCL for GPU tensors, or with a fake backend."""
+    """Initialize torch.distributed with gloo for CPU tensors and NCCL for GPU tensors, or with a fake backend.
+
+    Megatron forms about ten groups over all ranks. By default gloo connects every pair of ranks in each of these
+    groups: 10 (N - 1) connections per rank for N ranks. With TORCH_GLOO_LAZY_INIT it connects two ranks only when they
+    first communicate in a group, so their number does not depend on N.
+    """
+    os.environ.setdefault(LAZY_CONNECTIONS, "1")
     if compute_device().type == "cpu":
         backend = "gloo"
     else:

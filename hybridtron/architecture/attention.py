@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Names, Parameter, StatePart, linear, output_linear
 from hybridtron.architecture.inits import Constant, Uniform
@@ -53,6 +53,7 @@ class HeadsSpec(MixerSpec):
 
     width_option: ClassVar[str] = "heads"
     projects_input: ClassVar[bool] = True
+    supports_mup: ClassVar[bool] = True
     reading: ClassVar[Mapping[ReadingAttention, Mapping[str, Any]]]  # options to override in an evaluation, by choice
 
     heads: Annotated[int, at_least(1)] = 1  # query heads
@@ -96,6 +97,30 @@ class HeadsSpec(MixerSpec):
         if self.scale is None:
             return 1.0
         return self.scale * head_dim**0.5
+
+    @property
+    def growing_heads(self) -> tuple[str, ...]:
+        if self.head_dim is None:
+            return ()  # each head's channels grow instead
+        if self.kv_heads in (None, 1):  # multi-query attention has one at every width
+            return ("heads",)
+        return ("heads", "kv_heads")
+
+    def mup_problems(self, model: ModelSizes, base: Self, base_model: ModelSizes) -> Iterator[Problem]:
+        if self.scale is not None and self.head(model) != base.head(base_model):
+            yield Problem(
+                "scale",
+                "conflict",
+                f"is {self.scale}, but model.mup sets it, because heads have {base.head(base_model)} channels at the "
+                f"base width and {self.head(model)} in this model: leave scale out, or set head_dim",
+            )
+
+    def with_mup(self, model: ModelSizes, base: Self, base_model: ModelSizes) -> Self:
+        head = self.head(model)
+        base_head = base.head(base_model)
+        if head == base_head:
+            return self
+        return replace(self, scale=base_head**0.5 / head)
 
     def groups(self) -> int:
         return self.kv_heads or self.heads

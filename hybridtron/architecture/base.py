@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from hybridtron.architecture.inits import Init, Orthogonal, OutputProjection, Projection
 from hybridtron.architecture.placement import Placement
@@ -151,6 +151,9 @@ class Parameter(Sharded):
         projection    a linear layer's weight, which can have an adapter
         shared        all sub-layers with the same pattern letter share the weight
 
+    `lr_factor` multiplies the learning rate of every step. It does not change weight decay: for any factor, a step
+    decays the weight by the step's learning rate times the weight decay.
+
     `grown` says how to initialise the weight if a loaded checkpoint lacks it: by a rule, or by concatenating the
     weights with these names in the same sub-layer. None means that a checkpoint without the weight is refused.
 
@@ -176,6 +179,7 @@ class Parameter(Sharded):
     fp8: bool = False
     projection: bool = False
     shared: bool = False
+    lr_factor: float = 1.0
     grown: Init | tuple[str, ...] | None = None
     owner: Owner | None = None
 
@@ -304,6 +308,7 @@ class MixerSpec(Placement, ABC):
     width_option: ClassVar[str | None] = None  # option to name in errors about sizes that don't divide evenly
     projects_input: ClassVar[bool] = False  # the mixer reads its input only through `project_all` (parallel/linear.py)
     supports_context_parallel: ClassVar[bool] = False  # ranks may divide a row's tokens (parallel/context.py)
+    supports_mup: ClassVar[bool] = False  # muP can transfer the mixer between widths (mup.py)
 
     @classmethod
     def renamed(cls, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -355,6 +360,24 @@ class MixerSpec(Placement, ABC):
     def exported_options(self, model: ModelSizes) -> dict[str, Any]:
         """Return all options for an exported model, including those with default values."""
         return asdict(self)
+
+    @property
+    def growing_sizes(self) -> tuple[str, ...]:
+        """Names of options whose values grow in proportion to the model's width, for muP; rounded at other widths."""
+        return ()
+
+    @property
+    def growing_heads(self) -> tuple[str, ...]:
+        """Names of options with numbers of heads that grow in proportion to the model's width, for muP."""
+        return ()
+
+    def mup_problems(self, model: ModelSizes, base: Self, base_model: ModelSizes) -> Iterable[Problem]:
+        """Yield problems with options that do not fit muP; `base` is the same mixer in the base model."""
+        return ()
+
+    def with_mup(self, model: ModelSizes, base: Self, base_model: ModelSizes) -> Self:
+        """Return the spec with the options that muP changes; `base` is the same mixer in the base model."""
+        return self
 
     @property
     def auxiliary(self) -> tuple[str, ...]:

@@ -25,10 +25,17 @@ class GatedDeltaNetSpec(DeltaRuleSpec):
 
     kind: ClassVar[str] = "gated_deltanet"
     module: ClassVar[str] = "hybridtron.mixers.gated_deltanet:GatedDeltaNet"
+    supports_mup: ClassVar[bool] = True
 
     key_heads: Annotated[int | None, at_least(1)] = None  # number of query heads and of key heads; null: `heads`
     expand_k: Annotated[float, above(0)] = 0.75  # key channels of all key heads, in multiples of the model's width
     expand_v: Annotated[float, above(0)] = 1.5  # value channels of all heads, in multiples of the model's width
+
+    @property
+    def growing_heads(self) -> tuple[str, ...]:
+        if self.key_heads is None:
+            return ("heads",)
+        return ("heads", "key_heads")
 
     @property
     def num_key_heads(self) -> int:

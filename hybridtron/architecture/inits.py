@@ -93,4 +93,15 @@ class Rows:
     starts: tuple[Ramp, ...]
 
 
-Init = Constant | Normal | Uniform | LogRange | LogUniform | InverseSoftplus | Orthogonal | Ramp | Rows
+@dataclass(frozen=True)
+class RowFactors:
+    """Values of another rule, multiplied by a factor for each block of consecutive rows.
+
+    `blocks` has the number of rows and the factor of each block, in order.
+    """
+
+    init: Normal | Uniform
+    blocks: tuple[tuple[int, float], ...]
+
+
+Init = Constant | Normal | Uniform | LogRange | LogUniform | InverseSoftplus | Orthogonal | Ramp | Rows | RowFactors

@@ -32,6 +32,7 @@ class MambaSpec(RecurrenceSpec):
     projects_by_default: ClassVar[bool] = True
     copied: ClassVar[tuple[str, ...]] = ("x_proj.weight.B", "x_proj.weight.C")
     projects_input: ClassVar[bool] = True
+    supports_mup: ClassVar[bool] = True
 
     state: Annotated[int, at_least(1)] = 16  # state entries per inner channel
     expand: Annotated[int, at_least(1)] = 2  # inner channels, in multiples of the model's width

@@ -58,6 +58,7 @@ class Mamba2Spec(RecurrenceSpec):
     width_option: ClassVar[str] = "head_dim"
     projects_by_default: ClassVar[bool] = False
     projects_input: ClassVar[bool] = True
+    supports_mup: ClassVar[bool] = True
 
     state: Annotated[int, at_least(1)] = 128  # state entries per inner channel
     head_dim: Annotated[int, at_least(1)] = 64  # channels of a head
@@ -80,6 +81,12 @@ class Mamba2Spec(RecurrenceSpec):
         super().__post_init__()
         if isinstance(self.multipliers, Mapping):  # from YAML or config.json
             object.__setattr__(self, "multipliers", ProjectionMultipliers(**self.multipliers))
+
+    @property
+    def growing_heads(self) -> tuple[str, ...]:
+        if self.heads is None:
+            return ()  # the number follows from `expand`
+        return ("heads",)
 
     def inner(self, model: ModelSizes) -> int:
         if self.heads is None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from omegaconf import MISSING
 
 from hybridtron.architecture.adapters import AdaptersConfig
+from hybridtron.architecture.mup import MupConfig
 from hybridtron.limits import above, at_least
 
 
@@ -55,5 +56,8 @@ class ModelConfig:
     logits_scaling: Annotated[float, above(0)] = 1.0  # divisor of the logits
     init: Start = Start.mamba  # how weights are initialised: as in Mamba's or in lit-gpt's public code
     embedding_std: Annotated[float, above(0)] = 0.02  # standard deviation of the embedding under init=mamba
+    # maximal update parametrisation: initial values and learning rates follow from those of a narrower model, the base
+    # model: {base_width: 256}; null: off
+    mup: MupConfig | None = None
     # low-rank adapters, for phases that set none; in a checkpoint's configuration, the adapters of its phase
     adapters: AdaptersConfig | None = None

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
 from hybridtron.architecture.attention import AttentionSpec, HeadsSpec
 from hybridtron.architecture.base import Cut, ModelSizes, Names, Parameter, linear, output_linear
@@ -75,6 +75,19 @@ class SharedBlockSpec(HeadsSpec):
             pairs[f"{name}_A.weight"] = replace(linear(self.rank, inputs), cuts=(), partial_gradient=True)
             pairs[f"{name}_B.weight"] = replace(weight, shape=(rows, self.rank), init=Orthogonal(0.0))
         return pairs
+
+    @property
+    def growing_sizes(self) -> tuple[str, ...]:
+        return ("hidden",)
+
+    def mup_problems(self, model: ModelSizes, base: Self, base_model: ModelSizes) -> Iterator[Problem]:
+        if self.head(model) != base.head(base_model):
+            yield Problem(
+                "head_dim",
+                "missing",
+                "must be set with model.mup, so that the number of heads grows with the width: the scale of shared "
+                "attention can't follow growing heads",
+            )
 
     def exported_names(self, model: ModelSizes) -> Names:
         names = super().exported_names(model) | {

@@ -33,7 +33,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple, Self
 
 from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Parameter, StatePart, linear
 from hybridtron.architecture.inits import Constant, Projection, Uniform
@@ -323,6 +323,10 @@ class RecurrenceSpec(MixerSpec):
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
         if self.sparse is not None:
             yield from (problem.below("sparse") for problem in self.sparse.problems(max_seq_len))
+
+    def mup_problems(self, model: ModelSizes, base: Self, base_model: ModelSizes) -> Iterator[Problem]:
+        if self.sparse is not None:
+            yield Problem("sparse", "unsupported", "is set, but model.mup has no rules for it: leave one of them out")
 
     def warnings(self, carried: bool) -> Iterator[Problem]:
         if self.sparse is not None:

@@ -19,11 +19,16 @@ class SquaredReLUSpec(MixerSpec):
     kind: ClassVar[str] = "squared_relu"
     module: ClassVar[str] = "hybridtron.mixers.squared_relu:SquaredReLU"
     supports_context_parallel: ClassVar[bool] = True
+    supports_mup: ClassVar[bool] = True
     width_option: ClassVar[str] = "hidden"
     projects_input: ClassVar[bool] = True
 
     # inner channels; must be set
     hidden: Annotated[int, at_least(1, "4 times model.width is usual")] = 0
+
+    @property
+    def growing_sizes(self) -> tuple[str, ...]:
+        return ("hidden",)
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         return {

@@ -19,12 +19,17 @@ class SwiGLUSpec(MixerSpec):
     kind: ClassVar[str] = "swiglu"
     module: ClassVar[str] = "hybridtron.mixers.swiglu:SwiGLU"
     supports_context_parallel: ClassVar[bool] = True
+    supports_mup: ClassVar[bool] = True
     width_option: ClassVar[str] = "hidden"
     projects_input: ClassVar[bool] = True
 
     # inner channels; must be set
     hidden: Annotated[int, at_least(1, "8/3 of model.width is usual")] = 0
     gate_multiplier: Annotated[float, above(0)] = 1.0  # factor of the gate before SiLU, as in Falcon-H1
+
+    @property
+    def growing_sizes(self) -> tuple[str, ...]:
+        return ("hidden",)
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         return {

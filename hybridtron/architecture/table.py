@@ -17,6 +17,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 from hybridtron.architecture import SPECS
@@ -32,7 +33,8 @@ from hybridtron.architecture.base import (
     linear,
 )
 from hybridtron.architecture.inits import Constant, Normal, OutputProjection, Projection
-from hybridtron.architecture.model import ModelConfig, Start
+from hybridtron.architecture.model import MULTIPLIERS, ModelConfig, Start
+from hybridtron.architecture.mup import resized, transfer_problems, transferred
 from hybridtron.architecture.pattern import RESERVED, Pattern, PatternError, parse
 from hybridtron.architecture.placement import place_problems
 from hybridtron.architecture.rope import FORMER
@@ -44,8 +46,9 @@ from hybridtron.problems import ConfigError, Problem, did_you_mean
 class Architecture:
     """The model's residual sub-layers in order, with their letters and specs, and the table of weights.
 
-    `stages` says how many sub-layers each pipeline stage has. The architecture is made once from a model's options, and
-    passed to all code that needs the sub-layers or the table.
+    `stages` says how many sub-layers each pipeline stage has. `base` is the base model of muP (`mup.py`), or None
+    without muP. The architecture is made once from a model's options, and passed to all code that needs the sub-layers
+    or the table.
     """
 
     model: ModelConfig
@@ -53,6 +56,7 @@ class Architecture:
     specs: tuple[MixerSpec, ...]
     sizes: ModelSizes
     stages: tuple[int, ...]
+    base: Architecture | None = None
 
     @functools.cached_property
     def table(self) -> Mapping[str, Parameter]:
@@ -62,7 +66,22 @@ class Architecture:
     @functools.cached_property
     def base_table(self) -> Mapping[str, Parameter]:
         """Every weight other than adapters by its full name."""
-        return _base_table(self)
+        table = _base_table(self)
+        if self.base is None:
+            return table
+        return transferred(table, self.base.base_table)
+
+    @property
+    def multipliers(self) -> dict[str, float]:
+        """Values of the keys in MULTIPLIERS, by name, with muP's factor in `logits_scaling`."""
+        return {name: getattr(self.model, name) for name in MULTIPLIERS} | {"logits_scaling": self.logits_scaling}
+
+    @property
+    def logits_scaling(self) -> float:
+        """Divisor of the logits: `model.logits_scaling`, times the growth of a tied head's inputs under muP."""
+        if self.base is None or not self.model.tie_embeddings:
+            return self.model.logits_scaling
+        return self.model.logits_scaling * self.sizes.width / self.base.sizes.width
 
     def sizes_at(self, index: int) -> ModelSizes:
         """Return the model's sizes for the mixer in one sub-layer."""
@@ -153,15 +172,36 @@ def architecture(model: ModelConfig, longest: int = sys.maxsize) -> Architecture
     for letter, spec in specs.items() if model.width >= 1 else ():
         problems += [problem.below(f"model.layers.{letter}") for problem in spec.problems(sizes, longest)]
     problems += place_problems(pattern, specs)
+    if not problems and model.mup is not None:
+        for letter, spec in specs.items():
+            unfit = transfer_problems(spec, sizes, model.mup.base_width, longest)
+            problems += [problem.below(f"model.layers.{letter}") for problem in unfit]
     if problems:
         raise ConfigError(problems)
-    return Architecture(
+    arch = Architecture(
         model=model,
         letters=pattern.letters,
         specs=tuple(specs[letter] for letter in pattern.letters),
         sizes=sizes,
         stages=pattern.stages,
     )
+    if model.mup is None:
+        return arch
+    return _with_mup(arch, model.mup.base_width)
+
+
+def _with_mup(arch: Architecture, base_width: int) -> Architecture:
+    """Return the architecture with muP's base model, and with the options that muP changes."""
+    share = Fraction(base_width, arch.sizes.width)
+    sizes = replace(arch.sizes, width=base_width)
+    base = replace(
+        arch,
+        model=replace(arch.model, width=base_width, mup=None, adapters=None),
+        specs=tuple(resized(spec, share) for spec in arch.specs),
+        sizes=sizes,
+    )
+    pairs = zip(arch.specs, base.specs, strict=True)
+    return replace(arch, specs=tuple(spec.with_mup(arch.sizes, small, sizes) for spec, small in pairs), base=base)
 
 
 def _spec(where: str, options: dict[str, Any]) -> MixerSpec:

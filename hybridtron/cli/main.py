@@ -44,6 +44,7 @@ COMMANDS = {
     "audit": ("audit:main", "compare every gradient of a parallel layout with one process"),
     "bench": ("bench:main", "measure this package and other packages"),
     "check gpu": ("hybridtron.proving.gpu.main:main", "check a GPU: correctness of every kernel, and speed"),
+    "check mup": ("check_mup:main", "check muP: outputs must change equally at every width"),
     "check cards": ("hybridtron.rehearse.cards:main", "write a page per recipe with measured and rehearsed results"),
     "chaos": ("hybridtron.proving.chaos.main:program", "kill and damage a run, and compare its final weights"),
     "submit": ("hybridtron.cluster.submit:main", "submit a run to SLURM"),

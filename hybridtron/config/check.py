@@ -33,7 +33,7 @@ from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.config.saved import spelled_secrets
 from hybridtron.config.schema import Feed, OptimConfig, PhaseConfig, RunConfig
 from hybridtron.config.units import parse_tokens
-from hybridtron.config.update_rule import unread_problems, update_rule_warnings
+from hybridtron.config.update_rule import transfer_problems, unread_problems, update_rule_warnings
 from hybridtron.limits import is_folder, limit_problems, shortened
 from hybridtron.problems import ConfigError, Problem
 from hybridtron.requirements import install_command, is_there, missing
@@ -85,6 +85,7 @@ def _as_trained(phase: ResolvedPhase, world_size: int | None) -> Iterator[Proble
         )
     yield from states_problems(phase)
     yield from _optim(phase.optim)
+    yield from transfer_problems(phase.optim, phase.model)
     yield from parallel_problems(phase, world_size)
     yield from precision_problems(phase)
 

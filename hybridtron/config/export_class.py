@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from hybridtron.architecture.model import MULTIPLIERS, ModelConfig
+from hybridtron.architecture.model import MULTIPLIERS
 from hybridtron.architecture.table import Architecture
 from hybridtron.config.choices import Export
 from hybridtron.config.hf_compat import NATIVE
@@ -32,7 +32,7 @@ def export_class(arch: Architecture, wanted: Export) -> str:
     transformers fits.
     """
     model = arch.model
-    reasons = {name: misfit(arch, model.norm_eps) or _beside(model, name) for name, misfit in NATIVE.items()}
+    reasons = {name: misfit(arch, model.norm_eps) or _beside(arch, name) for name, misfit in NATIVE.items()}
     fitting = [name for name, reason in reasons.items() if reason is None]
     if fitting and wanted is not Export.custom:
         return fitting[0]
@@ -61,19 +61,20 @@ def transformers_fault() -> str | None:
     return f"transformers {version} is too old: run pip install 'transformers>={needed}'"
 
 
-def _beside(model: ModelConfig, name: str) -> str | None:
+def _beside(arch: Architecture, name: str) -> str | None:
     """Return the first reason why a class does not fit the model's embedding, head or multipliers, or None."""
-    if model.tie_embeddings and name in UNTIED:
+    tied = arch.model.tie_embeddings
+    if tied and name in UNTIED:
         return "its head is tied to its embedding"
-    if not model.tie_embeddings and name in TIED:
+    if not tied and name in TIED:
         return "its head is not tied to its embedding"
     unsupported = [
-        multiplier
-        for multiplier in MULTIPLIERS
-        if getattr(model, multiplier) != 1 and multiplier not in MULTIPLIED.get(name, ())
+        f"{multiplier}={value}"
+        for multiplier, value in arch.multipliers.items()
+        if value != 1 and multiplier not in MULTIPLIED.get(name, ())
     ]
     if unsupported:
-        return f"it has {unsupported[0]}={getattr(model, unsupported[0])}"
+        return f"it has {unsupported[0]}"
     return None
 
 

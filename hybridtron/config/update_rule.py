@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hybridtron.architecture.model import ModelConfig
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.schema import OptimConfig
 from hybridtron.optimizers import OPTIMIZERS
@@ -38,6 +39,19 @@ def unread_problems(optim: OptimConfig) -> Iterator[Problem]:
                 "no-effect",
                 f"is {value}, but optim.name={optim.name} does not read it: leave it out, or use optim.name={readers}",
             )
+
+
+def transfer_problems(optim: OptimConfig, model: ModelConfig) -> Iterator[Problem]:
+    """Yield a problem if the model uses muP, whose learning rates are not for this optimizer."""
+    rule = OPTIMIZERS.get(optim.name)
+    if rule is None or rule.supports_mup or model.mup is None:
+        return
+    able = " or ".join(name for name, other in OPTIMIZERS.items() if other.supports_mup)
+    yield Problem(
+        "optim.name",
+        "conflict",
+        f"is {optim.name}, but model.mup has no learning rates for it: use optim.name={able}, or leave model.mup out",
+    )
 
 
 def update_rule_warnings(phases: Sequence[ResolvedPhase]) -> list[str]:

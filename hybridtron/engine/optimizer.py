@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import DistributedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.optimizer_config import ParamKey
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import Tensor, nn
 
 from hybridtron.architecture.base import LetterOwner, Parameter
@@ -54,9 +54,13 @@ class Optimizer:
         self.state_dtype = torch.promote_types(dtype, torch.float32)
         self.table = table
         self.settings = config.optim  # of the current phase
-        undecayed: Any = {ParamKey(attr="undecayed"): {"wd_mult": 0.0}}
+        overrides: Any = {ParamKey(attr="undecayed"): {"wd_mult": 0.0}}
+        for factor in sorted({weight.lr_factor for weight in table.values()} - {1.0}):
+            overrides[ParamKey(predicate=ParamPredicate(f"lr_factor {factor}", partial(_has_factor, factor)))] = {
+                "lr_mult": factor
+            }
         settings = optimizer_config(config.optim, config.parallel, dtype)
-        self.megatron = cast(Any, get_megatron_optimizer(settings, list(stages), config_overrides=undecayed))
+        self.megatron = cast(Any, get_megatron_optimizer(settings, list(stages), config_overrides=overrides))
         for optimizer in self.megatron.chained_optimizers:
             if isinstance(optimizer, DistributedOptimizer):
                 copy_masters_together(optimizer)
@@ -127,11 +131,14 @@ class Optimizer:
             else:
                 decay = weight_decay
             for group in self.megatron.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group["lr_mult"]
+                # AdamW decays a weight by the product of the group's learning rate and weight decay, which must not
+                # depend on the weight's own factor
+                own_decay = decay / group["lr_mult"]
                 if self.settings.decay_all:
-                    group["weight_decay"] = decay
+                    group["weight_decay"] = own_decay
                 else:
-                    group["weight_decay"] = decay * group["wd_mult"]
+                    group["weight_decay"] = own_decay * group["wd_mult"]
             # Megatron can clip only fp32 gradients. An audit in float64 works if its gradients need no clipping.
             if grad_norm > self.settings.clip:
                 for optimizer in self.megatron.chained_optimizers:
@@ -214,6 +221,10 @@ class Optimizer:
     def _is_own_master(self, parameter: Parameter) -> bool:
         """Return True if a weight has no separate master, because it is not stored in bf16."""
         return parameter.fp32 or self.dtype != torch.bfloat16
+
+
+def _has_factor(factor: float, weight: Any) -> bool:
+    return weight.lr_factor == factor
 
 
 def _squared_norm(optimizer: Any) -> Tensor:

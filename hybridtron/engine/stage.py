@@ -161,6 +161,7 @@ def mark_for_megatron(model: LanguageModel, copied: Mapping[str, bool]) -> None:
             "partition_dim": -1 if cut is None else cut.axis,
             "partition_stride": 1,
             "undecayed": not parameter.decay,
+            "lr_factor": parameter.lr_factor,
             "partial_over_tensor": cut is None and is_partial(parameter, tensor),
             "shared_embedding": is_tied or letter in copied,
             "shared": (is_tied and not model.slice.first) or (letter is not None and copied.get(letter, False)),

@@ -44,7 +44,7 @@ class Custom(Native):
             },
             "num_hidden_layers": len(arch.specs),
             "residual_in_fp32": arch.model.residual_fp32,
-            **multipliers_of(arch.model),
+            **multipliers_of(arch),
             "max_position_embeddings": length,
         }
 

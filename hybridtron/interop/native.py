@@ -159,12 +159,12 @@ def to_ours(names: Mapping[str, str], theirs: Settings) -> Settings:
     return {ours: theirs[key] for key, ours in names.items()}
 
 
-def multipliers_of(model: ModelConfig) -> Settings:
+def multipliers_of(arch: Architecture) -> Settings:
     """Return a model's multipliers by name.
 
     Granite's classes and the custom class have the same names in config.json.
     """
-    return {name: getattr(model, name) for name in MULTIPLIERS}
+    return arch.multipliers
 
 
 def with_multipliers(model: ModelConfig, theirs: Settings) -> ModelConfig:

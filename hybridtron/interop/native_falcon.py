@@ -56,7 +56,7 @@ class FalconH1(Mamba2Hybrid):
             "mamba_rms_norm": mamba.norm,
             "mamba_norm_before_gate": False,
             "embedding_multiplier": arch.model.embedding_multiplier,
-            "lm_head_multiplier": 1 / arch.model.logits_scaling,
+            "lm_head_multiplier": 1 / arch.logits_scaling,
             "ssm_in_multiplier": 1.0,
             "ssm_multipliers": [getattr(mamba.multipliers, part) for part in PARTS],
             "ssm_out_multiplier": mamba.output_multiplier,

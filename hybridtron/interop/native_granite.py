@@ -30,7 +30,7 @@ class Granite(Llama):
             scale = attention.head(arch.sizes) ** -0.5
         else:
             scale = attention.scale
-        return super().settings(arch, length) | multipliers_of(arch.model) | {SCALE: scale}
+        return super().settings(arch, length) | multipliers_of(arch) | {SCALE: scale}
 
     def model(self, theirs: Settings) -> ModelConfig:
         return with_multipliers(super().model(theirs), theirs)

@@ -21,6 +21,7 @@ from hybridtron.architecture.inits import (
     Normal,
     Orthogonal,
     Ramp,
+    RowFactors,
     Rows,
     Uniform,
 )
@@ -63,6 +64,10 @@ def starting_value(init: Init, shape: tuple[int, ...], seed: int, name: str) -> 
         case Rows(starts):
             # The seed is equal for all indices of the first axis. This is harmless, because a Ramp draws no numbers.
             return torch.stack([starting_value(start, shape[1:], seed, name) for start in starts])
+        case RowFactors(of_rows, blocks):
+            counts = torch.tensor([rows for rows, _ in blocks])
+            factors = torch.tensor([factor for _, factor in blocks]).repeat_interleave(counts)
+            return starting_value(of_rows, shape, seed, name) * factors[:, None]
         case InverseSoftplus(low, high):
             step = torch.empty(shape).uniform_(math.log(low), math.log(high), generator=generator).exp()
             return step + torch.log(-torch.expm1(-step))  # the inverse of softplus at `step`

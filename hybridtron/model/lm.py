@@ -93,7 +93,7 @@ class LanguageModel(nn.Module):
         self.tied = config.tie_embeddings
         self.residual_fp32 = config.residual_fp32
         self.embedding_multiplier = config.embedding_multiplier
-        self.logits_scaling = config.logits_scaling
+        self.logits_scaling = arch.logits_scaling
         if model_slice.first:
             self.embedding = embedding(config.vocab_size, config.width, tensor)
         elif model_slice.last and self.tied:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 class AdamW(UpdateRule):
     """AdamW with bias correction, as an update rule."""
 
+    supports_mup = True
     in_megatron = True
 
     def parts(self, name: str, weight: Parameter) -> dict[str, Parameter]:

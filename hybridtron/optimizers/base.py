@@ -45,6 +45,7 @@ class UpdateRule(ABC):
     the section's options.
     """
 
+    supports_mup: ClassVar[bool] = False  # with the learning rates of model.mup, one learning rate fits all widths
     in_megatron: ClassVar[bool] = False  # True if Megatron's own optimizer takes the step instead of `direction`
     matrix_stage: MatrixStage | None = None  # second stage, which needs full matrices
     # the keys of `optim` that this optimizer reads, among those that not every optimizer reads

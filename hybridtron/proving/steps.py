@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridtron.config.check import require
 from hybridtron.config.load import load
@@ -63,15 +63,19 @@ class Steps:
 def plain_adamw(model: LanguageModel, config: Config, lr: float, fused: bool = False) -> torch.optim.AdamW:
     """Return torch's own AdamW with the recipe's settings.
 
-    The first parameter group has the weights to which the parameter table applies weight decay. The second group has
-    all other weights, which decay only with `optim.decay_all`.
+    The weights are grouped by their factor of the learning rate, and by the parameter table's weight decay. Weights
+    without weight decay decay only with `optim.decay_all`. The decay in a step does not depend on the factor.
     """
-    weights = dict(model.named_parameters())
     optim = config.optim
-    groups = [
-        {"params": [w for name, w in weights.items() if model.table[name].decay is decayed], "weight_decay": amount}
-        for decayed, amount in ((True, optim.weight_decay), (False, optim.weight_decay * optim.decay_all))
-    ]
+    grouped: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, weight in model.named_parameters():
+        parameter = model.table[name]
+        if parameter.decay or optim.decay_all:
+            decay = optim.weight_decay
+        else:
+            decay = 0.0
+        grouped.setdefault((lr * parameter.lr_factor, decay / parameter.lr_factor), []).append(weight)
+    groups = [{"params": weights, "lr": rate, "weight_decay": decay} for (rate, decay), weights in grouped.items()]
     return torch.optim.AdamW(groups, lr=lr, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps, fused=fused)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from hybridtron.architecture.adapters import AdaptersConfig, Adapting
 from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.mup import MupConfig
 from hybridtron.architecture.table import architecture
 from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import (
@@ -43,8 +44,9 @@ ADAPTED = {
 MULTIPLIED: dict[str, dict[str, Any]] = {
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     "falcon-h1": {"embedding_multiplier": 3.0, "logits_scaling": 0.5},
+    "mup": {"mup": MupConfig(16)},
 }
-"""Settings by the architecture's name: multipliers of the embedding, of sub-layer outputs and of the logits."""
+"""Settings by the architecture's name: multipliers of the embedding, of sub-layer outputs and of the logits; muP."""
 VOCABULARY = 96  # divisible by 2, 3, 4, 6 and 8 ranks
 LR = 1e-2
 OPTIM = OptimConfig(eps=1e-3, clip=0.05, z_loss=1e-3)
@@ -130,6 +132,7 @@ ARCHITECTURES = {
     "zamba2": "SsGtSsG",
     "granite": "S-g-G",
     "falcon-h1": "kvjGvWjpk",
+    "mup": "M-SFDq-",
 }
 """Patterns by the architecture's name. The number of sub-layers is odd, so that stages have different sizes.
 

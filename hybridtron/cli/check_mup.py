@@ -79,10 +79,12 @@ def main(arguments: list[str]) -> int:
     print(f"rms of the output, and of its change since step 0; learning rate {lr:g}")
     for output in dict.fromkeys(point.output for point in points):
         print_table([point for point in points if point.output == output])
-    print(f"\nslope of the change after {chosen.steps} steps, flat up to {coordinates.FLAT:g}")
+    print(
+        f"\nslope of the change after step {chosen.steps}, and largest slope of all steps; flat: {coordinates.FLAT:g}"
+    )
     slopes = coordinates.slopes(points)
     for slope in slopes:
-        print(f"  {slope.output:<24}{slope.slope:>+7.2f}  {slope.verdict}")
+        print(f"  {slope.output:<24}{slope.last:>+7.2f}{slope.largest:>+7.2f}  {slope.verdict}")
     if chosen.output is not None:
         coordinates.draw(points, chosen.output)
         print(chosen.output)

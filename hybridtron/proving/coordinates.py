@@ -66,19 +66,29 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class Slope:
-    """Slope of an output's change in the last step: logarithm of the change by logarithm of the width."""
+    """Slope of an output's change: logarithm of the change by logarithm of the width.
+
+    last: slope after the last step
+    largest: largest of the slopes after each step
+    """
 
     output: str
-    slope: float
+    last: float
+    largest: float
 
     @property
     def verdict(self) -> str:
-        """`flat`, `grows` or `shrinks`."""
-        if abs(self.slope) <= FLAT:
-            return "flat"
-        if self.slope > 0:
+        """`flat`, `grows` or `shrinks`.
+
+        A change that grows at any step grows: later steps may hide the growth, because the loss is near its minimum at
+        large widths. A change that shrinks in the first steps only is flat: the first changes of logits are random
+        sums, until the head has learned.
+        """
+        if self.largest > FLAT:
             return "grows"
-        return "shrinks"
+        if self.last < -FLAT:
+            return "shrinks"
+        return "flat"
 
 
 def family_member(model: ModelConfig, width: int) -> ModelConfig:
@@ -179,17 +189,23 @@ def _appends_to(outputs: list[Tensor]) -> Callable[[nn.Module, Any, MixerOutput]
 
 
 def slopes(coordinates: Sequence[Coordinate]) -> list[Slope]:
-    """Return each output's slope in the last step, by least squares."""
-    last = max(coordinate.step for coordinate in coordinates)
+    """Return each output's slopes, by least squares."""
+    steps = sorted({coordinate.step for coordinate in coordinates} - {0})
     outputs = dict.fromkeys(coordinate.output for coordinate in coordinates)
     fitted = []
     for output in outputs:
-        points = [point for point in coordinates if point.output == output and point.step == last]
-        x = torch.tensor([math.log(point.width) for point in points], dtype=torch.float64)
-        y = torch.tensor([math.log(point.change) for point in points], dtype=torch.float64)
-        x = x - x.mean()
-        fitted.append(Slope(output, float((x * y).sum() / (x * x).sum())))
+        of_output = [point for point in coordinates if point.output == output]
+        by_step = [_slope([point for point in of_output if point.step == step]) for step in steps]
+        fitted.append(Slope(output, by_step[-1], max(by_step)))
     return fitted
+
+
+def _slope(points: Sequence[Coordinate]) -> float:
+    """Return the slope of the changes at several widths."""
+    x = torch.tensor([math.log(point.width) for point in points], dtype=torch.float64)
+    y = torch.tensor([math.log(point.change) for point in points], dtype=torch.float64)
+    x = x - x.mean()
+    return float((x * y).sum() / (x * x).sum())
 
 
 def draw(coordinates: Sequence[Coordinate], output: Path) -> None:
@@ -202,7 +218,7 @@ def draw(coordinates: Sequence[Coordinate], output: Path) -> None:
                 [point.width for point in points],
                 [point.change for point in points],
                 marker="o",
-                label=f"{slope.output}: slope {slope.slope:.2f}",
+                label=f"{slope.output}: slope {slope.last:.2f}",
             )
         axes.set(
             xscale="log", yscale="log", xlabel="width", ylabel=f"rms of the change after {last} steps", title="muP"

@@ -51,6 +51,7 @@ ONLY_PARSED = {  # by how a command begins
     "generate runs/tuned --chat": "a model of conversations: tests/cli/test_generate_chat.py",
     "check cards": "needs a folder of records: tests/rehearse/test_cards.py",
     "check gpu": "needs a GPU",
+    "check mup": "a minute: tests/proving/test_coordinates.py",
     "import adapter": "an adapter of peft: tests/interop/test_peft_import.py",
     "import ema-hf": TUTORIAL,
     "inspect recipe=ema": TUTORIAL,

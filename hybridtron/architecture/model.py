@@ -6,7 +6,7 @@ attention, a state-space recurrence or an MLP), and addition to the residual str
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -56,8 +56,6 @@ class ModelConfig:
     logits_scaling: Annotated[float, above(0)] = 1.0  # divisor of the logits
     init: Start = Start.mamba  # how weights are initialised: as in Mamba's or in lit-gpt's public code
     embedding_std: Annotated[float, above(0)] = 0.02  # standard deviation of the embedding under init=mamba
-    # maximal update parametrisation: initial values and learning rates follow from those of a narrower model, the base
-    # model: {base_width: 256}; null: off
-    mup: MupConfig | None = None
+    mup: MupConfig = field(default_factory=MupConfig)
     # low-rank adapters, for phases that set none; in a checkpoint's configuration, the adapters of its phase
     adapters: AdaptersConfig | None = None

@@ -37,9 +37,10 @@ from hybridtron.problems import Problem
 
 @dataclass
 class MupConfig:
-    """The base model of muP."""
+    """Maximal update parametrisation: initial values and learning rates from those of a narrower model."""
 
-    base_width: Annotated[int, at_least(1)] = 256  # width of the model for which the learning rate was tuned
+    # width of the base model, for which the learning rate was tuned; null: no muP
+    base_width: Annotated[int | None, at_least(1)] = None
 
 
 def resized(spec: MixerSpec, share: Fraction) -> MixerSpec:

@@ -34,7 +34,7 @@ from hybridtron.architecture.base import (
 )
 from hybridtron.architecture.inits import Constant, Normal, OutputProjection, Projection
 from hybridtron.architecture.model import MULTIPLIERS, ModelConfig, Start
-from hybridtron.architecture.mup import resized, transfer_problems, transferred
+from hybridtron.architecture.mup import MupConfig, resized, transfer_problems, transferred
 from hybridtron.architecture.pattern import RESERVED, Pattern, PatternError, parse
 from hybridtron.architecture.placement import place_problems
 from hybridtron.architecture.rope import FORMER
@@ -172,9 +172,10 @@ def architecture(model: ModelConfig, longest: int = sys.maxsize) -> Architecture
     for letter, spec in specs.items() if model.width >= 1 else ():
         problems += [problem.below(f"model.layers.{letter}") for problem in spec.problems(sizes, longest)]
     problems += place_problems(pattern, specs)
-    if not problems and model.mup is not None:
+    base_width = model.mup.base_width
+    if not problems and base_width is not None:
         for letter, spec in specs.items():
-            unfit = transfer_problems(spec, sizes, model.mup.base_width, longest)
+            unfit = transfer_problems(spec, sizes, base_width, longest)
             problems += [problem.below(f"model.layers.{letter}") for problem in unfit]
     if problems:
         raise ConfigError(problems)
@@ -185,9 +186,9 @@ def architecture(model: ModelConfig, longest: int = sys.maxsize) -> Architecture
         sizes=sizes,
         stages=pattern.stages,
     )
-    if model.mup is None:
+    if base_width is None:
         return arch
-    return _with_mup(arch, model.mup.base_width)
+    return _with_mup(arch, base_width)
 
 
 def _with_mup(arch: Architecture, base_width: int) -> Architecture:
@@ -196,7 +197,7 @@ def _with_mup(arch: Architecture, base_width: int) -> Architecture:
     sizes = replace(arch.sizes, width=base_width)
     base = replace(
         arch,
-        model=replace(arch.model, width=base_width, mup=None, adapters=None),
+        model=replace(arch.model, width=base_width, mup=MupConfig(), adapters=None),
         specs=tuple(resized(spec, share) for spec in arch.specs),
         sizes=sizes,
     )

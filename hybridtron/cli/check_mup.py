@@ -19,6 +19,7 @@ from argparse import ArgumentTypeError
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from hybridtron.architecture.mup import MupConfig
 from hybridtron.cli.arguments import positive
 from hybridtron.limits import path_of
 from hybridtron.problems import CommandParser, ConfigError, Problem, Unusable
@@ -96,10 +97,10 @@ def main(arguments: list[str]) -> int:
 def _with_mup(config: Config, standard: bool) -> Config:
     """Return the configuration, without muP if `standard` is set. Raises ConfigError if muP is off otherwise."""
     if standard:
-        return replace(config, model=replace(config.model, mup=None))
-    if config.model.mup is None:
+        return replace(config, model=replace(config.model, mup=MupConfig()))
+    if config.model.mup.base_width is None:
         cure = "set it, such as model.mup.base_width=64, or add --standard to measure without muP"
-        raise ConfigError([Problem("model.mup", "missing", f"is null: {cure}")])
+        raise ConfigError([Problem("model.mup.base_width", "missing", f"is null: {cure}")])
     return config
 
 

@@ -44,7 +44,7 @@ def unread_problems(optim: OptimConfig) -> Iterator[Problem]:
 def transfer_problems(optim: OptimConfig, model: ModelConfig) -> Iterator[Problem]:
     """Yield a problem if the model uses muP, whose learning rates are not for this optimizer."""
     rule = OPTIMIZERS.get(optim.name)
-    if rule is None or rule.supports_mup or model.mup is None:
+    if rule is None or rule.supports_mup or model.mup.base_width is None:
         return
     able = " or ".join(name for name, other in OPTIMIZERS.items() if other.supports_mup)
     yield Problem(

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hybridtron.architecture.model import ModelConfig
-from hybridtron.architecture.mup import resized, uneven_heads
+from hybridtron.architecture.mup import MupConfig, resized, uneven_heads
 from hybridtron.architecture.table import Architecture, architecture
 from hybridtron.config.schema import Config
 from hybridtron.data.batch import SeqInfo
@@ -100,7 +100,7 @@ def family_member(model: ModelConfig, width: int) -> ModelConfig:
     share = Fraction(width, model.width)
     problems = []
     layers: dict[str, dict[str, Any]] = {}
-    for letter, spec in architecture(replace(model, mup=None)).by_letter.items():
+    for letter, spec in architecture(replace(model, mup=MupConfig())).by_letter.items():
         uneven = uneven_heads(spec, share, f"width {width}")
         problems += [problem.below(f"model.layers.{letter}") for problem in uneven]
         if not problems:

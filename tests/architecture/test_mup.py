@@ -38,8 +38,7 @@ GROWTH = WIDTH / BASE
 
 def model(base: int | None = BASE, **changes: Any) -> ModelConfig:
     pattern = "".join(LAYERS)
-    mup = None if base is None else MupConfig(base)
-    config = ModelConfig(WIDTH, 64, pattern, LAYERS, tie_embeddings=False, mup=mup)
+    config = ModelConfig(WIDTH, 64, pattern, LAYERS, tie_embeddings=False, mup=MupConfig(base))
     return replace(config, **changes)
 
 
@@ -166,7 +165,7 @@ def test_model_of_the_base_width_does_not_change(tied: bool, start: Start) -> No
 )
 def test_what_does_not_transfer_is_refused(options: dict[str, Any], key: str, code: str) -> None:
     config = model(pattern="A", layers={"A": options})
-    architecture(replace(config, mup=None))
+    architecture(replace(config, mup=MupConfig()))
     with pytest.raises(ConfigError) as refused:
         architecture(config)
     assert [(problem.key, problem.code) for problem in refused.value.problems] == [(f"model.layers.A.{key}", code)]

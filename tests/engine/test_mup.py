@@ -16,8 +16,9 @@ from hybridtron.parallel.groups import Groups
 from tests.conftest import random_batch, small_config, small_run
 
 
-def run_with(mup: MupConfig | None, tied: bool = False, decay: float = 0.0) -> Config:
-    return small_run(replace(small_config("M-W-", tied), mup=mup), OptimConfig(weight_decay=decay, betas=[0.9, 0.95]))
+def run_with(base_width: int | None, tied: bool = False, decay: float = 0.0) -> Config:
+    model = replace(small_config("M-W-", tied), mup=MupConfig(base_width))
+    return small_run(model, OptimConfig(weight_decay=decay))
 
 
 def trained(config: Config, groups: Groups) -> dict[str, torch.Tensor]:
@@ -32,16 +33,16 @@ def trained(config: Config, groups: Groups) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("tied", [False, True])
 def test_training_at_the_base_width_has_the_same_bits(alone: Groups, tied: bool) -> None:
     expected = trained(run_with(None, tied, 0.1), alone)
-    same = trained(run_with(MupConfig(32), tied, 0.1), alone)
+    same = trained(run_with(32, tied, 0.1), alone)
     assert all(torch.equal(same[name], weight) for name, weight in expected.items())
-    other = trained(run_with(MupConfig(16), tied, 0.1), alone)
+    other = trained(run_with(16, tied, 0.1), alone)
     assert not all(torch.equal(other[name], weight) for name, weight in expected.items())
 
 
 @pytest.mark.parametrize("moments", KeptFormat)
 def test_step_multiplies_each_rate_by_the_weights_factor(alone: Groups, moments: KeptFormat) -> None:
     """With equal gradients, AdamW's first step moves every entry by the learning rate."""
-    config = run_with(MupConfig(16))
+    config = run_with(16)
     config = replace(config, precision=replace(config.precision, moments=moments))
     engine = Engine(resolve(config)[0], alone)
     before = {name: weight.clone() for name, weight in engine.weights()}
@@ -58,7 +59,7 @@ def test_step_multiplies_each_rate_by_the_weights_factor(alone: Groups, moments:
 
 
 def test_every_weight_decays_by_the_same_factor(alone: Groups) -> None:
-    engine = Engine(resolve(run_with(MupConfig(16), decay=0.5))[0], alone)
+    engine = Engine(resolve(run_with(16, decay=0.5))[0], alone)
     before = {name: weight.clone() for name, weight in engine.weights()}
     for shard in engine.optimizer.shards.values():
         shard.weight.main_grad.fill_(0.0)

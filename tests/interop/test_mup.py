@@ -56,7 +56,7 @@ def test_untied_model_with_heads_of_a_fixed_size_stays_a_llama() -> None:
 
 def test_classes_without_a_scale_are_refused() -> None:
     model = with_mup("bamba")
-    assert export_class(architecture(replace(model, mup=None)), Export.native) == "BambaForCausalLM"
+    assert export_class(architecture(replace(model, mup=MupConfig())), Export.native) == "BambaForCausalLM"
     assert export_class(architecture(model), Export.auto) == SHIPPED
     with pytest.raises(CannotExport) as refused:
         export_class(architecture(model), Export.native)

@@ -24,8 +24,8 @@ BASE = 64
 LR = 3e-3
 MIXERS: dict[str, dict[str, Any]] = {
     "attention": {"kind": "attention", "heads": 4},
-    "attention-fixed-heads": {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 16},
-    "span": {"kind": "span", "heads": 4, "chunk": 16, "block": 4, "blocks": 2},
+    "attention-fixed-heads": {"kind": "attention", "heads": 4, "head_dim": 16},
+    "span": {"kind": "span", "heads": 4, "chunk": 16, "block": 4, "blocks": 2, "eval": "span"},
     "swiglu": {"kind": "swiglu", "hidden": 176},
     "squared-relu": {"kind": "squared_relu", "hidden": 256},
     "mamba": {"kind": "mamba"},
@@ -39,7 +39,7 @@ FULL = [64, 128, 256, 512, 1024]
 
 def model(name: str, tied: bool = False, transfer: bool = True) -> ModelConfig:
     layers = {"A": MIXERS[name], "-": {"kind": "swiglu", "hidden": 176}}
-    return ModelConfig(BASE, 256, "A-", layers, tied, mup=MupConfig(BASE) if transfer else None)
+    return ModelConfig(BASE, 256, "A-", layers, tied, mup=MupConfig(BASE if transfer else None))
 
 
 def verdicts(config: ModelConfig, widths: list[int]) -> dict[str, str]:
@@ -94,7 +94,7 @@ def test_family_scales_sizes_and_shortens_the_pattern() -> None:
     config = ModelConfig(BASE, 512, "(A-)*3-", layers, mup=MupConfig(BASE))
     member = family_member(config, 96)
     assert member.pattern == "A-"
-    assert member.layers == {"A": {**layers["A"], "heads": 6, "kv_heads": 3}, "-": {"kind": "swiglu", "hidden": 150}}
+    assert member.layers == {"A": {**layers["A"], "heads": 6}, "-": {"kind": "swiglu", "hidden": 150}}
     assert architecture(member).sizes.width == 96
     assert member.mup == config.mup
 

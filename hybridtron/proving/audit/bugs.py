@@ -123,7 +123,6 @@ SUMMED_AS_IT_LEAVES: Replaced = {
 NORM_GRADIENT = marked("norm.weight", "partial_over_tensor", False)
 DOUBLE_NORM_GRADIENT = marked("norm.weight", "partial_over_tensor", True)
 DECAY = marked("", "undecayed", False)
-OWN_RATES = marked("", "lr_factor", 1.0)
 NORM_COUNTS_COPIES = marked("", "tensor_model_parallel", True)
 X_PROJ_BACKWARD: Replaced = {"hybridtron.mixers.mamba.all_reduce_gradients": lambda x, tensor: x}
 GROUP_NORM: Replaced = {"hybridtron.mixers.mamba2.all_reduce_sum": lambda x, tensor: x * tensor.size}
@@ -486,7 +485,7 @@ BUGS = {
     ),
     "missing_z_loss": Bug("the z-loss is left out", MISSING_Z_LOSS, "attention", "pp2"),
     "decay": Bug("weight decay is applied to A_log and to all other weights", DECAY, "mamba", "pp2"),
-    "own_rates": Bug("every weight has the step's learning rate, also under muP", OWN_RATES, "mup", "tp2"),
+    "own_rates": Bug("all weights have the step's learning rate under muP", marked("", "lr_factor", 1.0), "mup", "tp2"),
     "norm_counts_copies": Bug(
         "replicated weights count once per rank in the gradient norm", NORM_COUNTS_COPIES, "samba", "tp2"
     ),

@@ -45,7 +45,7 @@ class Bug:
     layout: str
 
 
-def marked(substring: str, mark: str, value: bool) -> Replaced:
+def marked(substring: str, mark: str, value: bool | float) -> Replaced:
     """Return a replacement that overrides one mark on some weights.
 
     Marks are attributes of weights, which megatron-core and the engine read. After a stage has set its marks, the

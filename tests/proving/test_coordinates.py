@@ -55,11 +55,10 @@ def test_changes_are_flat_with_mup_and_grow_without(name: str, tied: bool) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", MIXERS)
-def test_changes_are_flat_up_to_width_1024(name: str, tied: bool) -> None:
-    assert set(verdicts(model(name, tied), FULL).values()) == {"flat"}
-    assert set(verdicts(model(name, tied, transfer=False), FULL).values()) == {"grows"}
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["attention", "swiglu", "mamba", "mamba2", "gated-deltanet"])
+def test_changes_are_flat_up_to_width_1024(name: str) -> None:
+    assert set(verdicts(model(name), FULL).values()) == {"flat"}
 
 
 def test_rates_that_are_not_divided_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

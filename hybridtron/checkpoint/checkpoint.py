@@ -106,7 +106,8 @@ class Checkpoint:
         if not others:  # the only chunk is the full tensor
             return read_chunk(self.folder, first, self.manifest.files[first.file])
         into = torch.empty(first.shape, dtype=NAMES[first.dtype])
-        self._fill(key, [(into, (0,) * into.dim())])
+        # not self._fill: a subclass may compute tensors there, from stored tensors that it reads with this method
+        Checkpoint._fill(self, key, [(into, (0,) * into.dim())])
         return into
 
     def fill(self, blocks: Sequence[Any]) -> None:

@@ -142,7 +142,7 @@ def adapter_rows(table: Mapping[str, Parameter], adapters: AdaptersConfig | None
         # True if tensor-parallel ranks divide the inputs (row-parallel), or the outputs (column-parallel)
         by_inputs = any(cut.axis == 1 for cut in weight.cuts)
         by_outputs = any(cut.axis == 0 for cut in weight.cuts)
-        treatment = {"fp8": False, "fp32": False, "decay": True, "projection": False}
+        treatment = {"fp8": False, "fp32": False, "decay": True, "projection": False, "heads": ()}
         start = Uniform(weight.shape[1] ** -0.5)
         zero = Constant(0.0)
         rows[A] = replace(

@@ -141,10 +141,13 @@ class HeadsSpec(MixerSpec):
         input_width = self.input_width(model)
         # Queries have a separate weight from keys and values, because the two are cut differently: if ranks can't
         # divide the key/value heads evenly, every rank holds all key/value heads.
-        head = linear(queries, input_width, cut=Cut(0, unit=self.head(model)))
+        head = linear(queries, input_width, cut=Cut(0, unit=self.head(model)), heads=(self.heads,))
         pair = (("k", keys), ("v", keys))
         shared = Cut(0, unit=self.head(model), replicate=True)
-        heads_kv = replace(head, shape=(2 * keys, input_width), parts=pair, cuts=(shared,), partial_gradient=True)
+        of_pair = (self.groups(), self.groups())
+        heads_kv = replace(
+            head, shape=(2 * keys, input_width), parts=pair, heads=of_pair, cuts=(shared,), partial_gradient=True
+        )
         table = {
             "q.weight": head,
             "kv.weight": heads_kv,

@@ -142,8 +142,9 @@ class Parameter(Sharded):
     """One weight: its shape, its initialisation, and its treatment by optimizer, precision, layout and checkpoint.
 
     `parts` lists the matrices that are fused along `parts_axis`, each with its name and its size along this axis. A
-    checkpoint stores each part under its own name, and a layout cuts each part separately. `family` selects the ranks
-    that shard or replicate the weight. Five fields are flags:
+    checkpoint stores each part under its own name, and a layout cuts each part separately. `heads` counts the heads
+    among whose outputs the rows of each part are divided, 1 for a part without heads; empty if no part has heads.
+    `family` selects the ranks that shard or replicate the weight. Five fields are flags:
 
         decay         weight decay applies to the weight
         fp32          the weight stays in fp32 in a bf16 model
@@ -173,6 +174,7 @@ class Parameter(Sharded):
     fp32: bool = False
     parts: tuple[tuple[str, int], ...] = ()
     parts_axis: int = 0
+    heads: tuple[int, ...] = ()
     family: str = DENSE
     partial_gradient: bool = False
     sequence_partial: bool = False
@@ -205,6 +207,11 @@ class Parameter(Sharded):
         behind = self.shape[self.parts_axis + 1 :]
         return {f"{name}.{part}": (*before, size, *behind) for part, size in self.parts}
 
+    def stored_heads(self, name: str) -> dict[str, int]:
+        """Return the keys under which a checkpoint stores this weight or its parts, with their numbers of heads."""
+        keys = list(self.stored(name))
+        return dict(zip(keys, self.heads or [1] * len(keys), strict=True))
+
     def shard_shape(self, layout: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape of one rank's shard; `layout` maps each dimension to its rank count."""
         shape = list(self.shape)
@@ -214,14 +221,21 @@ class Parameter(Sharded):
 
 
 def linear(
-    out_features: int, in_features: int, parts: tuple[tuple[str, int], ...] = (), cut: Cut = Cut(0), fp8: bool = True
+    out_features: int,
+    in_features: int,
+    parts: tuple[tuple[str, int], ...] = (),
+    cut: Cut = Cut(0),
+    fp8: bool = True,
+    heads: tuple[int, ...] = (),
 ) -> Parameter:
     """Return a projection's weight, initialised uniformly on +-1/sqrt(in_features), as torch's nn.Linear is.
 
     By default the projection is column-parallel: tensor-parallel ranks divide its outputs.
     """
     start = Projection(in_features**-0.5)
-    return Parameter((out_features, in_features), start, parts=parts, cuts=(cut,), fp8=fp8, projection=True)
+    return Parameter(
+        (out_features, in_features), start, parts=parts, cuts=(cut,), fp8=fp8, projection=True, heads=heads
+    )
 
 
 def output_linear(out_features: int, in_features: int, num_sublayers: int) -> Parameter:

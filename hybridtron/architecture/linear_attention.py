@@ -69,8 +69,9 @@ class LinearAttentionSpec(MixerSpec):
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         width, (keys, values), (_, head) = model.width, self.channels(model), self.head_sizes(model)
         projected = self.projected(model)
+        heads = tuple(self.num_key_heads if part in ("q", "k") else self.heads for part, _ in projected)
         table = {
-            "in_proj.weight": linear(sum(size for _, size in projected), width, parts=projected),
+            "in_proj.weight": linear(sum(size for _, size in projected), width, parts=projected, heads=heads),
             "norm_weight": Parameter((head,), Constant(1.0), decay=False, partial_gradient=True),
             "out_proj.weight": output_linear(width, values, model.num_sublayers),
         }

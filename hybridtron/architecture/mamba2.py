@@ -103,10 +103,11 @@ class Mamba2Spec(RecurrenceSpec):
         bc_size = self.groups * self.state
         bc = bc_projection(self.groups, self.state, width)
         taps = Uniform(self.conv**-0.5)
-        bc_taps = replace(bc, shape=(2 * bc_size, self.conv), init=taps, fp8=False, projection=False)
+        bc_taps = replace(bc, shape=(2 * bc_size, self.conv), init=taps, fp8=False, projection=False, heads=())
         per_head = Parameter((heads,), Constant(1.0), decay=False, fp32=True, cuts=(Cut(0),))
+        fused = (("z", inner), ("x", inner), ("dt", heads))
         return {
-            "in_proj.weight": linear(2 * inner + heads, width, parts=(("z", inner), ("x", inner), ("dt", heads))),
+            "in_proj.weight": linear(2 * inner + heads, width, parts=fused, heads=(heads, heads, 1)),
             "bc_proj.weight": bc,
             "x_conv_weight": Parameter((inner, self.conv), taps, cuts=(Cut(0),)),
             "x_conv_bias": Parameter((inner,), taps, decay=False, cuts=(Cut(0),)),
@@ -189,7 +190,7 @@ def bc_projection(groups: int, state: int, width: int) -> Parameter:
     for its own heads only. The weight's gradient on a rank is then partial.
     """
     size = groups * state
-    weight = linear(2 * size, width, parts=(("B", size), ("C", size)))
+    weight = linear(2 * size, width, parts=(("B", size), ("C", size)), heads=(groups, groups))
     return replace(weight, cuts=(Cut(0, unit=state, replicate=True),), partial_gradient=True)
 
 

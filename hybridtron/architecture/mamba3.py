@@ -82,7 +82,7 @@ class Mamba3Spec(MixerSpec):
         bias = replace(per_head, shape=(heads, 1, self.state))  # the middle axis is the MIMO variant's rank, 1 here
         norm = Parameter((self.state,), Constant(1.0), decay=False, partial_gradient=True)
         table = {
-            "in_proj.weight": linear(2 * inner + 3 * heads, width, parts=fused),
+            "in_proj.weight": linear(2 * inner + 3 * heads, width, parts=fused, heads=(heads, heads, 1, 1, 1)),
             "bc_proj.weight": bc,
             "angle_proj.weight": angles,
             "dt_bias": replace(per_head, init=InverseSoftplus(self.dt_min, self.dt_max)),

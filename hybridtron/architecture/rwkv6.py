@@ -58,7 +58,9 @@ class RWKV6Spec(MixerSpec):
         small = replace(linear(self.decay_rank, width, fp8=False), decay=False)
         out = linear(width, width, cut=Cut(1, unit=self.head_dim))
         projections = {
-            f"{name}_proj.weight": replace(linear(width, width, cut=of_heads), init=Orthogonal(length))
+            f"{name}_proj.weight": replace(
+                linear(width, width, cut=of_heads, heads=(self.num_heads(model),)), init=Orthogonal(length)
+            )
             for name, length in lengths.items()
         }
         return {

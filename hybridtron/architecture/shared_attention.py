@@ -67,13 +67,13 @@ class SharedBlockSpec(HeadsSpec):
         if self.adapt_attention:
             keys = self.channels(model)[1]
             kv_weight = table["kv.weight"]
-            half_weight = replace(kv_weight, shape=(keys, kv_weight.shape[1]), parts=())
+            half_weight = replace(kv_weight, shape=(keys, kv_weight.shape[1]), parts=(), heads=())
             beside |= {"q": table["q.weight"], "k": half_weight, "v": half_weight}
         pairs = {}
         for name, weight in beside.items():
             rows, inputs = weight.shape
             pairs[f"{name}_A.weight"] = replace(linear(self.rank, inputs), cuts=(), partial_gradient=True)
-            pairs[f"{name}_B.weight"] = replace(weight, shape=(rows, self.rank), init=Orthogonal(0.0))
+            pairs[f"{name}_B.weight"] = replace(weight, shape=(rows, self.rank), init=Orthogonal(0.0), heads=())
         return pairs
 
     @property

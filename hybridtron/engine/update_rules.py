@@ -75,8 +75,9 @@ class RuleOptimizer(torch.optim.Optimizer):
         self.steps = 0  # number of accepted steps
         for name, shard in self.shards.items():
             shard.parts = self._zeros(name, shard)
+        by_head = rule.matrix_stage is not None and rule.matrix_stage.by_head
         divided = [
-            DividedWeight(name, table[name], meshes[table[name].family], shard.ranges, shard.everywhere)
+            DividedWeight(name, table[name], meshes[table[name].family], shard.ranges, shard.everywhere, by_head)
             for name, shard in self.shards.items()
             if rule.has_matrix_stage(name, table[name])
         ]
@@ -122,7 +123,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         empty = stage.narrow(torch.empty(0, dtype=self.master_dtype, device=weight.device))
         directions = {name: torch.empty_like(update, dtype=self.master_dtype) for name, update in updates.items()}
         for name, piece, entries in exchange.directions(updates, stage.direction, empty):
-            piece.view(directions[name]).copy_(entries).mul_(stage.scale(*exchange.shapes[piece.matrix]))
+            piece.view(directions[name]).copy_(entries).mul_(stage.scale(*exchange.shapes[piece.matrix][-2:]))
         return directions
 
     @property

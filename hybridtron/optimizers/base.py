@@ -90,17 +90,22 @@ class MatrixStage(ABC):
     ranks send their entries to the owner, and the owner sends their directions back (`parallel/matrix_owners.py`).
     """
 
+    by_head: bool = False  # True if the heads of a projection are matrices of their own, processed by the same owner
+
     @abstractmethod
     def narrow(self, update: Tensor) -> Tensor:
         """Return results of the first stage in the number format in which they are sent and processed."""
 
     @abstractmethod
     def direction(self, matrix: Tensor) -> Tensor:
-        """Return the direction for a full matrix, except for its scale, in the matrix's number format."""
+        """Return the direction for a full matrix, except for its scale, in the matrix's number format.
+
+        With `by_head`, a matrix with several heads has three axes; the first is the head.
+        """
 
     @abstractmethod
     def scale(self, rows: int, columns: int) -> float:
-        """Return the factor by which the direction of a matrix of this shape is multiplied."""
+        """Return the factor by which the direction of a matrix, or of a head, with this shape is multiplied."""
 
 
 def like(weight: Parameter) -> Parameter:

@@ -12,8 +12,9 @@ after Newton and Schulz. The coefficients a, b, c are those of Jordan et al. in 
 (Amsel et al., 2025), which differ from step to step.
 
 Muon updates the projections in mixers, which the parameter table marks. A projection that is fused from several
-matrices, such as keys and values, is cut into these matrices, and each is orthogonalized separately. AdamW updates all
-other weights: embedding, head, norms, biases, convolutions, decays such as A_log, and adapters.
+matrices, such as keys and values, is cut into these matrices, and each is orthogonalized separately. With the option
+`heads`, a projection to heads is also cut into the rows of each head. AdamW updates all other weights: embedding, head,
+norms, biases, convolutions, decays such as A_log, and adapters.
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ class MuonOptions:
     # for name=muon: the matrices' learning rate, as a multiple of the phase's learning rate
     lr_factor: Annotated[float, above(0)] = 1.0
     iteration: IterationFormat = IterationFormat.bf16  # for name=muon: number format of the iteration
+    heads: bool = False  # for name=muon: orthogonalize each head of a projection to heads separately
 
 
 class Muon(UpdateRule):
@@ -146,6 +148,7 @@ class Orthogonalization(MatrixStage):
 
     def __init__(self, options: MuonOptions) -> None:
         self.options = options
+        self.by_head = options.heads
         self.polynomials = polynomials(options.coefficients, options.steps)
 
     def narrow(self, update: Tensor) -> Tensor:
@@ -173,14 +176,18 @@ def polynomials(coefficients: Coefficients, steps: int) -> list[Polynomial]:
 def orthogonalized(matrix: Tensor, steps: list[Polynomial]) -> Tensor:
     """Return an approximation to P Q^T, for the matrix P S Q^T, in the matrix's dtype.
 
-    The smaller of X X^T and X^T X is computed, so a matrix with more rows than columns is transposed.
+    The smaller of X X^T and X^T X is computed, so a matrix with more rows than columns is transposed. A tensor with
+    three axes is a batch of matrices.
     """
-    is_tall = matrix.shape[0] > matrix.shape[1]
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if is_tall else matrix
     # the sum of squares underflows or overflows unless the largest entry is about 1
-    x = x / x.abs().amax().clamp(min=TINY)
-    x = x / x.norm().clamp(min=TINY)
+    x = x / x.abs().amax((-2, -1), keepdim=True).clamp(min=TINY)
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=TINY)
     for a, b, c in steps:
         square = x @ x.mT
-        x = x.addmm(square.addmm(square, square, beta=b, alpha=c), x, beta=a)
+        if x.dim() == 2:
+            x = x.addmm(square.addmm(square, square, beta=b, alpha=c), x, beta=a)
+        else:
+            x = x.baddbmm(square.baddbmm(square, square, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x

@@ -3,11 +3,12 @@
 Each rank updates some entries of each weight: a range in its tensor-parallel shard, flattened. An optimizer such as
 Muon needs full matrices. So every matrix in a pipeline stage has an owner among the stage's ranks. The ranks send their
 entries to the owner, the owner computes the matrix's direction, and sends each rank the direction of the rank's
-entries. A weight that is fused from several matrices has an owner for each matrix.
+entries. A weight that is fused from several matrices has an owner for each matrix. If the optimizer takes the heads of
+a projection separately, the owner of the matrix processes all of its heads.
 
-The owners are balanced by the cost of products of the matrix with itself, m n min(m, n) for m rows and n columns: the
-matrices are distributed in the order of their costs, each to the rank with the smallest sum. Every matrix is processed
-by one rank in full, so the result's bits do not depend on the number of ranks.
+The owners are balanced by the cost of products of the matrix with itself, m n min(m, n) for m rows and n columns,
+summed over heads: the matrices are distributed in the order of their costs, each to the rank with the smallest sum.
+Every matrix is processed by one rank in full, so the result's bits do not depend on the number of ranks.
 
 The exchange takes several rounds, which limits the memory for its buffers. All ranks compute the owners, and which
 entries other ranks send, from the parameter table and from the layout, without communication.
@@ -44,6 +45,7 @@ class DividedWeight:
     mesh: the ranks that shard and replicate it
     ranges: for each rank in `mesh.copies`, the range in the flattened shard that the rank updates
     everywhere: True if each of these ranks updates the full shard
+    by_head: True if the heads of a projection are processed separately
     """
 
     name: str
@@ -51,11 +53,22 @@ class DividedWeight:
     mesh: Mesh
     ranges: Sequence[range]
     everywhere: bool
+    by_head: bool = False
 
     @property
     def matrices(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the fused matrices, by their names in a checkpoint."""
-        return self.parameter.stored(self.name)
+        """Shapes of the fused matrices, by their names in a checkpoint.
+
+        With `by_head`, the shape of a matrix with several heads is (heads, rows of a head, columns).
+        """
+        shapes = self.parameter.stored(self.name)
+        if not self.by_head:
+            return shapes
+        heads = self.parameter.stored_heads(self.name)
+        return {
+            key: (heads[key], rows // heads[key], columns) if heads[key] > 1 else (rows, columns)
+            for key, (rows, columns) in shapes.items()
+        }
 
     @property
     def entries_of_rank(self) -> float:
@@ -118,8 +131,8 @@ def balanced_owners(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[s
 
 
 def cost(shape: tuple[int, ...]) -> int:
-    """Return the number of multiplications in a product of a matrix with itself: m n min(m, n)."""
-    return math.prod(shape) * min(shape)
+    """Return the number of multiplications in a product of a matrix with itself: m n min(m, n), for each head."""
+    return math.prod(shape) * min(shape[-2:])
 
 
 class Exchange:
@@ -146,18 +159,20 @@ class Exchange:
         """Yield the directions of this rank's entries: (the weight's name, the rectangle, its direction).
 
         updates: this rank's flat entries of each weight; a weight without entries may be missing
-        direction_of: function from a full matrix to its direction
+        direction_of: function from a full matrix, or a batch of heads, to its direction
         empty: tensor without entries, with the dtype and the device of the updates
         """
         sent = [[piece.view(updates[name]) for name, piece in held if piece.sent] for held in self.held]
         received = self._exchange(sent, [[piece for piece in owned if piece.sent] for owned in self.owned], empty)
         matrices = {
-            name: empty.new_empty(self.shapes[name]) for name, owner in self.owners.items() if owner == self.ranks.rank
+            name: empty.new_empty(math.prod(self.shapes[name][:-1]), self.shapes[name][-1])
+            for name, owner in self.owners.items()
+            if owner == self.ranks.rank
         }
         for piece, entries in received:
             matrices[piece.matrix][piece.index] = entries
         for name, matrix in matrices.items():
-            matrices[name] = direction_of(matrix)
+            matrices[name] = direction_of(matrix.view(self.shapes[name])).reshape(matrix.shape)
         returned = [[matrices[piece.matrix][piece.index] for piece in owned] for owned in self.owned]
         expected = [[piece for _, piece in held] for held in self.held]
         names = [name for held in self.held for name, _ in held]

@@ -21,6 +21,7 @@ from hybridtron.parallel.pool import Seat
 from hybridtron.proving.audit.cases import Layout, small_model
 from tests.distributed import run_distributed
 from tests.engine.test_muon_layouts import (
+    BY_HEAD,
     OPTIM,
     TOLERANCE,
     configured,
@@ -80,6 +81,16 @@ def started(config: Config) -> dict[str, Tensor]:
 )
 def test_more_layouts_equal_one_process(layout: Layout) -> None:
     assert worst_against_one_process(configured(layout), layout.world_size) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "layout",
+    slow_except([Layout(tensor=2), Layout(tensor=4), Layout(tensor=2, data=2), Layout(pipeline=2)], Layout(tensor=2)),
+    ids=str,
+)
+def test_heads_equal_those_of_one_process(layout: Layout) -> None:
+    """With four tensor-parallel ranks, every rank holds all heads of k and v."""
+    assert worst_against_one_process(configured(layout, BY_HEAD), layout.world_size) < TOLERANCE
 
 
 @pytest.mark.parametrize(

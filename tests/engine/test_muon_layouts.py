@@ -40,6 +40,14 @@ ROWS = 8  # of a step, for every layout
 OPTIM = OptimConfig(name="muon", eps=1e-3, clip=0.05, muon=MuonOptions(iteration=IterationFormat.master))
 SERIAL = ParallelConfig(distributed_optimizer=False)
 PATTERN = "M-WG"  # fused weights of which each tensor-parallel rank has rows or columns; kv and bc may be replicated
+HEADS = {
+    "layers.2.mixer.q.weight": [4],
+    "layers.2.mixer.kv.weight": [2, 2],
+    "layers.3.mixer.in_proj.weight": [16, 16, 1],  # z, x, dt
+    "layers.3.mixer.bc_proj.weight": [2, 2],
+}
+"""Heads of each fused part in the pattern's model, by the weight's name; all other weights have none."""
+BY_HEAD = replace(OPTIM, muon=replace(OPTIM.muon, heads=True))
 
 
 def configured(layout: Layout, optim: OptimConfig = OPTIM, distributed: bool = True) -> Config:
@@ -96,6 +104,17 @@ def planted(mistake: str) -> Iterator[None]:
         elif mistake == "scale by the cut shape":
             by_shape = Orthogonalization.scale
             patch.setattr(Orthogonalization, "scale", lambda self, rows, columns: by_shape(self, rows // 2, columns))
+        elif mistake == "every n-th row to a head":
+            right = Orthogonalization.direction
+
+            def rearranged(self: Orthogonalization, matrix: Tensor) -> Tensor:
+                if matrix.dim() == 2:
+                    return right(self, matrix)
+                heads, rows, columns = matrix.shape
+                turned = right(self, matrix.reshape(rows, heads, columns).transpose(0, 1))
+                return turned.transpose(0, 1).reshape(matrix.shape)
+
+            patch.setattr(Orthogonalization, "direction", rearranged)
         yield
 
 
@@ -128,7 +147,7 @@ def by_hand(seat: Seat, config: Config, steps: int) -> dict[str, Tensor]:
             norm = sum((gradient**2).sum() for gradient in gradients.values()) ** 0.5
             for name, gradient in gradients.items():
                 clipped = gradient * min(1.0, config.optim.clip / (norm + 1e-6))
-                direction = hand_direction(table[name], clipped, state[name], step, config.optim)
+                direction = hand_direction(name, table[name], clipped, state[name], step, config.optim)
                 decay = config.optim.weight_decay * table[name].decay
                 masters[name] = masters[name] * (1 - LR * decay) - LR * direction
             engine.optimizer.zero_grad()
@@ -138,7 +157,7 @@ def by_hand(seat: Seat, config: Config, steps: int) -> dict[str, Tensor]:
 
 
 def hand_direction(
-    weight: Parameter, gradient: np.ndarray, state: list[np.ndarray], step: int, optim: OptimConfig
+    name: str, weight: Parameter, gradient: np.ndarray, state: list[np.ndarray], step: int, optim: OptimConfig
 ) -> np.ndarray:
     if not weight.is_mixer_projection:
         for index, (beta, value) in enumerate(zip(optim.betas, (gradient, gradient**2), strict=True)):
@@ -148,8 +167,11 @@ def hand_direction(
     mu = optim.muon.momentum
     state[0] = mu * state[0] + (1 - mu) * gradient
     update = mu * state[0] + (1 - mu) * gradient
+    matrices = np.split(update, np.cumsum(weight.fused_sizes(0))[:-1])
+    if optim.muon.heads and name in HEADS:
+        matrices = [head for part, heads in zip(matrices, HEADS[name], strict=True) for head in np.split(part, heads)]
     blocks = []
-    for block in np.split(update, np.cumsum(weight.fused_sizes(0))[:-1]):
+    for block in matrices:
         left, values, right = np.linalg.svd(block, full_matrices=False)
         values = values / np.sqrt((block**2).sum())
         for a, b, c in polynomials(optim.muon.coefficients, optim.muon.steps):
@@ -158,12 +180,21 @@ def hand_direction(
     return np.concatenate(blocks)
 
 
-def test_steps_equal_the_formulas_in_float64() -> None:
-    config = configured(Layout(), distributed=False)
+@pytest.mark.parametrize("optim", [OPTIM, BY_HEAD], ids=["matrices", "heads"])
+def test_steps_equal_the_formulas_in_float64(optim: OptimConfig) -> None:
+    config = configured(Layout(), optim, distributed=False)
     (ours,) = run_distributed(trained, 1, config, 3)
     (by_formulas,) = run_distributed(by_hand, 1, config, 3)
     worst = largest_difference({name: weight.double() for name, weight in ours.items()}, by_formulas)
     assert worst.difference < 2e-5, worst
+
+
+def test_heads_of_other_rows_are_noticed() -> None:
+    config = configured(Layout(), BY_HEAD, distributed=False)
+    (wrong,) = run_distributed(trained, 1, config, 3, "every n-th row to a head")
+    (by_formulas,) = run_distributed(by_hand, 1, config, 3)
+    worst = largest_difference({name: weight.double() for name, weight in wrong.items()}, by_formulas)
+    assert worst.difference > 5 * TOLERANCE
 
 
 @pytest.mark.gloo
@@ -309,6 +340,7 @@ def test_owners_are_balanced_by_cost() -> None:
     loads = [sum(cost(shapes[name]) for name, owner in owners.items() if owner == rank) for rank in range(3)]
     assert len(set(loads)) == 1
     assert cost((64, 16)) == cost((16, 64)) == 64 * 16 * 16
+    assert cost((8, 4, 16)) == 8 * cost((4, 16)) == 8 * 4 * 16 * 4
 
 
 def test_rounds_limit_the_entries_and_change_no_bits() -> None:

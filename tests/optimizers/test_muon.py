@@ -231,6 +231,34 @@ def test_low_rank_projections_of_a_mixer_are_matrices(kind: str, matrices: set[s
     assert not any(weights[name].projection for name in others)
 
 
+def heads_of(kind: str, **options: object) -> dict[str, tuple[int, ...]]:
+    weights = SPECS[kind](**options).parameters(ModelSizes(256, 4))
+    return {name: weight.heads for name, weight in weights.items() if weight.heads}
+
+
+def test_projections_to_heads_have_a_mark() -> None:
+    attention = {"q.weight": (8,), "kv.weight": (2, 2), "gate.weight": (8,)}
+    assert heads_of("attention", heads=8, kv_heads=2, gate=True) == attention
+    shared = {"q.weight": (8,), "kv.weight": (8, 8)}
+    assert heads_of("shared_attention", heads=8, hidden=64, rank=4, adapt_attention=True) == shared
+    assert heads_of("gated_deltanet", heads=8, key_heads=4, expand_k=0.5) == {"in_proj.weight": (4, 4, 8, 8)}
+    assert heads_of("kda", heads=4) == {"in_proj.weight": (4, 4, 4)}
+    mamba2 = {"in_proj.weight": (8, 8, 1), "bc_proj.weight": (2, 2)}
+    assert heads_of("mamba2", head_dim=64, groups=2) == mamba2
+    assert heads_of("mamba3", head_dim=64)["in_proj.weight"] == (8, 8, 1, 1, 1)
+    assert heads_of("rwkv6") == {f"{name}_proj.weight": (4,) for name in "rkvg"}
+    assert not heads_of("mamba") | heads_of("swiglu", hidden=64) | heads_of("rwkv6_channel_mix")
+
+
+def test_a_batch_has_the_directions_of_its_matrices() -> None:
+    steps = polynomials(Coefficients.quintic, 5)
+    for shape in ((4, 6, 16), (4, 16, 6)):
+        (batch,) = gradients(*shape, count=1)
+        batch[0] *= 1e-20
+        for actual, matrix in zip(orthogonalized(batch, steps), batch, strict=True):
+            torch.testing.assert_close(actual, orthogonalized(matrix, steps))
+
+
 def test_lr_factor_applies_to_matrices_only() -> None:
     rule = cast(Muon, update_rule(OptimConfig(name="muon", muon=MuonOptions(lr_factor=40.0))))
     table = architecture(small_config("M-")).table

@@ -67,20 +67,25 @@ def rows(schema: type, prefix: str) -> Iterator[str]:
         if below is not None and hint is below:
             yield from rows(below, f"{key}.")
             continue
-        meaning = meanings.get(f.name) or meaning_elsewhere(schema, f.name)
+        meaning = meanings.get(f.name) or meaning_elsewhere(key)
         assert meaning, f"{schema.__name__}.{f.name} has no comment that says what it means"
         yield f"| `{key}` | {in_words(hint, choices(schema, f.name))} | {default(f)} | {meaning} |\n"
         if below is not None:
             yield from rows(below, f"{key}.{'NAME.' if typing.get_origin(hint) is dict else ''}")
 
 
-def meaning_elsewhere(schema: type, name: str) -> str:
+def meaning_elsewhere(key: str) -> str:
     """A field of a phase that overrides a section's field means what it means there."""
-    if not schema.__name__.startswith("Phase"):
+    phase = "phases.N."
+    if not key.startswith(phase):
         return ""
-    overridden = schema.__name__.removeprefix("Phase").removesuffix("Config").lower()
-    known = hints(Config).get(overridden)
-    return f"overrides `{overridden}.{name}` in this phase" if known and name in hints(known) else ""
+    overridden = key.removeprefix(phase)
+    schema: type | None = Config
+    for name in overridden.split("."):
+        if schema is None or name not in hints(schema):
+            return ""
+        schema = inner_schema(hints(schema)[name])
+    return f"overrides `{overridden}` in this phase"
 
 
 def public(name: str) -> str:

@@ -33,7 +33,7 @@ from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.config.saved import spelled_secrets
 from hybridtron.config.schema import Feed, OptimConfig, PhaseConfig, RunConfig
 from hybridtron.config.units import parse_tokens
-from hybridtron.config.update_rule import transfer_problems, unread_problems, update_rule_warnings
+from hybridtron.config.update_rule import transfer_problems, unread_by_phases, update_rule_warnings
 from hybridtron.limits import is_folder, limit_problems, shortened
 from hybridtron.problems import ConfigError, Problem
 from hybridtron.requirements import install_command, is_there, missing
@@ -54,6 +54,7 @@ def check(plan: RunPlan, world_size: int | None = None) -> list[Problem]:
         *_run(config.run),
         *_validation(config.run, config.phases),
         *_mirror(config.checkpoint.mirror),
+        *unread_by_phases(phases),
         *spelled_secrets(asdict(config)),
     ]
     for section in ("run", "checkpoint", "cluster", "parallel"):
@@ -156,7 +157,6 @@ def model_problems(model: ModelConfig, longest: int = sys.maxsize) -> Sequence[P
 def _optim(optim: OptimConfig) -> Iterator[Problem]:
     if len(optim.betas) != 2:
         yield Problem("optim.betas", "wrong-type", f"has {len(optim.betas)} values, must have two, such as [0.9, 0.95]")
-    yield from unread_problems(optim)
 
 
 def _run(run: RunConfig) -> Iterator[Problem]:

@@ -27,6 +27,7 @@ from hybridtron.config.choices import (
 )
 from hybridtron.config.units import parse_tokens
 from hybridtron.limits import above, at_least, not_empty, possible_path, readable_by
+from hybridtron.optimizers.muon import Coefficients, IterationFormat, Scale
 
 TOKENS = readable_by(parse_tokens)
 
@@ -70,9 +71,25 @@ class PhaseStatesConfig:
 
 
 @dataclass
+class PhaseMuonConfig:
+    """A phase's overrides for `optim.muon`; null: no override."""
+
+    momentum: float | None = None
+    nesterov: bool | None = None
+    steps: int | None = None
+    coefficients: Coefficients | None = None
+    scale: Scale | None = None
+    lr_factor: float | None = None
+    iteration: IterationFormat | None = None
+    heads: bool | None = None
+
+
+@dataclass
 class PhaseOptimConfig:
     """A phase's overrides for `optim`; null: no override."""
 
+    # the optimizer of this phase; its state starts at zero if the previous phase had another; null: optim.name
+    name: str | None = None
     schedule: str | None = None
     hold: str | None = None
     warmup: str | None = None
@@ -82,6 +99,7 @@ class PhaseOptimConfig:
     weight_decay_schedule: DecaySchedule | None = None
     clip: float | None = None
     z_loss: float | None = None
+    muon: PhaseMuonConfig = field(default_factory=PhaseMuonConfig)
 
 
 @dataclass

@@ -30,12 +30,14 @@ from hybridtron.config.choices import Documents, Order, StateKind, StateMode
 from hybridtron.config.phase_schema import (
     PhaseConfig,
     PhaseDataConfig,
+    PhaseMuonConfig,
     PhaseOptimConfig,
     PhasePrecisionConfig,
     PhaseStatesConfig,
 )
 from hybridtron.config.schema import Config, DataConfig, OptimConfig, ParallelConfig, PrecisionConfig, StatesConfig
 from hybridtron.config.units import parse_tokens
+from hybridtron.optimizers.muon import MuonOptions
 from hybridtron.problems import ConfigError
 
 NOISE = (StateMode.random, StateMode.fitted)  # modes in which rows start from random states
@@ -119,6 +121,14 @@ class ResolvedPhase:
         if self.model.adapters is None:
             return previous is None
         return self.model.adapters.continues(previous)
+
+    @property
+    def keeps_optimizer(self) -> bool:
+        """True if the previous phase has the same optimizer, or there is none.
+
+        If False, the state of the previous phase's optimizer is discarded before the phase starts.
+        """
+        return self.before is None or self.before.optim.name == self.optim.name
 
     @property
     def documents(self) -> Documents:
@@ -219,7 +229,7 @@ class ResolvedPhase:
             model.layers.W.window   phases.1.layers.W.window
         """
         section, _, name = key.partition(".")
-        if section in _SECTIONS and getattr(getattr(self.settings, section), name.partition(".")[0], None) is not None:
+        if section in _SECTIONS and _sets(getattr(self.settings, section), name):
             return self.own_key(key)
         if key.startswith("model.adapters") and self.settings.adapters is not None:
             return self.own_key(name)
@@ -338,8 +348,8 @@ class RunPlan:
         return next(phase for phase in self.phases if step < phase.end_step)
 
 
-Base = TypeVar("Base", DataConfig, StatesConfig, OptimConfig, PrecisionConfig)
-Changes = PhaseDataConfig | PhaseStatesConfig | PhaseOptimConfig | PhasePrecisionConfig
+Base = TypeVar("Base", DataConfig, StatesConfig, OptimConfig, PrecisionConfig, MuonOptions)
+Changes = PhaseDataConfig | PhaseStatesConfig | PhaseOptimConfig | PhasePrecisionConfig | PhaseMuonConfig
 
 
 def _with(options: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -378,5 +388,20 @@ def _as_named_now(options: dict[str, Any], kind: object) -> dict[str, Any]:
 
 def _overlaid(base: Base, changes: Changes) -> Base:
     """Return `base` with the fields that `changes` sets."""
-    chosen = {f.name: value for f in dataclasses.fields(changes) if (value := getattr(changes, f.name)) is not None}
+    chosen: dict[str, Any] = {}
+    for field_ in dataclasses.fields(changes):
+        value = getattr(changes, field_.name)
+        if isinstance(value, PhaseMuonConfig):
+            chosen[field_.name] = _overlaid(getattr(base, field_.name), value)
+        elif value is not None:
+            chosen[field_.name] = value
     return dataclasses.replace(base, **chosen)
+
+
+def _sets(changes: Changes, name: str) -> bool:
+    """Return True if a phase's section overrides the key `name`, in which dots lead into the value of a field."""
+    first, _, rest = name.partition(".")
+    value = getattr(changes, first, None)
+    if isinstance(value, PhaseMuonConfig):
+        return _sets(value, rest)
+    return value is not None

@@ -23,6 +23,11 @@ def update_rule(optim: OptimConfig) -> UpdateRule:
     return rule(options)
 
 
+def same_update_rule(one: OptimConfig, other: OptimConfig) -> bool:
+    """Return True if two sections name the same optimizer with the same options."""
+    return one.name == other.name and getattr(one, one.name, None) == getattr(other, one.name, None)
+
+
 def unread_problems(optim: OptimConfig) -> Iterator[Problem]:
     """Yield a problem for each key with a value other than its default that the optimizer does not read."""
     rule = OPTIMIZERS.get(optim.name)
@@ -52,6 +57,16 @@ def transfer_problems(optim: OptimConfig, model: ModelConfig) -> Iterator[Proble
         "conflict",
         f"is {optim.name}, but model.mup has no learning rates for it: use optim.name={able}, or leave model.mup out",
     )
+
+
+def unread_by_phases(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
+    """Yield the problems of `unread_problems` for each phase, except for keys of the run that another phase reads."""
+    read = {key for phase in phases if (rule := OPTIMIZERS.get(phase.optim.name)) for key in rule.reads}
+    for phase in phases:
+        for problem in unread_problems(phase.optim):
+            key = phase.key(problem.key)
+            if key != problem.key or problem.key.split(".")[1] not in read:
+                yield dataclasses.replace(problem, key=key)
 
 
 def update_rule_warnings(phases: Sequence[ResolvedPhase]) -> list[str]:

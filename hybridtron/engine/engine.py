@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hybridtron.config.pipeline_layout import with_overlap
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.schema import StateMode
+from hybridtron.config.update_rule import same_update_rule
 from hybridtron.data.batch import Batch, step_key
 from hybridtron.data.order.phase_order import phase_seed
 from hybridtron.device import DTYPES, compute_device
@@ -89,7 +90,7 @@ class Engine:
     def supports(self, phase: ResolvedPhase) -> bool:
         """Return True if this engine can train a phase without being rebuilt."""
         same = phase.model == self.config.model and phase.precision == self.config.precision
-        return same and phase.trained == self.trained
+        return same and phase.trained == self.trained and same_update_rule(phase.optim, self.config.optim)
 
     def start_phase(self, phase: ResolvedPhase, lanes: range) -> None:
         """Apply the phase's settings, and prepare the initial states for its rows.

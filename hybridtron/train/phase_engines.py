@@ -1,9 +1,10 @@
 """Builds the engine of the current phase: the model with its optimizer.
 
-A phase may change the model's options, the precision or the set of trained weights. Such a phase begins as if the run
-were resumed: a new engine is built, and the checkpoint from the end of the phase before is restored into the engine. If
-the phase has other adapters than that checkpoint, the checkpoint's adapters are merged into the weights. So it makes no
-difference if a run trains across the phase boundary, or is stopped there and started again.
+A phase may change the model's options, the precision, the optimizer or the set of trained weights. Such a phase begins
+as if the run were resumed: a new engine is built, and the checkpoint from the end of the phase before is restored into
+the engine. If the phase has other adapters than that checkpoint, the checkpoint's adapters are merged into the weights.
+If it has another optimizer, the optimizer's state is zero. So it makes no difference if a run trains across the phase
+boundary, or is stopped there and started again.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class PhaseEngines:
             return self.current, PhaseBoundary(initial, moments=False, key=phase.own_key("init_from"))
         if not phase.keeps_adapters:  # the adapters change here, so the moments do not fit the weights
             return self.current, PhaseBoundary(merge_adapters(checkpoint), moments=False)
-        return self.current, PhaseBoundary(checkpoint, phase.settings.moments is Moments.keep)
+        return self.current, PhaseBoundary(checkpoint, phase.settings.moments is Moments.keep and phase.keeps_optimizer)
 
     def needs_rebuild(self, phase: ResolvedPhase) -> bool:
         """Return True if a phase can't continue with the weights and moments in the current engine."""

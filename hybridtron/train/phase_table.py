@@ -168,6 +168,8 @@ def changes_of(phase: ResolvedPhase) -> Iterator[str]:
         yield f"starts from {f'the weights of {run.weights}' if run.weights else 'new weights'}"
     elif settings.init_from is not None:
         yield f"starts from the weights of {settings.init_from}, without the optimizer's moments"
+    elif not phase.keeps_optimizer:
+        yield f"starts with the state of {phase.optim.name} at zero, without the moments of {phase.before.optim.name}"
     elif settings.moments is Moments.reset:
         yield "starts without the optimizer's moments"
     if settings.lr_piece is not LrPiece.rewarm:

@@ -129,9 +129,11 @@ def check_same_model(start: Checkpoint, plan: RunPlan) -> None:
 
     `start` is the checkpoint that the run resumes from.
     """
-    differences = _differences(start, plan.phase_ending_at(start.meta.step).model)
-    if (stored := start.config.optim.name) != (wanted := plan.config.optim.name):
-        differences.append(("optim.name", f"is {wanted}, but {start.folder} holds the state of {stored}"))
+    phase = plan.phase_ending_at(start.meta.step)
+    differences = _differences(start, phase.model)
+    if (stored := start.config.optim.name) != (wanted := phase.optim.name):
+        key = phase.key("optim.name")
+        differences.append((key, f"is {wanted}, but {start.folder} holds the state of {stored}"))
     if differences:
         raise ConfigError(
             [

@@ -61,6 +61,7 @@ WHAT = {
         "Reading prompts",
         "time for the same number of tokens in rows of every length; several models",
     ),
+    "optimizer": ("optimizer", "Optimizer step", "of Muon, against AdamW's step and a bare loop of Muon's products"),
     "step": ("step", "Training step", "with this package's schedule and optimizer, against a plain PyTorch loop"),
 }
 """Each benchmark's name -> (module in benchmarks/, title of the report, comparison for --help).
@@ -73,7 +74,7 @@ The module contains a function with the benchmark's name, which fills the report
 - TBTT: truncated backpropagation through time
 - crowded steps: steps by more processes than the machine has cores
 """
-TAKES_SETTINGS = ("step", "fp8", "llama", "rounding")
+TAKES_SETTINGS = ("step", "fp8", "llama", "rounding", "optimizer")
 TAKES_MODELS = ("decode", "prefill", "scoring")
 
 
@@ -90,7 +91,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "settings",
         nargs="*",
         metavar="key=value|MODEL",
-        help="for step, fp8, llama, rounding: settings of a run; for decode, prefill, scoring: recipes or runs",
+        help="for step, fp8, llama, rounding, optimizer: settings of a run; for decode, prefill, scoring: models",
     )
     parser.add_argument("--quick", action="store_true", help="tiny sizes; writes a table only with --output")
     parser.add_argument("--output", type=path_of, metavar="FILE", help="table file (default: benchmarks/NAME.md)")

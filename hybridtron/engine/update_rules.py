@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from hybridtron.architecture.base import Parameter
+from hybridtron.device import plain_torch
 from hybridtron.optimizers.base import UpdateRule, UpdateSettings
 from hybridtron.parallel.matrix_owners import DividedWeight, Exchange, exchanges
 from hybridtron.parallel.mesh import Mesh, RankGroup
@@ -84,6 +85,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         self.exchanges = exchanges(divided, stage_ranks)
 
     @torch.no_grad()
+    @plain_torch()
     def step(self, closure: Any = None) -> None:
         """Update the masters. All ranks of a stage process its weights in the same order, because some are gathered."""
         assert closure is None

@@ -100,7 +100,8 @@ class MatrixStage(ABC):
     def direction(self, matrix: Tensor) -> Tensor:
         """Return the direction for a full matrix, except for its scale, in the matrix's number format.
 
-        With `by_head`, a matrix with several heads has three axes; the first is the head.
+        With `by_head`, a matrix with several heads has three axes; the first is the head. The matrix must not be
+        changed, because it may be part of the state.
         """
 
     @abstractmethod

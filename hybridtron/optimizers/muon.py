@@ -179,11 +179,12 @@ def orthogonalized(matrix: Tensor, steps: list[Polynomial]) -> Tensor:
     The smaller of X X^T and X^T X is computed, so a matrix with more rows than columns is transposed. A tensor with
     three axes is a batch of matrices.
     """
-    is_tall = matrix.shape[-2] > matrix.shape[-1]
-    x = matrix.mT if is_tall else matrix
     # the sum of squares underflows or overflows unless the largest entry is about 1
-    x = x / x.abs().amax((-2, -1), keepdim=True).clamp(min=TINY)
+    x = matrix / matrix.abs().amax((-2, -1), keepdim=True).clamp(min=TINY)
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=TINY)
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    if is_tall:
+        x = x.mT
     for a, b, c in steps:
         square = x @ x.mT
         if x.dim() == 2:

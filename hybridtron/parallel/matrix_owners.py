@@ -164,15 +164,18 @@ class Exchange:
         """
         sent = [[piece.view(updates[name]) for name, piece in held if piece.sent] for held in self.held]
         received = self._exchange(sent, [[piece for piece in owned if piece.sent] for owned in self.owned], empty)
-        matrices = {
-            name: empty.new_empty(math.prod(self.shapes[name][:-1]), self.shapes[name][-1])
-            for name, owner in self.owners.items()
-            if owner == self.ranks.rank
-        }
+        matrices: dict[str, Tensor] = {}
         for piece, entries in received:
+            rows = math.prod(self.shapes[piece.matrix][:-1])
+            columns = self.shapes[piece.matrix][-1]
+            if piece.size == rows * columns:
+                matrices[piece.matrix] = entries
+                continue
+            if piece.matrix not in matrices:
+                matrices[piece.matrix] = empty.new_empty(rows, columns)
             matrices[piece.matrix][piece.index] = entries
         for name, matrix in matrices.items():
-            matrices[name] = direction_of(matrix.view(self.shapes[name])).reshape(matrix.shape)
+            matrices[name] = direction_of(matrix.reshape(self.shapes[name])).reshape(matrix.shape)
         returned = [[matrices[piece.matrix][piece.index] for piece in owned] for owned in self.owned]
         expected = [[piece for _, piece in held] for held in self.held]
         names = [name for held in self.held for name, _ in held]
@@ -182,15 +185,18 @@ class Exchange:
     def _exchange(
         self, sent: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Piece]], empty: Tensor
     ) -> Iterator[tuple[Piece, Tensor]]:
-        """Send tensors to each rank, and yield the rectangles that this rank receives, in the order of `expected`."""
-        outgoing = torch.cat([empty, *(tensor.reshape(-1) for tensors in sent for tensor in tensors)])
+        """Send tensors to each rank, and yield the rectangles that this rank receives, in the order of `expected`.
+
+        A single rank receives its own tensors, without a copy.
+        """
         if self.ranks.size == 1:
-            incoming = outgoing
-        else:
-            sizes_in = [sum(piece.size for piece in pieces) for pieces in expected]
-            sizes_out = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
-            incoming = empty.new_empty(sum(sizes_in))
-            dist.all_to_all_single(incoming, outgoing, sizes_in, sizes_out, group=self.ranks.group)
+            yield from zip(expected[0], sent[0], strict=True)
+            return
+        outgoing = torch.cat([empty, *(tensor.reshape(-1) for tensors in sent for tensor in tensors)])
+        sizes_in = [sum(piece.size for piece in pieces) for pieces in expected]
+        sizes_out = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
+        incoming = empty.new_empty(sum(sizes_in))
+        dist.all_to_all_single(incoming, outgoing, sizes_in, sizes_out, group=self.ranks.group)
         at = 0
         for piece in (piece for pieces in expected for piece in pieces):
             yield piece, incoming[at : at + piece.size].view(piece.shape)

@@ -39,6 +39,7 @@ TABLES = {
     "checkpoint": 3,
     "fp8": 1,
     "rounding": 2,
+    "optimizer": 1,
     "decode": 2,
     "prefill": 1,
     "scoring": 1,

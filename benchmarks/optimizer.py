@@ -2,7 +2,7 @@
 
 The bare loop takes each matrix of the model, in Muon's number format and transposed if it is tall, and computes the
 products of the iteration alone: no momentum, no norm, no update. Muon must do this work, and for each weight about what
-AdamW does. What is above their sum is the cost of the rule: its passes over the entries and its copies.
+AdamW does. What is above their sum is the cost of the rule: norms, momentum, updates and copies.
 """
 
 from __future__ import annotations

@@ -132,6 +132,7 @@ FORMS: tuple[tuple[str, ...], ...] = (
     ("checkpoint", "list", "PATH"),
     ("checkpoint", "verify", "PATH"),
     ("checkpoint", "diff", "PATH", "PATH"),
+    ("checkpoint", "average", "PATH", "PATH", "--output", "average", "--weights", "NUMBER", "NUMBER"),
     ("checkpoint", "reshard", "PATH", "reshard", "--file-size", "NUMBER"),
     ("data", "verify", "PATH", "--workers", "1"),
     ("data", "prepare", "--input", "PATH", "--output", "prepared", "--tokenizer", "PATH"),

@@ -42,6 +42,7 @@ from hybridtron.config.schema import Config
 from hybridtron.model.lm import LanguageModel
 from hybridtron.parallel.blocks import full_rectangle, weight_blocks
 
+MASTER = "master."  # what the key of a weight's fp32 master begins with, before the weight's key
 READERS = 4  # threads; they run in parallel, because reading and digesting release Python's lock
 
 
@@ -96,6 +97,13 @@ class Checkpoint:
 
     def dtype(self, key: str) -> torch.dtype:
         return NAMES[self._of(key)[0].dtype]
+
+    def widest(self, key: str) -> str:
+        """Return the key of a weight's fp32 master if the checkpoint has a master, else the weight's key."""
+        master = f"{MASTER}{key.removeprefix(MASTER)}"
+        if master in self._chunks:
+            return master
+        return key
 
     def whole(self, key: str) -> Tensor:
         """Read and verify a full tensor, and return it on the CPU.

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from hybridtron.architecture.adapters import AdaptersConfig, adapter_key, is_adapter
-from hybridtron.checkpoint.checkpoint import Checkpoint, fill_rectangles
+from hybridtron.checkpoint.checkpoint import MASTER, Checkpoint, fill_rectangles
 from hybridtron.config.schema import Config
 from hybridtron.parallel.dora import factors
-
-MASTER = "master."
 
 
 @dataclass(frozen=True)
@@ -53,26 +51,19 @@ class MergedCheckpoint(Checkpoint):
 
     def _merged_weight(self, key: str, A: str, B: str) -> Tensor:
         """Return a weight merged with its adapter, in fp32 or wider; `A` and `B` are the matrices' keys."""
-        down, up = (super(MergedCheckpoint, self).whole(self._widest(matrix)) for matrix in (A, B))
-        weight = super().whole(self._widest(key))
+        down, up = (super(MergedCheckpoint, self).whole(self.widest(matrix)) for matrix in (A, B))
+        weight = super().whole(self.widest(key))
         scale = self.adapters.alpha / self.adapters.rank
         wide = torch.promote_types(weight.dtype, torch.float32)
         weight = weight.to(wide)
         adapted = weight + scale * (up.to(wide) @ down.to(wide))
         if not self.adapters.dora:
             return adapted
-        M = super().whole(self._widest(B.replace(".adapter.B", ".adapter.M")))
+        M = super().whole(self.widest(B.replace(".adapter.B", ".adapter.M")))
         norms, adapted_norms = (
             torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64) for matrix in (weight, adapted)
         )
         return factors(M.to(wide), norms, adapted_norms)[:, None] * adapted
-
-    def _widest(self, key: str) -> str:
-        """Return the key of a weight's fp32 master if the checkpoint has a master, else the weight's key."""
-        master = f"{MASTER}{key.removeprefix(MASTER)}"
-        if master in self._chunks:
-            return master
-        return key
 
 
 def adapter_pair(stored_keys: Container[str], key: str) -> tuple[str, str] | None:

@@ -1,12 +1,17 @@
-"""List, verify, compare, reshard or fetch the checkpoints of a run.
+"""List, verify, compare, average, reshard or fetch the checkpoints of a run.
 
     hybridtron checkpoint list runs/samba
     hybridtron checkpoint verify runs/samba                           read every byte of every checkpoint
     hybridtron checkpoint verify runs/samba/checkpoints/step-00000500
     hybridtron checkpoint diff LEFT RIGHT                             list settings and tensors that differ
+    hybridtron checkpoint average A B C --output MEAN                 write the mean of the weights
     hybridtron checkpoint reshard CHECKPOINT OUTPUT --file-size 4GB   write a copy with full tensors, in files of 4 GB
     hybridtron checkpoint fetch s3://BUCKET/PREFIX runs/samba         download the newest checkpoint of a mirror
     hybridtron checkpoint fetch s3://BUCKET/PREFIX/step-00000500 runs/samba
+
+The checkpoints of an average come from one run or from several with equal architecture: each is a checkpoint, a run
+for its newest checkpoint, or RUN@best for its checkpoint with the lowest held-out loss. The average has weights alone:
+`run.weights=MEAN`, `evaluate`, `generate` and `export` read it, but no run resumes from it.
 
 A mirror is the S3 folder that a run's `checkpoint.mirror` names. Any parallel layout loads any checkpoint, so a run
 resumes without `reshard`. The sub-command `reshard` is for other programs that read a checkpoint and expect every
@@ -25,15 +30,19 @@ from hybridtron.problems import CommandParser
 def main(arguments: list[str]) -> int:
     """Parse the command line and run the sub-command. Returns the exit code."""
     parser = CommandParser(
-        prog="hybridtron checkpoint", description="List, verify, compare, reshard or fetch checkpoints."
+        prog="hybridtron checkpoint", description="List, verify, compare, average, reshard or fetch checkpoints."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="list|verify|diff|reshard|fetch")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="list|verify|diff|average|reshard|fetch")
     for name, about in (("list", "the checkpoints of a run"), ("verify", "read every byte")):
         command = commands.add_parser(name, help=about)
         command.add_argument("path", type=path_of, help="a run's folder, or one checkpoint")
     command = commands.add_parser("diff", help="list the differences of two checkpoints")
     command.add_argument("left", type=path_of)
     command.add_argument("right", type=path_of)
+    command = commands.add_parser("average", help="write the mean of the weights of several checkpoints")
+    command.add_argument("paths", nargs="+", type=path_of, metavar="CHECKPOINT", help="or RUN, or RUN@best")
+    command.add_argument("--output", type=path_of, required=True, metavar="DIR", help="the new checkpoint")
+    command.add_argument("--weights", nargs="+", type=float, metavar="W", help="a weight for each; default: equal")
     command = commands.add_parser("reshard", help="rewrite a checkpoint with full tensors")
     command.add_argument("path", type=path_of, metavar="CHECKPOINT", help="or a run's folder: its newest checkpoint")
     command.add_argument("output", type=path_of)

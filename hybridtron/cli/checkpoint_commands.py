@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import warnings
 from pathlib import Path
@@ -11,12 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridtron.checkpoint import folder as folders
+from hybridtron.checkpoint.average import average, shares_of
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.mirror import download
 from hybridtron.checkpoint.rewrite import differences, rewrite
 from hybridtron.cli.arguments import bytes_of, checkpoints_at, not_there_yet, progress_bar
 from hybridtron.config.units import readable
+from hybridtron.config.weights import BEST
 from hybridtron.problems import Unusable
 from hybridtron.storage.retry import StorageError
 from hybridtron.train.lock import RunLock
@@ -30,6 +33,7 @@ def run(chosen: argparse.Namespace) -> int:
         "list": list_checkpoints,
         "verify": verify_checkpoints,
         "diff": print_differences,
+        "average": average_checkpoints,
         "reshard": reshard_checkpoint,
         "fetch": fetch_checkpoint,
     }
@@ -43,6 +47,25 @@ def open_newest(path: Path) -> Checkpoint:
         return Checkpoint.open(checkpoints_at(path)[-1])
     except BrokenCheckpoint as error:
         raise Unusable(str(error), code="unreadable") from error
+
+
+def open_named(path: Path) -> Checkpoint:
+    """Open a checkpoint, a run's newest checkpoint, or for RUN@best the run's checkpoint with the lowest held-out loss.
+
+    Raises Unusable if there is no such checkpoint, or if it is broken.
+    """
+    if not path.name.endswith(BEST):
+        return open_newest(path)
+    run = path.with_name(path.name.removesuffix(BEST))
+    checkpoints_at(run)
+    checkpoint = folders.best(run)
+    if checkpoint is None:
+        raise Unusable(
+            f"{run} has no checkpoint with a held-out loss, which is measured only at evaluation steps "
+            "(run.eval_every): name a checkpoint's folder",
+            code="no-file",
+        )
+    return checkpoint
 
 
 def table_of(*columns: str) -> Table:
@@ -120,6 +143,47 @@ def print_differences(chosen: argparse.Namespace) -> int:
         return 0
     show(table)
     return 1
+
+
+def average_checkpoints(chosen: argparse.Namespace) -> int:
+    """Write the mean of the weights of several checkpoints, and print the share of each.
+
+    Returns 1 if a checkpoint turns out to be broken while it is read.
+    """
+    factors = _factors(chosen)
+    not_there_yet(chosen.output)
+    sources = [open_named(path) for path in chosen.paths]
+    try:
+        with progress_bar("files") as report_progress:
+            averaged = average(sources, factors, chosen.output, report_progress)
+    except BrokenCheckpoint as error:
+        print(error, file=sys.stderr)
+        return 1
+    table = table_of("checkpoint", "step", "share")
+    for source, share in zip(sources, shares_of(factors), strict=True):
+        table.add_row(str(source.folder), str(source.meta.step), f"{share:.4f}")
+    show(table)
+    weights = f"{averaged.weights} weights, {averaged.masters} with fp32 masters"
+    start = f"to train from it use run.weights={chosen.output}"
+    print(f"{chosen.output}: mean of {len(sources)} checkpoints, {weights}; {start}")
+    return 0
+
+
+def _factors(chosen: argparse.Namespace) -> list[float]:
+    """Return a factor for each averaged checkpoint. Raises Unusable if --weights or the checkpoints can't be used."""
+    count = len(chosen.paths)
+    if count < 2:
+        raise Unusable(f"{chosen.paths[0]} is the only checkpoint: name at least two to average", code="missing")
+    if chosen.weights is None:
+        return [1.0] * count
+    if len(chosen.weights) != count:
+        raise Unusable(
+            f"--weights has {len(chosen.weights)} numbers for {count} checkpoints: give one for each",
+            code="wrong-type",
+        )
+    if wrong := [factor for factor in chosen.weights if not (math.isfinite(factor) and factor > 0)]:
+        raise Unusable(f"--weights has {wrong[0]}, must have finite numbers above 0", code="out-of-range")
+    return chosen.weights
 
 
 def reshard_checkpoint(chosen: argparse.Namespace) -> int:

@@ -38,7 +38,7 @@ COMMANDS = {
     "sweep": ("sweep:main", "run a grid of training runs, and tabulate their results"),
     "replay": ("replay:main", "repeat a refused step of a run, with usual and with reference ops"),
     "plot": ("plot:main", "draw a run's losses"),
-    "checkpoint": ("checkpoint:main", "list, verify, diff, reshard or fetch checkpoints"),
+    "checkpoint": ("checkpoint:main", "list, verify, diff, average, reshard or fetch checkpoints"),
     "export": ("convert:export_main", "convert a checkpoint to the format of Hugging Face"),
     "import": ("convert:import_main", "convert a model in the format of Hugging Face to a checkpoint"),
     "audit": ("audit:main", "compare every gradient of a parallel layout with one process"),

@@ -1,0 +1,150 @@
+"""`hybridtron checkpoint average`: the mean of the weights of several checkpoints, as a new checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridtron.architecture.adapters import AdaptersConfig
+from hybridtron.checkpoint.average import shares_of, weight_shapes
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.save import Saver, meta_of
+from hybridtron.cli import checkpoint
+from hybridtron.config.resolve import RunPlan, resolve
+from hybridtron.config.schema import CheckpointConfig, ModelConfig
+from hybridtron.engine.engine import Engine
+from hybridtron.evaluate.loaded_model import whole_model
+from hybridtron.parallel.groups import Groups
+from hybridtron.train.start import initial_weights
+from tests.checkpoint.conftest import Write, trained
+from tests.conftest import random_batch, small_config, small_run
+from tests.refusals import refusal
+
+LOSSES = {1: 3.0, 2: 2.0, 3: 9.0}
+
+
+def three(write: Write, engine: Engine) -> list[Path]:
+    """Write the checkpoints of three steps."""
+    folders = []
+    for step in (1, 2, 3):
+        engine.forward_backward([random_batch()])
+        engine.step(1e-2)
+        folders.append(write(engine, step, LOSSES[step], CheckpointConfig(keep=3)))
+    return folders
+
+
+def averaged(*arguments: object) -> Checkpoint:
+    """Run the command; the last argument is the output folder."""
+    *paths, output = arguments
+    assert checkpoint.main(["average", *map(str, paths), "--output", str(output)]) == 0
+    return Checkpoint.open(Path(str(output)))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_average_is_the_mean_of_the_widest_weights(precision: str, alone: Groups, write: Write, tmp_path: Path) -> None:
+    folders = three(write, trained(alone, precision))
+    mean = averaged(*folders, tmp_path / "mean")
+    sources = [Checkpoint.open(folder) for folder in folders]
+    keys = weight_shapes(sources[0])
+    assert keys
+    for key in keys:
+        expected = torch.stack([source.whole(source.widest(key)).double() for source in sources]).mean(0)
+        widest = mean.whole(mean.widest(key))
+        assert widest.dtype == torch.float32
+        torch.testing.assert_close(widest, expected.float(), rtol=1e-6, atol=1e-9)
+        assert mean.dtype(key) == sources[0].dtype(key)
+        assert torch.equal(mean.whole(key), widest.to(mean.dtype(key)))
+    has_masters = any(key.startswith("master.") for key in mean.shapes)
+    assert has_masters == (precision == "bf16")
+    assert mean.meta.step == 3
+    assert mean.meta.validation is None
+    assert list(mean.faults()) == []
+
+
+def test_weights_are_divided_by_their_sum(alone: Groups, write: Write, tmp_path: Path) -> None:
+    first, second, third = three(write, trained(alone))
+    output = tmp_path / "mean"
+    arguments = ["average", str(first), str(second), str(third), "--output", str(output), "--weights", "1", "2", "1"]
+    assert checkpoint.main(arguments) == 0
+    a, b, c, mean = (Checkpoint.open(folder).whole("embedding.weight") for folder in (first, second, third, output))
+    torch.testing.assert_close(mean, (a + 2 * b + c) / 4)
+    assert not torch.allclose(mean, (a + b + c) / 3)
+    assert shares_of([1e308, 1e308]) == [0.5, 0.5]
+
+
+def test_a_run_names_its_newest_and_its_best_checkpoint(alone: Groups, write: Write, tmp_path: Path) -> None:
+    _, best, newest = three(write, trained(alone))
+    mean = averaged(f"{tmp_path}@best", tmp_path, tmp_path / "mean")
+    expected = (Checkpoint.open(best).whole("norm.weight") + Checkpoint.open(newest).whole("norm.weight")) / 2
+    torch.testing.assert_close(mean.whole("norm.weight"), expected)
+
+
+def test_average_is_read_like_another_checkpoint(alone: Groups, write: Write, tmp_path: Path) -> None:
+    engine = trained(alone)
+    mean = averaged(*three(write, engine), tmp_path / "mean")
+    assert torch.equal(whole_model(mean, mean.plan.arch).embedding.weight.cpu(), mean.whole("embedding.weight"))
+    start = replace(engine.config, run=replace(engine.config.run, weights=str(mean.folder)))
+    initial = initial_weights(start)
+    assert initial is not None
+    assert initial.folder == mean.folder
+
+
+def _written(folder: Path, groups: Groups, model: ModelConfig, tokenizer: str = "{}") -> Path:
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(tokenizer)
+    engine = Engine(resolve(small_run(model))[0], groups)
+    saver = Saver(RunPlan.of(engine.config), folder, groups)
+    saver.save(engine, meta_of(engine, 1, {}), folder / "tokenizer.json")
+    return folder
+
+
+def test_checkpoints_that_do_not_fit_are_refused(alone: Groups, tmp_path: Path) -> None:
+    model = small_config()
+    output = tmp_path / "mean"
+    run = _written(tmp_path / "run", alone, model)
+    wide = replace(model, width=2 * model.width)
+    adapters = AdaptersConfig(rank=2, weights=["layers.*.mixer.out.weight"])
+    others = {
+        "width": ("mismatch", _written(tmp_path / "wide", alone, wide)),
+        "adapters": ("unsupported", _written(tmp_path / "adapted", alone, replace(model, adapters=adapters))),
+        "tokenizer": ("mismatch", _written(tmp_path / "other", alone, model, '{"version": "2"}')),
+    }
+    for name, (code, other) in others.items():
+        error = refusal(checkpoint.main, ["average", other, run, "--output", output])
+        assert error.code == code
+        assert name in str(error)
+        assert str(other) in str(error)
+    assert not output.exists()
+
+
+def test_wrong_arguments_are_refused(alone: Groups, write: Write, tmp_path: Path) -> None:
+    run = write(trained(alone))
+    output = tmp_path / "mean"
+
+    def code(*arguments: object) -> str:
+        return refusal(checkpoint.main, ["average", *arguments, "--output", output]).code
+
+    assert code(run) == "missing"
+    assert code(run, tmp_path / "nowhere") == "no-file"
+    assert code(run, f"{tmp_path}@best") == "no-file"  # it stores no held-out loss
+    assert code(run, run, "--weights", 1) == "wrong-type"
+    for factor in ("0", "nan", "inf"):
+        assert code(run, run, "--weights", 1, factor) == "out-of-range"
+    output.mkdir()
+    assert code(run, run) == "exists"
+
+
+def test_a_damaged_source_leaves_no_output(
+    alone: Groups, write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, _ = three(write, trained(alone))
+    file = first / "model-00000.safetensors"
+    stored = bytearray(file.read_bytes())
+    stored[-1] ^= 1
+    file.write_bytes(stored)
+    assert checkpoint.main(["average", str(first), str(second), "--output", str(tmp_path / "mean")]) == 1
+    assert "damaged" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*mean*"))

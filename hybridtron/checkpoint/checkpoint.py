@@ -4,7 +4,8 @@ A checkpoint is a folder with these files:
 
     config.yaml, tokenizer.json, manifest.json
     model-00000.safetensors, ...     weights in the forward pass's dtype
-    optimizer-00000..., ...          Adam's moments, and fp32 masters of weights that are bf16 in the forward pass
+    optimizer-00000..., ...          Adam's moments, fp32 masters of weights that are bf16 in the forward pass, and with
+                                     `run.ema` the moving average of the weights
     fp8-00000..., ...                recent maximum absolute values (amax), which delayed FP8 scaling needs
     states-00000..., ...             recurrent states carried between steps, and statistics for random initial states
     random-00000..., ...             the random number generators' states

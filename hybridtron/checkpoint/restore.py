@@ -26,6 +26,7 @@ from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.save import layout_of
 from hybridtron.device import random_states, set_random_states
 from hybridtron.engine.engine import Engine
+from hybridtron.engine.optimizer import AVERAGE
 from hybridtron.engine.states import restore_states
 from hybridtron.parallel.fp8_statistics import known_blocks
 from hybridtron.parallel.groups import Groups, barrier
@@ -167,6 +168,7 @@ def _load_phase_start(boundary: PhaseBoundary, blocks: Mapping[str, list[Any]]) 
 
     - A weight in another dtype than bf16 is read from its fp32 master, or from the weight if there is no master.
     - A master that the checkpoint lacks is read from the weight.
+    - A moving average that the checkpoint lacks starts as the weight. If moments are set to zero, each average does.
     - Moments are set to zero if the checkpoint lacks them or if `boundary.moments` is False.
     - Adapters that the checkpoint lacks keep their initial values, and so do their masters.
     """
@@ -185,10 +187,12 @@ def _load_phase_start(boundary: PhaseBoundary, blocks: Mapping[str, list[Any]]) 
         )
     for block in blocks["optimizer"]:
         kind, _, weight = block.key.partition(".")
-        if kind == "master" and begins(weight):
+        if kind in ("master", AVERAGE) and begins(weight):
             continue
         if kind == "master":
             wanted.append(block if block.key in stored_shapes else replace(block, key=weight))
+        elif kind == AVERAGE and not (boundary.moments and block.key in stored_shapes):
+            wanted.append(replace(block, key=boundary.weights.widest(weight)))
         elif boundary.moments and block.key in stored_shapes:
             wanted.append(block)
         else:

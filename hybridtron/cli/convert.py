@@ -3,6 +3,7 @@
     hybridtron export runs/samba --output samba-hf                  export a run's newest checkpoint
     hybridtron export runs/samba --output samba-hf --verify only    check an existing export again
     hybridtron export runs/tuned --base samba-hf --output tuned     export only the adapters, in peft's format
+    hybridtron export runs/samba --ema --output samba-ema           export the moving average of the weights (run.ema)
     hybridtron import mamba-130m-hf --output imported               import a model; train with run.weights=imported
     hybridtron import tuned --base samba-hf --output imported       import an adapter of peft and its base model
 
@@ -68,6 +69,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     command.add_argument("--target", choices=("auto", "native", "custom"), default="auto")
     command.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the checkpoint's dtype")
     command.add_argument("--base", type=path_of, metavar="DIR", help="adapters for peft; DIR: the base model")
+    _add_ema(command)
     command.add_argument("--shard-size", default="5GB", help="maximum size of a file; default: %(default)s")
     command.add_argument("--verify", choices=("full", "sample", "none", "only"), default="full")
     command = commands.add_parser("import", help="write a checkpoint for run.weights")
@@ -78,6 +80,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     command = commands.add_parser("verify", help="check an existing export again")
     _add_source(command, "checkpoint", "a checkpoint, or a run's folder for its newest")
     command.add_argument("--output", type=path_of, required=True, metavar="DIR", help="the folder for transformers")
+    _add_ema(command)
     chosen = parser.parse_args(arguments)
     chosen.source = chosen.source or chosen.named
     if chosen.command == "export" and chosen.verify == "only":
@@ -89,3 +92,7 @@ def _add_source(command: CommandParser, name: str, what: str) -> None:
     source = command.add_mutually_exclusive_group(required=True)
     source.add_argument("source", nargs="?", type=path_of, metavar=name.upper(), help=what)
     source.add_argument(f"--{name}", dest="named", type=path_of, help=argparse.SUPPRESS)
+
+
+def _add_ema(command: CommandParser) -> None:
+    command.add_argument("--ema", action="store_true", help="the moving average of the weights, which run.ema keeps")

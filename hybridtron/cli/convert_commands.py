@@ -6,12 +6,16 @@ import argparse
 import sys
 from pathlib import Path
 
+import torch
+
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.merged import merge_adapters
+from hybridtron.checkpoint.moving_average import moving_average
 from hybridtron.cli.arguments import bytes_of, checkpoints_at, importable, not_there_yet, progress_bar
 from hybridtron.config.choices import Export as Wanted
 from hybridtron.config.units import readable
+from hybridtron.device import DTYPES as FORWARD_DTYPES
 from hybridtron.file_errors import in_words, is_of_the_user
 from hybridtron.interop.export import DTYPES, ExportPlan, export, target_of
 from hybridtron.interop.import_folder import ImportFolder, same_tensors, take_over
@@ -42,9 +46,22 @@ def run(chosen: argparse.Namespace) -> int:
         return 2 if is_of_the_user(error) else 1
 
 
-def newest_of(path: Path) -> Checkpoint:
-    """Open a checkpoint, or a run's newest checkpoint, with its adapters merged into the weights."""
-    return merge_adapters(Checkpoint.open(checkpoints_at(path)[-1]))
+def opened(chosen: argparse.Namespace) -> Checkpoint:
+    """Open a checkpoint, or a run's newest checkpoint; with --ema its weights are their moving average."""
+    checkpoint = Checkpoint.open(checkpoints_at(chosen.source)[-1])
+    if chosen.ema:
+        return moving_average(checkpoint)
+    return checkpoint
+
+
+def dtype_of(chosen: argparse.Namespace, source: Checkpoint) -> torch.dtype | None:
+    """Return the dtype of an export; None if each tensor keeps the checkpoint's dtype.
+
+    The moving average is stored in fp32, but is exported in the dtype of the forward pass, as the weights are.
+    """
+    if chosen.dtype is None and chosen.ema:
+        return FORWARD_DTYPES[source.config.precision.name]
+    return DTYPES.get(chosen.dtype)
 
 
 def export_checkpoint(chosen: argparse.Namespace) -> int:
@@ -55,13 +72,12 @@ def export_checkpoint(chosen: argparse.Namespace) -> int:
     output = not_there_yet(chosen.output)
     size = bytes_of("--shard-size", chosen.shard_size)
     if chosen.base is not None:
-        checkpoint = Checkpoint.open(checkpoints_at(chosen.source)[-1])
-        layers = export_adapter(checkpoint, chosen.base, output)
+        layers = export_adapter(opened(chosen), chosen.base, output)
         print(f"{output}: adapters of {layers} layers for peft, with the base model {chosen.base}")
         return 0
-    source = newest_of(chosen.source)
+    source = merge_adapters(opened(chosen))
     arch = source.plan.arch
-    plan = ExportPlan(source, target_of(arch, Wanted(chosen.target)), DTYPES.get(chosen.dtype), size)
+    plan = ExportPlan(source, target_of(arch, Wanted(chosen.target)), dtype_of(chosen, source), size, chosen.ema)
     sizes = {
         "full": sum(parameter.size for parameter in arch.table.values()),
         "sample": sample_size(arch, plan.target),
@@ -85,7 +101,8 @@ def export_checkpoint(chosen: argparse.Namespace) -> int:
         outcome = f"logits differ by at most {proofs[0].logits:.1e} of the largest"
     else:
         outcome = "not verified"
-    print(f"{chosen.output}: step {source.meta.step}, {outcome}")
+    average = ", moving average" if chosen.ema else ""
+    print(f"{chosen.output}: step {source.meta.step}{average}, {outcome}")
     return 0
 
 
@@ -123,7 +140,7 @@ def _import_adapter(chosen: argparse.Namespace, output: Path) -> int:
 def verify_export(chosen: argparse.Namespace) -> int:
     """Check again that transformers computes the same with an existing export."""
     Weights(chosen.output)  # raises CannotImport if weights are missing or can't be read
-    proof = verify(chosen.output, newest_of(chosen.source))
+    proof = verify(chosen.output, merge_adapters(opened(chosen)))
     lengths = ", ".join(map(str, proof.lengths))
     print(
         f"{chosen.output}: same model; logits of {lengths} tokens differ by at most {proof.logits:.1e} of the largest"

@@ -13,6 +13,8 @@ There are three kinds of evaluation:
     --harness         tasks and groups of lm-evaluation-harness, such as hellaswag; groups in this package: samba_short,
                       samba_instruct, span_short, span_long, recall, hax_short, longbench, tiny
 
+With --ema the weights are their moving average, for runs with `run.ema`; results are then in RUN/evaluation/STEP-ema.
+
 Instruments read held-out documents that are at least as long as their rows. If there are no such documents, shorter
 held-out documents are joined, and the report says so. The files length.py, short_context.py and entropy.py in
 hybridtron/evaluate define the measurements. Results are written to RUN/evaluation/STEP, or to --output:
@@ -95,6 +97,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--rows", type=positive, default=8, metavar="B", help="for instruments: maximum rows (default: %(default)s)")
     add("--attention", choices=list(ReadingAttention), help="attention of the evaluated model (default: as trained)")
     add("--self-extend", type=grouped, metavar="G,W", help="Self-Extend: groups of G tokens, beyond W neighbours")
+    add("--ema", action="store_true", help="evaluate the moving average of the weights, which run.ema keeps")
     add("--instruments", metavar="A,B", help=f"default: {','.join(INSTRUMENTS)}")
     add("--output", type=path_of, metavar="DIR", help="folder of the results (default: RUN/evaluation/STEP)")
     chosen = parser.parse_intermixed_args(arguments)
@@ -189,7 +192,7 @@ def folder_for(path: Path, checkpoint: Path, chosen: argparse.Namespace) -> Path
     if run.name == "checkpoints":
         run = named(run.parent)
     if chosen.output is None:
-        return run / "evaluation" / checkpoint.name
+        return run / "evaluation" / f"{checkpoint.name}{'-ema' if chosen.ema else ''}"
     if len(chosen.paths) == 1:
         return chosen.output
     return chosen.output / f"{run.name}-{checkpoint.name}"
@@ -214,12 +217,14 @@ def measure(
     evaluate_model = evaluator(chosen)
     evaluations = []
     for path, checkpoint in checkpoints.items():
-        with load_model(checkpoint, layout(chosen.layout), chosen.self_extend, chosen.attention) as model:
+        parallel = layout(chosen.layout)
+        with load_model(checkpoint, parallel, chosen.self_extend, chosen.attention, averaged=chosen.ema) as model:
             if chosen.output is None:
                 run = folders[path].parent.parent
             else:
                 run = named(path)
-            evaluation = evaluate_model(model, f"{run.name}, step {model.step}", folders[path])
+            average = ", moving average" if chosen.ema else ""
+            evaluation = evaluate_model(model, f"{run.name}, step {model.step}{average}", folders[path])
             if model.first:
                 evaluations.append(evaluation)
                 report(evaluation, console)

@@ -100,6 +100,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     add("--system", metavar="TEXT", help="with --chat: the system message")
     add("--seed", type=int, default=0, metavar="S", help="seed of the random draws (default: %(default)s)")
+    add("--ema", action="store_true", help="use the moving average of the weights, which run.ema keeps")
     add("--chunk", type=positive, metavar="N", help="prompt tokens in a forward pass")
     chosen = parser.parse_intermixed_args(arguments)
     wrong = [
@@ -128,7 +129,7 @@ def main(arguments: list[str]) -> int:
     texts = [*(chosen.prompt or []), *map(prompt_file, chosen.prompt_file or [])]
     if chosen.chat:
         return chat(checkpoint, parallel, texts, chosen)
-    with load_model(checkpoint, parallel) as model:
+    with load_model(checkpoint, parallel, averaged=chosen.ema) as model:
         print_texts(model, texts or [""], chosen)
     return 0
 
@@ -152,7 +153,7 @@ def chat(checkpoint: Path, parallel: ParallelConfig, texts: list[str], chosen: a
         )
     conversations = [[*before, user(text)] for text in texts]
     prompts, ends, stops = _checked(template, conversations or [[*before, user("a question")]])
-    with load_model(checkpoint, parallel) as model:
+    with load_model(checkpoint, parallel, averaged=chosen.ema) as model:
         if conversations:
             print_continued(model, ToContinue(prompts, [""] * len(prompts), [model.end, *ends], stops), chosen)
             return 0

@@ -241,6 +241,9 @@ class RunConfig:
     # description of the pretrained weights that a recipe needs, so that run.weights must be set; null: the recipe needs
     # no pretrained weights
     tunes: str | None = None
+    # decay of a moving average of the fp32 weights, which each checkpoint also stores (--ema of export, evaluate and
+    # generate read it), such as 0.999; null: no average
+    ema: Annotated[float | None, above(0), below_one("such as 0.999")] = None
     compile: bool = False  # compile the model with torch.compile
     log_every: Annotated[int, at_least(1)] = 10  # steps between log lines if stderr is not a terminal
     eval_every: Annotated[str, INTERVAL] = "1000"  # interval between validations: steps, or tokens with a unit

@@ -3,6 +3,14 @@
 With the distributed optimizer, each data-parallel rank keeps fp32 master weights and optimizer state only for its shard
 of the weights. Weight decay applies to the weights that the parameter table marks, or to all weights if `decay_all` is
 set. Megatron's own rule is not used: it selects weights by shape, and would decay a recurrence's A_log.
+
+With `run.ema`, each rank also keeps a moving average of its masters. After the accepted step number t:
+
+    average <- d average + (1 - d) master        d = min(run.ema, (t - 1) / t)
+
+So the first steps of training count equally, and the weights before the first step do not count. Steps are counted
+since the moments were last set to zero. The average is in fp32. A step does not change it if |master - average| is
+below 6e-8 / (1 - d) of |average|.
 """
 
 from __future__ import annotations
@@ -34,6 +42,8 @@ from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.mcore import copy_masters_together, gradients_for_norm, optimizer_config
 from hybridtron.parallel.mesh import Mesh, RankGroup
 from hybridtron.parallel.sharding import gather_full_tensors
+
+AVERAGE = "ema"  # name of the moving average in the keys of a checkpoint
 
 
 class Optimizer:
@@ -71,6 +81,11 @@ class Optimizer:
             shards = {name: shard for name, shard in self.shards.items() if shard.weight.allreduce is dense}
             self._make_state(optimizer, config, shards)
         self.accepted_steps = 0
+        self.average_decay = config.run.ema
+        if self.average_decay is not None:
+            for shard in self.shards.values():
+                if shard.master is not None:
+                    shard.average = shard.master.detach().clone()
 
     def _make_state(self, optimizer: Any, config: Config, shards: Mapping[str, Shard]) -> None:
         """Allocate the state for these weights.
@@ -146,8 +161,24 @@ class Optimizer:
                         clip_grad_by_total_norm_fp32(weights, self.settings.clip, grad_norm)
             self.megatron.step_with_ready_grads()
             self.accepted_steps += 1
+            self._update_average()
         self.zero_grad()
         return accepted
+
+    @torch.no_grad()
+    def _update_average(self) -> None:
+        """Move the averages towards the masters after a step, by one call for all weights."""
+        if self.average_decay is None:
+            return
+        decay = min(self.average_decay, 1 - 1 / self.accepted_steps)
+        averages = []
+        masters = []
+        for shard in self.shards.values():
+            if shard.average is not None and shard.master is not None:
+                averages.append(shard.average)
+                masters.append(shard.master)
+        if averages:  # none on a rank whose weights are all frozen
+            torch._foreach_lerp_(averages, masters, 1 - decay)
 
     def norms(self) -> dict[str, float]:
         """Return the weight norm and the gradient norm of each part of the model, over all ranks.
@@ -179,14 +210,15 @@ class Optimizer:
         """Return this rank's master weights and optimizer states, with their offsets in the full tensors.
 
         The names are `master.NAME` and, for the state parts of AdamW, `exp_avg.NAME` and `exp_avg_sq.NAME`. Only bf16
-        weights have a master, because an fp32 weight is updated directly.
+        weights have a master, because an fp32 weight is updated directly. With `run.ema` each trained weight has
+        `ema.NAME`.
         """
         parts = {name: self.rule.parts(name, self.table[name]) for name in self.shards}
-        kinds = dict.fromkeys(["master", *itertools.chain.from_iterable(parts.values())])
+        kinds = dict.fromkeys(["master", AVERAGE, *itertools.chain.from_iterable(parts.values())])
         blocks = []
         for kind, (name, shard) in itertools.product(kinds, self.shards.items()):
             parameter = self.table[name]
-            if kind == "master":
+            if kind in ("master", AVERAGE):
                 declared = parameter
             else:
                 declared = parts[name].get(kind)
@@ -284,6 +316,7 @@ class Shard:
     ranges: the ranges of all ranks in `copies`
     everywhere: True if each rank in `copies` updates all elements, because the optimizer is not distributed
     parts: optimizer state for the elements, by name
+    average: moving average of the master; None without `run.ema`, or without a master
     """
 
     weight: Any
@@ -294,13 +327,16 @@ class Shard:
     ranges: Sequence[range]
     everywhere: bool = False
     parts: dict[str, Tensor] = field(default_factory=dict)
+    average: Tensor | None = None
 
     def tensor(self, kind: str) -> Tensor | None:
-        """Return the elements' "master", "gradient" or a state part by name; None if there is no such tensor."""
+        """Return the elements' "master", "gradient", "ema" or a state part by name; None if there is none."""
         if kind == "gradient" and self.master is not None:
             return self.weight.main_grad.flatten()[self.start : self.stop]
         if kind == "master":
             return self.master
+        if kind == AVERAGE:
+            return self.average
         return self.parts.get(kind)
 
     def gather_over_data(self, entries: Tensor | None) -> Tensor:

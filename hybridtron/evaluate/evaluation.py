@@ -144,6 +144,8 @@ def provenance(model: LoadedModel, tokens: TextTokens, seq_len: int) -> dict[str
         "tokenizer": tokens.digest,
         "checkpoint": digest_of((model.folder / "manifest.json").read_bytes()),
     }
+    if model.averaged:
+        conditions["weights"] = "moving average"
     layers = model.config.model.layers
     if extended := {letter: options["self_extend"] for letter, options in layers.items() if "self_extend" in options}:
         conditions["self_extend"] = extended

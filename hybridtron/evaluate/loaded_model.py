@@ -46,6 +46,7 @@ class LoadedModel:
     read: Reader  # computes outputs and states from tokens
     replica: int = 0
     replicas: int = 1
+    averaged: bool = False  # True if the weights are the moving average of `run.ema`
     first: bool = True  # True on rank 0, the only process that prints and writes
     alone: bool = True  # True if there is only one process
 
@@ -72,17 +73,19 @@ def load_model(
     parallel: ParallelConfig | None = None,
     extend: SelfExtendOptions | None = None,
     attention: ReadingAttention | None = None,
+    averaged: bool = False,
 ) -> Iterator[LoadedModel]:
     """Load a checkpoint's model, and yield it. Process groups are stopped when the `with` body ends.
 
     extend: options for Self-Extend, to add it to full attention
     attention: the kind of attention to read with; None for the attention in the configuration
+    averaged: whether to load the moving average of the weights (`run.ema`) instead of the weights
 
-    Raises Unusable if the checkpoint or its tokenizer can't be read, and ConfigError if the layout does not fit the
-    model or the number of processes.
+    Raises Unusable if the checkpoint or its tokenizer can't be read, or if there is no moving average. Raises
+    ConfigError if the layout does not fit the model or the number of processes.
     """
     parallel = parallel or ParallelConfig()
-    checkpoint = open_checkpoint(folder)
+    checkpoint = open_checkpoint(folder, averaged)
     arch = checkpoint.plan.arch
     if attention is not None:
         arch = with_attention(arch, attention)
@@ -104,20 +107,28 @@ def load_model(
             tokenizer=tokenizer,
             end=end_of(checkpoint),
             read=reader(model),
+            averaged=averaged,
         )
     else:
         with _divided_model(checkpoint, arch, tokenizer, parallel) as divided:
-            yield divided
+            yield replace(divided, averaged=averaged)
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """Open a checkpoint, with its adapters merged. Raises Unusable if the checkpoint or its configuration is faulty."""
+def open_checkpoint(folder: Path, averaged: bool = False) -> Checkpoint:
+    """Open a checkpoint, with its adapters merged; with `averaged`, its weights are their moving average (`run.ema`).
+
+    Raises Unusable if the checkpoint or its configuration is faulty, or if there is no average.
+    """
     from hybridtron.checkpoint.checkpoint import Checkpoint
     from hybridtron.checkpoint.manifest import BrokenCheckpoint
     from hybridtron.checkpoint.merged import merge_adapters
+    from hybridtron.checkpoint.moving_average import moving_average
 
     try:
-        return merge_adapters(Checkpoint.open(folder))
+        checkpoint = Checkpoint.open(folder)
+        if averaged:
+            checkpoint = moving_average(checkpoint)
+        return merge_adapters(checkpoint)
     except BrokenCheckpoint as error:
         raise Unusable(str(error), code="unreadable") from error
     except ConfigError as error:

@@ -76,6 +76,7 @@ class ExportPlan:
     target: Native
     dtype: torch.dtype | None  # None: each tensor keeps the checkpoint's dtype
     shard_bytes: int
+    averaged: bool = False  # True if the source's weights are their moving average
 
     def tensors(self) -> list[Planned]:
         """Return the tensors to write.
@@ -121,7 +122,7 @@ class ExportPlan:
 
     def _record(self, dtype: str) -> dict[str, object]:
         names = [name for name in ("torch", "transformers", "safetensors") if is_there(name)]
-        return {
+        record: dict[str, object] = {
             "checkpoint": str(self.source.folder.resolve()),
             "manifest": digest_of(read_regular(self.source.folder / FILE, MAX_MANIFEST_BYTES)),
             "step": self.source.meta.step,
@@ -129,6 +130,9 @@ class ExportPlan:
             "dtype": dtype,
             "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
         }
+        if self.averaged:
+            record["weights"] = "moving average"
+        return record
 
 
 def longest_row(source: Checkpoint) -> int:

@@ -7,8 +7,8 @@ With t tensor-parallel ranks, p pipeline ranks with v virtual stages each, and m
                          gradients nor optimizer states. An embedding that is tied to the head is on both the first and
                          the last pipeline rank.
     optimizer            Moments in the dtype that `precision.moments` selects, and fp32 master weights if weights have
-                         a narrower dtype. A distributed optimizer divides both among the data- and context-parallel
-                         ranks.
+                         a narrower dtype, and the moving average of `run.ema` in fp32. A distributed optimizer divides
+                         all of them among the data- and context-parallel ranks.
     activations          Saved by the forward passes for all micro-batches in flight (`activations.py`). With
                          `states.through_time`, one pass runs several chunks per row, one after another. All chunks'
                          activations are then saved; or, with recomputation, only each chunk's input and initial states,
@@ -62,7 +62,7 @@ class DeviceMemory:
 
     weights: int  # in the dtype that the forward pass reads
     gradients: int  # in the dtype in which micro-batches are accumulated
-    optimizer: int  # moments and fp32 master weights
+    optimizer: int  # moments, fp32 master weights and their moving average
     activations: int  # saved for the backward pass, for all micro-batches in flight
     logits: int  # logits that the loss computes at a time, with the gradients of the head's weight and input
     rounded: int = 0  # copies of weights in FP8, with `precision.cache_weights`

@@ -72,6 +72,8 @@ def weight_bytes(phase: ResolvedPhase, copies: int, weights: Mapping[str, Parame
 
     copies: how many ranks hold the same weight shards. A distributed optimizer divides its states among them.
     weights: the rank's weights by name. Frozen weights have neither gradients nor optimizer states.
+
+    With `run.ema`, the optimizer states include the moving average.
     """
     config = phase.config
     parallel = phase.config.parallel
@@ -88,6 +90,8 @@ def weight_bytes(phase: ResolvedPhase, copies: int, weights: Mapping[str, Parame
         learning += width * size
         gradients += gradient_bytes(config.precision, weight.fp32) * size
         if width < FP32_BYTES:
+            divided += FP32_BYTES * size
+        if config.run.ema is not None:
             divided += FP32_BYTES * size
         for part in rule.parts(name, weight).values():
             part_bytes = moment_bytes(config.precision) * local_size(part, parallel)

@@ -134,6 +134,12 @@ def check_same_model(start: Checkpoint, plan: RunPlan) -> None:
     if (stored := start.config.optim.name) != (wanted := phase.optim.name):
         key = phase.key("optim.name")
         differences.append((key, f"is {wanted}, but {start.folder} holds the state of {stored}"))
+    stored_decay = start.config.run.ema
+    wanted_decay = plan.config.run.ema
+    if (stored_decay is None) != (wanted_decay is None):
+        differences.append(
+            ("run.ema", f"is {_in_yaml(wanted_decay)}, but {start.folder} was written with {_in_yaml(stored_decay)}")
+        )
     if differences:
         raise ConfigError(
             [
@@ -141,6 +147,10 @@ def check_same_model(start: Checkpoint, plan: RunPlan) -> None:
                 for key, message in differences
             ]
         )
+
+
+def _in_yaml(number: float | None) -> str:
+    return "null" if number is None else f"{number:g}"
 
 
 def check_same_weights(initial: Checkpoint, arch: Architecture, key: str, may_grow: bool = False) -> list[str]:

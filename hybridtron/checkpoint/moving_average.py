@@ -1,0 +1,34 @@
+"""Reads a checkpoint's moving average (`run.ema`) in place of its weights.
+
+Weights without an average, because the phase has not trained them, are read as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hybridtron.checkpoint.checkpoint import MASTER, Checkpoint
+from hybridtron.engine.optimizer import AVERAGE
+from hybridtron.problems import Unusable
+
+PREFIX = f"{AVERAGE}."  # what the key of a weight's average begins with, before the weight's key
+
+
+def moving_average(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a view of a checkpoint in which each averaged weight is the average, in fp32. No tensor is read here.
+
+    Raises Unusable if the checkpoint has no average.
+    """
+    averaged = {key.removeprefix(PREFIX) for key in checkpoint.shapes if key.startswith(PREFIX)}
+    if not averaged:
+        raise Unusable(
+            f"{checkpoint.folder} has no moving average: leave out --ema, or name a checkpoint of a run with run.ema",
+            code="missing",
+        )
+    replaced = averaged | {f"{MASTER}{key}" for key in averaged}
+    chunks = [
+        chunk._replace(key=chunk.key.removeprefix(PREFIX))
+        for chunk in checkpoint.manifest.chunks
+        if chunk.key not in replaced
+    ]
+    return Checkpoint(checkpoint.folder, replace(checkpoint.manifest, chunks=tuple(chunks)))

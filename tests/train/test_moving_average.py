@@ -115,7 +115,7 @@ def test_checkpoint_without_an_average_is_refused(train_small: Train, tmp_path: 
 
 def test_adapters_are_averaged_and_then_merged(train_small: Train, tmp_path: Path) -> None:
     adapters = "phases.0.adapters={rank: 2, weights: [layers.*.mixer.out.weight]}"
-    assert train_small("run.ema=0.8", adapters, "run.max_steps=4") == 0
+    assert train_small(*AVERAGING, adapters, "run.max_steps=4") == 0
     checkpoint = Checkpoint.open(newest_checkpoint(tmp_path / "run"))
     stored = averages(checkpoint)
     view = moving_average(checkpoint)

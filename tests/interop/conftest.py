@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -39,9 +39,19 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
 
 
 @pytest.fixture(autouse=True)
-def own_module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give each test its own module cache, where transformers copies shipped code, and forget imported modules."""
+def own_module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Give each test its own module cache, where transformers copies shipped code, and forget imported modules.
+
+    The modules are forgotten afterwards too: they name the test's cache, in which the next test would look for its own.
+    """
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [path for path in sys.path if not Path(path, "transformers_modules").exists()])
+    forget_shipped_modules()
+    yield
+    forget_shipped_modules()
+
+
+def forget_shipped_modules() -> None:
+    """Remove all modules with shipped code from Python's table of imported modules."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
-        monkeypatch.delitem(sys.modules, name)
+        del sys.modules[name]

@@ -28,6 +28,7 @@ from tests.train.conftest import small_run_arguments
 RUNS = ("laptop", "samba_421m", "samba_1.3b", "mamba2_130m", "a", "b")  # that the docs name
 SIZES = ["phases.0.tokens=256", "phases.0.seq_len=16", "phases.0.global_batch=4", "phases.0.micro_batch=2"]
 TUTORIAL = "a mixer that the package does not have: tests/test_tutorial.py"
+AVERAGED = "a run with run.ema: tests/train/test_moving_average.py"
 ONLY_PARSED = {  # by how a command begins
     "audit": "starts processes: tests/proving/test_audit.py",
     "bench": "tests/benchmarks/test_bench.py",
@@ -41,9 +42,12 @@ ONLY_PARSED = {  # by how a command begins
     "data prepare --input embedded --vocab-size": "minutes: tests/examples/test_chat.py",
     "doctor": "starts a process for each package: tests/cli/test_doctor.py",
     "export imported --output tuned-hf": "an adapter of peft: tests/interop/test_peft_import.py",
+    "evaluate runs/averaged": AVERAGED,
+    "export runs/averaged": AVERAGED,
     "export runs/base": "a phase with adapters: tests/interop/test_peft_adapter.py",
     "export runs/ema": TUTORIAL,
     "export runs/tuned": "a phase with adapters: tests/interop/test_peft_adapter.py",
+    "generate runs/averaged": AVERAGED,
     "generate imported": "an adapter of peft: tests/interop/test_peft_import.py",
     "generate runs/chat_laptop": "minutes: tests/examples/test_chat.py",
     "generate runs/ema": TUTORIAL,

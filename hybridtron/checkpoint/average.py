@@ -3,8 +3,10 @@
     weight = sum of share_i * weight_i        share_i = factor_i / sum of all factors
 
 Each weight is read from its fp32 master if the checkpoint has one. Sums are computed in float64, one tensor at a time.
-If every checkpoint has a master for a weight, the average has one too, so that a run can start from the unrounded
-average. Adapters are refused: the product of two averaged matrices is not the average of the products.
+If the last checkpoint has a master for a weight, and no checkpoint has the weight in bf16 alone, the average has a
+master too. A phase that starts from the average (`phases.N.init_from`), and a further average, read the master; a run
+with `run.weights` reads the rounded weight. Adapters are refused: the product of two averaged matrices is not the
+average of the products.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def average(
         _require_same_tokenizer(source, last)
     shares = shares_of(factors)
     shapes = weight_shapes(last)
-    masters = [key for key in shapes if all(f"{MASTER}{key}" in source.shapes for source in sources)]
+    masters = [key for key in shapes if _has_master(key, sources)]
     files = _plan_files(shapes, masters)
 
     def tensors() -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -90,6 +92,13 @@ def shares_of(factors: Sequence[float]) -> list[float]:
 def weight_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a checkpoint's weights by key, without masters, moments and states."""
     return {chunk.key: chunk.shape for chunk in checkpoint.manifest.chunks if chunk.file.startswith("model-")}
+
+
+def _has_master(key: str, sources: Sequence[Checkpoint]) -> bool:
+    """Return True if the last checkpoint has a master for a weight, and all checkpoints have the weight unrounded."""
+    if sources[-1].widest(key) == key:
+        return False
+    return all(source.dtype(source.widest(key)) != torch.bfloat16 for source in sources)
 
 
 def _plan_files(shapes: dict[str, tuple[int, ...]], masters: Sequence[str]) -> list[tuple[str, list[str]]]:

@@ -100,11 +100,15 @@ class Checkpoint:
         return NAMES[self._of(key)[0].dtype]
 
     def widest(self, key: str) -> str:
-        """Return the key of a weight's fp32 master if the checkpoint has a master, else the weight's key."""
-        master = f"{MASTER}{key.removeprefix(MASTER)}"
+        """Return the key of a weight's fp32 master if the checkpoint has a master, else the weight's key.
+
+        `key` is the key of the weight or of its master.
+        """
+        weight = key.removeprefix(MASTER)
+        master = f"{MASTER}{weight}"
         if master in self._chunks:
             return master
-        return key
+        return weight
 
     def whole(self, key: str) -> Tensor:
         """Read and verify a full tensor, and return it on the CPU.

@@ -9,8 +9,8 @@ With `run.ema`, each rank also keeps a moving average of its masters. After the 
     average <- d average + (1 - d) master        d = min(run.ema, (t - 1) / t)
 
 So the first steps of training count equally, and the weights before the first step do not count. Steps are counted
-since the moments were last set to zero. The average is in fp32. A step does not change it if |master - average| is
-below 6e-8 / (1 - d) of |average|.
+since the moments were last set to zero. The average is in fp32. A step does not change an element if
+|master - average| is below 3e-8 / (1 - d) of |average|.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import torch
 from hybridtron.architecture.adapters import AdaptersConfig
 from hybridtron.checkpoint.average import shares_of, weight_shapes
 from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.folder import folder_of
 from hybridtron.checkpoint.save import Saver, meta_of
 from hybridtron.cli import checkpoint
 from hybridtron.config.resolve import RunPlan, resolve
@@ -64,6 +65,21 @@ def test_average_is_the_mean_of_the_widest_weights(precision: str, alone: Groups
     assert list(mean.faults()) == []
 
 
+def test_average_has_a_master_if_every_weight_is_unrounded(alone: Groups, tmp_path: Path) -> None:
+    """A weight in fp32 needs no master of its own, so a run in fp32 must not remove those of a run in bf16."""
+    fp32, bf16 = (_written(tmp_path / name, alone, small_config(), precision=name) for name in ("fp32", "bf16"))
+    key = "embedding.weight"
+    mean = averaged(fp32, bf16, tmp_path / "mean")
+    sources = [Checkpoint.open(folder_of(run, 1)) for run in (fp32, bf16)]
+    assert [source.widest(key) == key for source in sources] == [True, False]
+    expected = sum(source.whole(source.widest(key)).double() for source in sources) / 2
+    assert torch.equal(mean.whole(f"master.{key}"), expected.float())
+    assert torch.equal(mean.whole(key), expected.float().bfloat16())
+    wide = averaged(bf16, fp32, tmp_path / "wide")
+    assert f"master.{key}" not in wide.shapes
+    assert torch.equal(wide.whole(key), expected.float())
+
+
 def test_weights_are_divided_by_their_sum(alone: Groups, write: Write, tmp_path: Path) -> None:
     first, second, third = three(write, trained(alone))
     output = tmp_path / "mean"
@@ -92,10 +108,12 @@ def test_average_is_read_like_another_checkpoint(alone: Groups, write: Write, tm
     assert initial.folder == mean.folder
 
 
-def _written(folder: Path, groups: Groups, model: ModelConfig, tokenizer: str = "{}") -> Path:
+def _written(
+    folder: Path, groups: Groups, model: ModelConfig, tokenizer: str = "{}", precision: str = "fp32"
+) -> Path:
     folder.mkdir()
     (folder / "tokenizer.json").write_text(tokenizer)
-    engine = Engine(resolve(small_run(model))[0], groups)
+    engine = Engine(resolve(small_run(model, precision=precision))[0], groups)
     saver = Saver(RunPlan.of(engine.config), folder, groups)
     saver.save(engine, meta_of(engine, 1, {}), folder / "tokenizer.json")
     return folder

@@ -108,9 +108,7 @@ def test_average_is_read_like_another_checkpoint(alone: Groups, write: Write, tm
     assert initial.folder == mean.folder
 
 
-def _written(
-    folder: Path, groups: Groups, model: ModelConfig, tokenizer: str = "{}", precision: str = "fp32"
-) -> Path:
+def _written(folder: Path, groups: Groups, model: ModelConfig, tokenizer: str = "{}", precision: str = "fp32") -> Path:
     folder.mkdir()
     (folder / "tokenizer.json").write_text(tokenizer)
     engine = Engine(resolve(small_run(model, precision=precision))[0], groups)

@@ -52,6 +52,7 @@ def average(
     """
     assert len(sources) == len(factors)
     last = sources[-1]
+    _require_different(sources)
     for source in sources:
         _require_no_adapters(source)
         _require_same_model(source, last)
@@ -123,6 +124,19 @@ def _average_of(key: str, sources: Sequence[Checkpoint], shares: Sequence[float]
             raise BrokenCheckpoint(f"{source.folder}: {key} contains NaN or infinity", code="out-of-range")
         total.add_(weight, alpha=share)
     return total.to(torch.promote_types(dtype, torch.float32)).to(dtype)
+
+
+def _require_different(sources: Sequence[Checkpoint]) -> None:
+    """Raise Unusable if a checkpoint is named twice, for example as RUN and as RUN@best."""
+    folders = set()
+    for source in sources:
+        folder = source.folder.resolve()
+        if folder in folders:
+            raise Unusable(
+                f"{source.folder} is named twice: name different checkpoints, and give it a larger factor in --weights",
+                code="duplicate",
+            )
+        folders.add(folder)
 
 
 def _require_no_adapters(source: Checkpoint) -> None:

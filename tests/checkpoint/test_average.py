@@ -149,6 +149,7 @@ def test_wrong_arguments_are_refused(alone: Groups, write: Write, tmp_path: Path
     assert code(run, run, "--weights", 1) == "wrong-type"
     for factor in ("0", "nan", "inf"):
         assert code(run, run, "--weights", 1, factor) == "out-of-range"
+    assert code(run, tmp_path) == "duplicate"  # the checkpoint is the run's newest
     output.mkdir()
     assert code(run, run) == "exists"
 

@@ -145,6 +145,7 @@ def leaving_out(first: int, end: int, monkeypatch: pytest.MonkeyPatch) -> None:
         "states.mode=passing",
         pytest.param("precision=bf16", marks=pytest.mark.slow),
         pytest.param("states.mode=fitted", marks=pytest.mark.slow),
+        pytest.param("run.ema=0.8", marks=pytest.mark.slow),
     ],
 )
 def test_a_rollback_equals_a_run_without_the_data(

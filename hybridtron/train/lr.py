@@ -54,8 +54,8 @@ def _scheduled(phases: Sequence[ResolvedPhase], first: int, tokens: int) -> floa
     The rate is 0 for the first `optim.hold` tokens. Then it rises linearly to the peak for `optim.warmup` tokens, and
     after that it falls by the shape `optim.schedule`, to `optim.final_lr` * peak.
 
-    The rise begins at 0 in the run's first phase, after a hold, or if weights or moments are replaced at the phase's
-    beginning. Otherwise it begins at the final rate of the phase before, but not above the peak.
+    The rise begins at 0 in the run's first phase, after a hold, or if weights, moments or the optimizer are replaced at
+    the phase's beginning. Otherwise it begins at the final rate of the phase before, but not above the peak.
     """
     phase = phases[first].settings
     optim = phases[first].optim
@@ -71,8 +71,8 @@ def _scheduled(phases: Sequence[ResolvedPhase], first: int, tokens: int) -> floa
     if tokens <= hold and hold:
         return 0.0
     if (tokens := tokens - hold) < warmup:
-        from_zero = first == 0 or hold or phase.moments is Moments.reset or phase.init_from is not None
-        if from_zero:
+        without_moments = phase.moments is Moments.reset or not phases[first].keeps_optimizer
+        if first == 0 or hold or without_moments or phase.init_from is not None:
             start_lr = 0.0
         else:
             start_lr = min(_final_rate(phases, first - 1), peak)

@@ -86,6 +86,13 @@ def test_schedules_without_moments_warm_up_from_zero() -> None:
     assert learning_rate(phases, 1, 50) == pytest.approx(0.5)
 
 
+def test_schedules_with_another_optimizer_warm_up_from_zero() -> None:
+    turned = replace(PHASE, lr=1.0, optim=PhaseOptimConfig(name="muon"))
+    phases = configured(OptimConfig(warmup="10%"), PHASE, turned, turned, replace(PHASE, lr=1.0))
+    rates = [learning_rate(phases, index, 50) for index in (1, 2, 3)]
+    assert rates == pytest.approx([0.5, 0.55, 0.5])
+
+
 @pytest.mark.parametrize(("schedule", "middle"), [("cosine", 0.11), ("wsd", 0.11), ("linear", 0.11)])
 def test_a_decay_phase_ends_at_its_rate(schedule: str, middle: float) -> None:
     last = replace(PHASE, lr=None, lr_piece=LrPiece.decay, lr_to=0.02, optim=PhaseOptimConfig(schedule=schedule))

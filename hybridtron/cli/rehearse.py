@@ -35,7 +35,7 @@ from hybridtron.config.load import choices_of, load
 from hybridtron.config.resolve import RunPlan
 from hybridtron.evaluate.pictures import require_format
 from hybridtron.limits import path_of
-from hybridtron.planning.memory import largest_phase
+from hybridtron.planning.memory import fullest_phase
 from hybridtron.planning.rates import GPUS
 from hybridtron.problems import CommandParser, Unusable
 from hybridtron.rehearse import rehearsal, suite, suite_page
@@ -100,7 +100,7 @@ def main(arguments: list[str]) -> int:
         )
     for warning in warnings(run_plan):
         print(f"note: {warning}", file=sys.stderr)
-    phase = largest_phase(run_plan)
+    phase = fullest_phase(run_plan, world)
     if chosen.rank == "all":
         ranks = rehearsal.different_ranks(config.parallel, world)
     else:

@@ -26,7 +26,7 @@ from hybridtron.config.checks.parallel import parallel_problems, uncuttable
 from hybridtron.config.checks.precision import precision_problems
 from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.config.schema import Config, ParallelConfig, Recompute
-from hybridtron.planning.memory import Plan, largest_phase, plan
+from hybridtron.planning.memory import Plan, fullest_phase, plan
 from hybridtron.planning.rates import GPU, GPUS, HEAD_ROOM
 from hybridtron.planning.step_time import step_seconds
 
@@ -152,13 +152,13 @@ def _is_refused(phase: ResolvedPhase, gpus: int) -> bool:
 
 
 def _recomputing(run_plan: RunPlan, gpus: int) -> Iterator[tuple[ResolvedPhase, Plan]]:
-    """Yield the largest phase and its plan for each amount of recomputation, from least to most."""
+    """Yield the phase with the most memory and its plan for each amount of recomputation, from least to most."""
     amounts = list(Recompute)
     parallel = run_plan.config.parallel
     if parallel.offload:
         amounts = [Recompute.none]
     for recompute in amounts:
-        phase = largest_phase(run_plan.with_layout(dataclasses.replace(parallel, recompute=recompute)))
+        phase = fullest_phase(run_plan.with_layout(dataclasses.replace(parallel, recompute=recompute)), gpus)
         yield phase, plan(phase, gpus)
 
 

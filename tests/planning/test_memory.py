@@ -18,7 +18,7 @@ from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.planning.activations import MARGIN, MARGIN_FROM, held_micro_batches, sublayer_uses, with_frozen
 from hybridtron.planning.count import count
 from hybridtron.planning.fit import TENSOR_SIZES, fit, settings_of
-from hybridtron.planning.memory import Plan, largest_phase, plan
+from hybridtron.planning.memory import Plan, fullest_phase, largest_phase, plan
 from hybridtron.planning.rates import GPUS, HEAD_ROOM
 from hybridtron.planning.step_time import count_of_last_shard, step_seconds
 from hybridtron.planning.weights import local_size, weights_by_rank
@@ -170,6 +170,17 @@ def test_memory_of_one_process_equals_hand_counts(precision, gradients, moments,
     assert held.logits == value * (16 * 2 * (16 + 8) + 16 * 8)  # logits, gradients of their input and of the head
     parts = held.weights + held.gradients + held.optimizer + held.activations + held.logits
     assert held.total == parts + held.backward
+
+
+@pytest.mark.parametrize("seq_len", [16, 17])
+def test_the_fullest_phase_has_the_optimizer_with_more_state(seq_len: int) -> None:
+    size = "tokens: 1M, global_batch: 8, micro_batch: 1, lr: 1e-3"
+    muon = f"{{name: muon, seq_len: {seq_len}, {size}, optim: {{name: muon}}}}"
+    run_plan = RunPlan.of(
+        load([*TINY[:-4], f"phases=[{muon}, {{name: adamw, seq_len: 16, {size}}}]", "precision=bf16"])
+    )
+    assert fullest_phase(run_plan, 1).settings.name == "adamw"
+    assert largest_phase(run_plan).settings.name == "muon"
 
 
 @pytest.mark.parametrize(("emulate", "copies"), [("true", 1), ("false", 2)])

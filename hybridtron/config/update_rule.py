@@ -28,8 +28,11 @@ def same_update_rule(one: OptimConfig, other: OptimConfig) -> bool:
     return one.name == other.name and getattr(one, one.name, None) == getattr(other, one.name, None)
 
 
-def unread_problems(optim: OptimConfig) -> Iterator[Problem]:
-    """Yield a problem for each key with a value other than its default that the optimizer does not read."""
+def unread_problems(optim: OptimConfig, phase: ResolvedPhase | None = None) -> Iterator[Problem]:
+    """Yield a problem for each key with a value other than its default that the optimizer does not read.
+
+    `optim` is the section of `phase`, if given. A key that the phase itself sets is reported with any value.
+    """
     rule = OPTIMIZERS.get(optim.name)
     if rule is None:
         return  # the limit of optim.name reports this
@@ -38,12 +41,15 @@ def unread_problems(optim: OptimConfig) -> Iterator[Problem]:
         if key in rule.reads:
             continue
         readers = " or ".join(name for name, other in OPTIMIZERS.items() if key in other.reads)
-        for changed, value in _changes(f"optim.{key}", getattr(optim, key), getattr(OptimConfig(), key)):
-            yield Problem(
-                changed,
-                "no-effect",
-                f"is {value}, but optim.name={optim.name} does not read it: leave it out, or use optim.name={readers}",
-            )
+        for unread, value, default in _values(f"optim.{key}", getattr(optim, key), getattr(OptimConfig(), key)):
+            own = unread
+            name = "optim.name"
+            if phase is not None and (own := phase.key(unread)) != unread:
+                name = phase.key(name)
+            elif value == default:
+                continue
+            why = f"but {name}={optim.name} does not read it"
+            yield Problem(own, "no-effect", f"is {value}, {why}: leave it out, or use {name}={readers}")
 
 
 def transfer_problems(optim: OptimConfig, model: ModelConfig) -> Iterator[Problem]:
@@ -63,17 +69,17 @@ def unread_by_phases(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
     """Yield the problems of `unread_problems` for each phase, except for keys of the run that another phase reads."""
     read = {key for phase in phases if (rule := OPTIMIZERS.get(phase.optim.name)) for key in rule.reads}
     for phase in phases:
-        for problem in unread_problems(phase.optim):
-            key = phase.key(problem.key)
-            if key != problem.key or problem.key.split(".")[1] not in read:
-                yield dataclasses.replace(problem, key=key)
+        for problem in unread_problems(phase.optim, phase):
+            section, key = problem.key.split(".")[:2]
+            if section != "optim" or key not in read:
+                yield problem
 
 
 def update_rule_warnings(phases: Sequence[ResolvedPhase]) -> list[str]:
     """Return a sentence for each phase that trains no weight for the optimizer's matrix stage, if it has a stage."""
     return [
-        f"optim.name={phase.config.optim.name} updates no matrix in phase {phase.settings.name}, which trains no "
-        "projection of a mixer: train projections, or use optim.name=adamw"
+        f"{phase.key('optim.name')}={phase.optim.name} updates no matrix in phase {phase.settings.name}, which trains "
+        f"no projection of a mixer: train projections, or use {phase.own_key('optim.name')}=adamw"
         for phase in phases
         if not _trains_matrices(phase)
     ]
@@ -87,10 +93,10 @@ def _trains_matrices(phase: ResolvedPhase) -> bool:
     return any(rule.has_matrix_stage(name, weight) and phase.learns(name) for name, weight in phase.table.items())
 
 
-def _changes(key: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each key at or below `key` whose value differs from its default, with the value."""
+def _values(key: str, value: Any, default: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each key at or below `key`, with its value and its default."""
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
-            yield from _changes(f"{key}.{field.name}", getattr(value, field.name), getattr(default, field.name))
-    elif value != default:
-        yield key, value
+            yield from _values(f"{key}.{field.name}", getattr(value, field.name), getattr(default, field.name))
+    else:
+        yield key, value, default

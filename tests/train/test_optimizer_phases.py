@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from hybridtron.config.load import load
 from hybridtron.config.resolve import RunPlan
 from hybridtron.config.update_rule import unread_by_phases
 from tests.train.conftest import Refused, Train, small_run_arguments
+from tests.train.faults import spoiled
 from tests.train.test_phases import tensors
 from tests.train.test_stop_and_resume import losses, run
 
@@ -130,6 +133,9 @@ def unread(*settings: str) -> dict[str, str]:
 def test_an_option_of_an_optimizer_that_no_phase_uses_is_refused() -> None:
     assert unread() == unread("optim.muon.steps=3") == unread("phases.0.optim.name=muon", "optim.muon.steps=3") == {}
     assert set(unread("phases.0.optim.muon.steps=3")) == {"phases.0.optim.muon.steps"}
+    assert set(unread("optim.muon.steps=3", "phases.0.optim.muon.steps=5")) == {"phases.0.optim.muon.steps"}
+    (message,) = unread("phases.1.optim.name=adamw").values()
+    assert "use phases.1.optim.name=muon" in message, "optim.name=muon would change the other phase"
     assert set(unread("phases.1.optim.name=adamw", "optim.muon.scale=spectral")) == {
         "phases.1.optim.muon.steps",
         "optim.muon.scale",
@@ -143,3 +149,18 @@ def test_another_optimizer_in_the_middle_of_a_phase_is_refused(train_small: Trai
     problem = refused(*THERE_AND_BACK, *other)
     assert problem["phases.1.optim.name"].code == "changed"
     assert train_small(*THERE_AND_BACK, "run.max_steps=9", "phases.2.optim.name=muon") == 0
+
+
+@pytest.mark.slow
+def test_a_rollback_over_the_change_restores_the_optimizer_before(train_small: Train, tmp_path: Path) -> None:
+    """The last step of AdamW and three of Muon are refused. A run never goes back to a checkpoint of a refused step."""
+    refused_steps = [4, 5, 6, 7]
+    with spoiled(math.nan, [4 * step for step in refused_steps]):
+        assert train_small(*THERE_AND_BACK, "optim.skips=3") == 0
+    folder = tmp_path / "run"
+    lines = [json.loads(line) for line in (folder / "logs" / "decisions.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["what"] == "refused"] == refused_steps
+    (back,) = [line for line in lines if line["what"] != "refused"]
+    assert (back["step"], back["to"]) == (7, 3)
+    matrix = "exp_avg_sq.layers.0.mixer.out_proj.weight"
+    assert [step for step in (3, 4, 5, 8, 9, 12) if matrix in tensors(folder, step)] == [3, 4, 9, 12]

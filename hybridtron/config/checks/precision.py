@@ -34,7 +34,7 @@ def precision_problems(phase: ResolvedPhase) -> Iterator[Problem]:
     """List all reasons why a phase can't run in its precision."""
     config = phase.config
     precision = phase.precision
-    yield from _moments(config)
+    yield from _moments(phase)
     if precision.name not in FP8_MULTIPLES or min(precision.bf16_first, precision.bf16_last) < 0:
         return
     if not precision.emulate and importlib.util.find_spec("transformer_engine") is None:
@@ -69,8 +69,9 @@ def needs(precision: PrecisionConfig, what: str) -> Problem:
     )
 
 
-def _moments(config: Config) -> Iterator[Problem]:
+def _moments(phase: ResolvedPhase) -> Iterator[Problem]:
     """Report bf16 moments with a decay so close to 1 that bf16 would round away a step's change."""
+    config = phase.config
     if config.precision.moments != KeptFormat.bf16:
         return
     for key in OPTIMIZERS.get(config.optim.name, UpdateRule).decays:
@@ -80,11 +81,12 @@ def _moments(config: Config) -> Iterator[Problem]:
         else:
             decay = value
         if decay > BF16_DECAY:
-            cure = f"use optim.{key} of at most {BF16_DECAY}, or moments in fp32"
+            named = phase.key(f"optim.{key}")
+            cure = f"use {named} of at most {BF16_DECAY}, or moments in fp32"
             yield Problem(
                 "precision.moments",
                 "conflict",
-                f"is bf16, but with {decay} in optim.{key} the changes of a step would be rounded away: {cure}",
+                f"is bf16, but with {decay} in {named} the changes of a step would be rounded away: {cure}",
             )
 
 

@@ -158,6 +158,8 @@ def test_offload_works_without_recompute_and_compile(other: str) -> None:
 def test_bf16_moments_need_a_small_decay_rate():
     assert reported("precision.moments=bf16", "optim.betas=[0.9,0.99]") == {"precision.moments": "conflict"}
     assert not reported("precision.moments=bf16", "optim.betas=[0.9,0.98]")
+    of_phase = ["phases.0.optim={name: muon, muon: {momentum: 0.99}}", "precision.moments=bf16"]
+    assert "use phases.0.optim.muon.momentum of at most 0.98" in cures(*of_phase)
 
 
 def test_allowed_extremes_are_accepted(tmp_path):
@@ -208,7 +210,9 @@ def test_a_phase_without_a_matrix_for_muon_is_warned_of() -> None:
     (warned,) = set(warnings(RunPlan.of(load([*settings, "optim.name=muon"])))) - set(
         warnings(RunPlan.of(load(settings)))
     )
-    assert "optim.name=muon updates no matrix in phase" in warned
+    assert warned.startswith("optim.name=muon updates no matrix in phase")
+    of_phase = warnings(RunPlan.of(load([*settings, "phases.0.optim.name=muon"])))
+    assert any(text.startswith("phases.0.optim.name=muon updates no matrix in phase") for text in of_phase)
     for without in (["optim.name=muon"], [adapters]):
         assert not any("no matrix" in text for text in warnings(RunPlan.of(load(["model.pattern=M-", *without]))))
 

@@ -36,6 +36,7 @@ FAST_CASES = {
     ("span-variants", "tp2"),
     ("zamba2", "pp2"),
     ("falcon-h1", "pp2-virtual2"),
+    ("mup", "tp2"),
     ("adapters", "tp4"),
     ("adapters-dropout", "cp2-tp2"),
     ("adapters-dora", "tp2-sp"),

@@ -153,7 +153,7 @@ def test_another_optimizer_in_the_middle_of_a_phase_is_refused(train_small: Trai
 
 @pytest.mark.slow
 def test_a_rollback_over_the_change_restores_the_optimizer_before(train_small: Train, tmp_path: Path) -> None:
-    """The last step of AdamW and three of Muon are refused. A run never goes back to a checkpoint of a refused step."""
+    """The last step of AdamW and three of Muon are refused. A rollback skips checkpoints of refused steps."""
     refused_steps = [4, 5, 6, 7]
     with spoiled(math.nan, [4 * step for step in refused_steps]):
         assert train_small(*THERE_AND_BACK, "optim.skips=3") == 0

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -219,25 +220,26 @@ class Mlflow:
             for name, value in metrics.numbers().items()
         ]
         for begin in range(0, len(values), self.AT_ONCE):
-            self._thread.submit(self._send, values[begin : begin + self.AT_ONCE])
+            part = values[begin : begin + self.AT_ONCE]
+            call = partial(self._client.log_batch, self._run, metrics=part)
+            self._thread.submit(self._send, f"metrics of step {metrics.step}", call)
 
     def close(self) -> None:
+        self._thread.submit(self._send, "the end of the run", partial(self._client.set_terminated, self._run))
         self._thread.shutdown()
-        if self._failures == 0:
-            self._client.set_terminated(self._run)
 
-    def _send(self, values: list[Any]) -> None:
-        """Send metrics, unless the server has failed too often; runs in the thread."""
+    def _send(self, content: str, call: Callable[[], object]) -> None:
+        """Call MLflow, unless it has failed too often; runs in the thread. `content` names what the call sends."""
         if self._failures >= self.FAILURES:
             return
         try:
-            self._client.log_batch(self._run, metrics=values)
+            call()
             self._failures = 0
         except Exception as error:
             self._failures += 1
-            LOG.warning("metrics of step %d did not reach MLflow: %s", values[0].step, _first_line(error))
+            LOG.warning("%s did not reach MLflow: %s", content, _first_line(error))
             if self._failures == self.FAILURES:
-                LOG.warning("no more metrics are sent to MLflow; a resumed run tries again")
+                LOG.warning("nothing more is sent to MLflow; a resumed run tries again")
 
     def _continued_or_new_run(self, start: SinkStart) -> str:
         """Return the id of the MLflow run: the stored id if there is one, else the id of a new run."""

@@ -207,8 +207,21 @@ def test_mlflow_that_fails_during_training_does_not_end_it(
     assert [line.split(":")[0] for line in caplog.messages[:2]] == [
         f"metrics of step {step} did not reach MLflow" for step in (3, 4)
     ]
-    assert caplog.messages[-1].startswith("no more metrics are sent to MLflow")
+    assert caplog.messages[-1].startswith("nothing more is sent to MLflow")
     assert tracking.ended == 0
+
+
+def test_mlflow_that_fails_at_the_end_does_not_fail_the_run(
+    tracking: Tracking, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: str) -> None:
+        raise ConnectionError("closed")
+
+    monkeypatch.setattr(tracking, "set_terminated", refuse)
+    with caplog.at_level(logging.WARNING):
+        reported(tmp_path, 1, overrides=("run.mlflow=experiment",)).close()
+    assert tracking.steps == [1]
+    assert caplog.messages[-1].startswith("the end of the run did not reach MLflow")
 
 
 def test_mlflow_that_is_unreachable_at_the_start_is_refused(tracking: Tracking, tmp_path: Path) -> None:

@@ -33,7 +33,12 @@ from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.config.saved import spelled_secrets
 from hybridtron.config.schema import Feed, OptimConfig, PhaseConfig, RunConfig
 from hybridtron.config.units import parse_tokens
-from hybridtron.config.update_rule import transfer_problems, unread_by_phases, update_rule_warnings
+from hybridtron.config.update_rule import (
+    fresh_state_warnings,
+    transfer_problems,
+    unread_by_phases,
+    update_rule_warnings,
+)
 from hybridtron.limits import is_folder, limit_problems, shortened
 from hybridtron.problems import ConfigError, Problem
 from hybridtron.requirements import install_command, is_there, missing
@@ -142,6 +147,7 @@ def warnings(plan: RunPlan) -> list[str]:
         *states_warnings(plan.phases),
         *precision_warnings(config.precision),
         *update_rule_warnings(plan.phases),
+        *fresh_state_warnings(plan.phases),
     ]
 
 

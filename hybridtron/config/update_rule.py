@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hybridtron.architecture.model import ModelConfig
+from hybridtron.config.choices import LrPiece
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.schema import OptimConfig
 from hybridtron.optimizers import OPTIMIZERS
@@ -82,6 +83,16 @@ def update_rule_warnings(phases: Sequence[ResolvedPhase]) -> list[str]:
         f"no projection of a mixer: train projections, or use {phase.own_key('optim.name')}=adamw"
         for phase in phases
         if not _trains_matrices(phase)
+    ]
+
+
+def fresh_state_warnings(phases: Sequence[ResolvedPhase]) -> list[str]:
+    """Return a sentence for each phase that changes the optimizer, but continues at the previous learning rate."""
+    return [
+        f"{phase.own_key('lr_piece')}={phase.settings.lr_piece} begins phase {phase.settings.name} at the previous "
+        f"phase's learning rate, but with zero state of {phase.optim.name}: use lr_piece=rewarm, which warms up from 0"
+        for phase in phases
+        if not phase.keeps_optimizer and phase.settings.lr_piece is not LrPiece.rewarm
     ]
 
 

@@ -217,6 +217,24 @@ def test_a_phase_without_a_matrix_for_muon_is_warned_of() -> None:
         assert not any("no matrix" in text for text in warnings(RunPlan.of(load(["model.pattern=M-", *without]))))
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_warned"),
+    [
+        ("optim: {name: muon}, lr_piece: carry_on", True),
+        ("optim: {name: muon}, lr_piece: decay, lr_to: 1e-5", True),
+        ("lr_piece: carry_on", False),
+        ("optim: {name: muon}, lr: 1e-3", False),
+    ],
+)
+def test_a_zero_state_without_a_warm_up_is_warned_of(changes: str, is_warned: bool) -> None:
+    sizes = "tokens: 1M, seq_len: 256, global_batch: 8, micro_batch: 8"
+    plan = RunPlan.of(load([f"phases=[{{name: a, {sizes}, lr: 1e-3}}, {{name: b, {sizes}, {changes}}}]"]))
+    assert check(plan) == []
+    texts = [text for text in warnings(plan) if text.startswith("phases.1.lr_piece=")]
+    assert bool(texts) == is_warned
+    assert all("phase b at the previous phase's learning rate" in text for text in texts)
+
+
 def test_warnings_name_what_has_no_effect():
     warned = warnings(RunPlan.of(load(["model.pattern=M-", "optim.decay=5%"])))
     assert len(warned) == 2

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from hybridtron.requirements import COMPILED
+
 ROOT = Path(__file__).parents[1]
 PLAIN = {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": "", "PIP_CONSTRAINT": ""}
 COME_AS_SOURCE = ("antlr4-python3-runtime==4.9.3", "rouge-score", "sqlitedict", "word2number")  # plain Python
@@ -36,10 +38,15 @@ def pip(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def wanted() -> list[str]:
-    """The dependencies, those of every extra, and the torch that `make` installs."""
+    """The dependencies, those of every extra, and the torch that `make` installs.
+
+    Extras with packages that are compiled are left out: another Python can't be asked (tests/test_extras.py).
+    """
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = declared["project"]
-    extras = [text for texts in project["optional-dependencies"].values() for text in texts]
+    extras = [
+        text for name, texts in project["optional-dependencies"].items() if name not in COMPILED for text in texts
+    ]
     torch = re.search(r"^TORCH \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert torch is not None
     all_of_them = [torch[1], *project["dependencies"], *extras]

@@ -47,7 +47,7 @@ from hybridtron.planning.activations import MARGIN, MARGIN_FROM
 from hybridtron.planning.context_balance import imbalance, token_costs
 from hybridtron.planning.count import ModelCount, count
 from hybridtron.planning.fit import TENSOR_SIZES, FittingLayout, fit, settings_of
-from hybridtron.planning.memory import DeviceMemory, Plan, RankPlan, fullest_phase, plan
+from hybridtron.planning.memory import DeviceMemory, Plan, RankPlan, fullest_phase
 from hybridtron.planning.rates import GPUS, HEAD_ROOM, UNSEEN
 from hybridtron.planning.traffic import Traffic
 from hybridtron.problems import CommandParser, Unusable
@@ -210,8 +210,7 @@ def as_json(
     }
     if fitting is not None:
         return results | {"fit": [_fitting_json(config, layout) for layout in fitting]}
-    phase = fullest_phase(run_plan, gpus)
-    layout_plan = plan(phase, gpus)
+    phase, layout_plan = fullest_phase(run_plan, gpus)
     return results | {
         "memory": {**_memory_json(layout_plan.fullest), "phase": phase.settings.name},
         "plan": {**_plan_json(layout_plan), "imbalance": _imbalance(phase)},
@@ -278,8 +277,7 @@ def print_tables(
     console.print(title, highlight=False, markup=False)
     tables = [_letter_table(counted), _flops_table(counted), phase_table(run_plan), source_table(run_plan)]
     if fitting is None:
-        phase = fullest_phase(run_plan, gpus)
-        layout_plan = plan(phase, gpus)
+        phase, layout_plan = fullest_phase(run_plan, gpus)
         tables.append(_memory_table(phase, layout_plan, peaks))
         if gpus > 1:
             tables.append(_traffic_table(phase, layout_plan))

@@ -100,7 +100,7 @@ def main(arguments: list[str]) -> int:
         )
     for warning in warnings(run_plan):
         print(f"note: {warning}", file=sys.stderr)
-    phase = fullest_phase(run_plan, world)
+    phase, _ = fullest_phase(run_plan, world)
     if chosen.rank == "all":
         ranks = rehearsal.different_ranks(config.parallel, world)
     else:

@@ -26,7 +26,7 @@ from hybridtron.config.checks.parallel import parallel_problems, uncuttable
 from hybridtron.config.checks.precision import precision_problems
 from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.config.schema import Config, ParallelConfig, Recompute
-from hybridtron.planning.memory import Plan, fullest_phase, plan
+from hybridtron.planning.memory import Plan, fullest_phase
 from hybridtron.planning.rates import GPU, GPUS, HEAD_ROOM
 from hybridtron.planning.step_time import step_seconds
 
@@ -158,8 +158,7 @@ def _recomputing(run_plan: RunPlan, gpus: int) -> Iterator[tuple[ResolvedPhase, 
     if parallel.offload:
         amounts = [Recompute.none]
     for recompute in amounts:
-        phase = fullest_phase(run_plan.with_layout(dataclasses.replace(parallel, recompute=recompute)), gpus)
-        yield phase, plan(phase, gpus)
+        yield fullest_phase(run_plan.with_layout(dataclasses.replace(parallel, recompute=recompute)), gpus)
 
 
 def _text(value: object) -> str:

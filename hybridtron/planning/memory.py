@@ -129,14 +129,13 @@ def largest_phase(run_plan: RunPlan) -> ResolvedPhase:
     return max(run_plan.phases, key=lambda p: p.settings.micro_batch * p.settings.seq_len * p.chunks_together)
 
 
-def fullest_phase(run_plan: RunPlan, world_size: int) -> ResolvedPhase:
-    """Return the phase that needs the most memory on a device.
+def fullest_phase(run_plan: RunPlan, world_size: int) -> tuple[ResolvedPhase, Plan]:
+    """Return the phase that needs the most memory on a device, and its plan.
 
     This need not be the phase with the most tokens, if phases have different optimizers or train different weights.
     """
-    if len(run_plan.phases) == 1:
-        return run_plan.phases[0]
-    return max(run_plan.phases, key=lambda phase: plan(phase, world_size).fullest.memory.total)
+    planned = [(phase, plan(phase, world_size)) for phase in run_plan.phases]
+    return max(planned, key=lambda pair: pair[1].fullest.memory.total)
 
 
 def plan(phase: ResolvedPhase, world_size: int) -> Plan:

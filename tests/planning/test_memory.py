@@ -179,7 +179,9 @@ def test_the_fullest_phase_has_the_optimizer_with_more_state(seq_len: int) -> No
     run_plan = RunPlan.of(
         load([*TINY[:-4], f"phases=[{muon}, {{name: adamw, seq_len: 16, {size}}}]", "precision=bf16"])
     )
-    assert fullest_phase(run_plan, 1).settings.name == "adamw"
+    phase, planned = fullest_phase(run_plan, 1)
+    assert phase.settings.name == "adamw"
+    assert planned == plan(phase, 1)
     assert largest_phase(run_plan).settings.name == "muon"
 
 

@@ -70,9 +70,9 @@ def test_rates_that_are_not_divided_are_seen(monkeypatch: pytest.MonkeyPatch) ->
         }
 
     monkeypatch.setattr(table, "transferred", undivided)
-    found = verdicts(model("mamba"), FAST)
-    assert found["A mamba"] == "grows"
-    assert found["- swiglu"] == "grows"
+    by_output = verdicts(model("mamba"), FAST)
+    assert by_output["A mamba"] == "grows"
+    assert by_output["- swiglu"] == "grows"
 
 
 def test_a_head_that_is_not_scaled_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

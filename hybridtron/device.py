@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from hybridtron.problems import first_line
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16} | dict.fromkeys(
     ("fp8_delayed", "fp8_current", "fp8_block"), torch.bfloat16
 )
@@ -257,7 +259,7 @@ def optional_package(name: str) -> Package:
             return Package(name, None, f"not installed, though there is a {name.partition('.')[0]}")
         return Package(name, None, f"does not import: {error}")
     except Exception as error:  # a broken compiled extension can raise anything at import
-        return Package(name, None, f"does not import: {type(error).__name__}: {error}".splitlines()[0])
+        return Package(name, None, f"does not import: {first_line(error)}")
 
 
 class _OnCPU(TorchFunctionMode):

@@ -99,6 +99,11 @@ class Unusable(ValueError):
         return partial(type(self), code=self.code), self.args, self.__dict__
 
 
+def first_line(error: BaseException) -> str:
+    """Return an error's type and the first line of its message, for errors of other libraries in our messages."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 class ConfigError(Unusable):
     """Raised for a configuration that can't run. Its text lists all problems, one on each line."""
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from hybridtron.cluster.gpu_env import ALLOCATOR, ONE_QUEUE
 from hybridtron.compiled import BUILD_S
-from hybridtron.problems import CommandParser
+from hybridtron.problems import CommandParser, first_line
 from hybridtron.rehearse import fake_cuda_shim
 from hybridtron.requirements import MODULES, install_command, installed, is_there, missing, requirements
 
@@ -337,7 +337,7 @@ def attempt(section: Callable[[], tuple[str, list[Line]]]) -> tuple[str, list[Li
         return section()
     except Exception as error:
         name = section.__name__.removesuffix("_section")
-        return name, [Line("warn", name, "unknown", f"{type(error).__name__}: {error}".splitlines()[0])]
+        return name, [Line("warn", name, "unknown", first_line(error))]
 
 
 def show(sections: list[tuple[str, list[Line]]]) -> None:

@@ -32,6 +32,7 @@ from typing import Any
 from hybridtron.config.cluster import ChecksConfig, ClusterConfig
 from hybridtron.config.load import load
 from hybridtron.config.pipeline_layout import launched
+from hybridtron.problems import first_line
 from hybridtron.train.jsonl import write_whole
 
 ADAPTERS = Path("/sys/class/infiniband")
@@ -85,7 +86,7 @@ def main(arguments: list[str]) -> int:
         try:
             compare_nodes(report, cluster.checks)
         except Exception as error:
-            report.together = f"all-reduce of all nodes: {type(error).__name__}: {error}".splitlines()[0]
+            report.together = f"all-reduce of all nodes: {first_line(error)}"
             if not is_first:  # the node's first process may not see this error
                 report.write(asked.reports, f"{FAILED}{launched().rank}")
                 print(f"{report.node}: rank {launched().rank}: {report.together}", flush=True)

@@ -43,14 +43,14 @@ def unread_problems(optim: OptimConfig, phase: ResolvedPhase | None = None) -> I
             continue
         readers = " or ".join(name for name, other in OPTIMIZERS.items() if key in other.reads)
         for unread, value, default in _values(f"optim.{key}", getattr(optim, key), getattr(OptimConfig(), key)):
-            own = unread
+            key_as_set = unread if phase is None else phase.key(unread)
             name = "optim.name"
-            if phase is not None and (own := phase.key(unread)) != unread:
+            if phase is not None and key_as_set != unread:
                 name = phase.key(name)
             elif value == default:
                 continue
             why = f"but {name}={optim.name} does not read it"
-            yield Problem(own, "no-effect", f"is {value}, {why}: leave it out, or use {name}={readers}")
+            yield Problem(key_as_set, "no-effect", f"is {value}, {why}: leave it out, or use {name}={readers}")
 
 
 def transfer_problems(optim: OptimConfig, model: ModelConfig) -> Iterator[Problem]:

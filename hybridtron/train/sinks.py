@@ -35,7 +35,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from hybridtron.config.load import to_plain
 from hybridtron.config.schema import Config
 from hybridtron.device import optional_package
-from hybridtron.problems import Unusable
+from hybridtron.problems import Unusable, first_line
 from hybridtron.train.hooks import Hook, RunContext, StepContext
 from hybridtron.train.jsonl import read_lines, write_whole
 from hybridtron.train.metrics import Decision, StepMetrics
@@ -208,7 +208,7 @@ class Mlflow:
             self._run = self._continued_or_new_run(start)
         except Exception as error:  # a server may answer anything, and several libraries report it
             cure = "check MLFLOW_TRACKING_URI and the server, or leave run.mlflow out"
-            message = f"MLflow at {address} can't be used: {_first_line(error)}; {cure}"
+            message = f"MLflow at {address} can't be used: {first_line(error)}; {cure}"
             raise Unusable(message, code="unavailable") from error
         self._failures = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mlflow")
@@ -237,7 +237,7 @@ class Mlflow:
             self._failures = 0
         except Exception as error:
             self._failures += 1
-            LOG.warning("%s did not reach MLflow: %s", content, _first_line(error))
+            LOG.warning("%s did not reach MLflow: %s", content, first_line(error))
             if self._failures == self.FAILURES:
                 LOG.warning("nothing more is sent to MLflow; a resumed run tries again")
 
@@ -365,8 +365,3 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", str(value)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"

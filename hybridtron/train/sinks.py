@@ -21,7 +21,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -32,7 +32,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from hybridtron.config.load import to_plain
+from hybridtron.config.load import to_plain, values_by_key
 from hybridtron.config.schema import Config
 from hybridtron.device import optional_package
 from hybridtron.problems import Unusable, first_line
@@ -256,8 +256,8 @@ class Mlflow:
             number = experiment.experiment_id
         run = self._client.create_run(number, run_name=start.config.run.name).info.run_id
         parameters = [
-            self._entities.Param(_mlflow_name(key), value[: self.CHARACTERS])
-            for key, value in _flat(to_plain(start.config))
+            self._entities.Param(_mlflow_name(key), str(value)[: self.CHARACTERS])
+            for key, value in values_by_key(start.config).items()
         ]
         for begin in range(0, len(parameters), self.PARAMETERS):
             self._client.log_batch(run, params=parameters[begin : begin + self.PARAMETERS])
@@ -356,12 +356,3 @@ def _run_id(path: Path) -> str:
 def _mlflow_name(name: str) -> str:
     """Return a name with only the characters that MLflow allows; every other character becomes `_`."""
     return re.sub(r"[^\w./: -]", "_", name)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the key and the value as text of each setting in nested mappings: `model.width` and `256`."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)

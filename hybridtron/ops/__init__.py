@@ -1,1 +1,1 @@
-"""Pure functions on tensors, without parameters and without parallelism: a folder for each op."""
+"""Ops: pure functions on tensors that own no parameters and know no parallelism. Each op has a folder."""

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 
 class Chunk(Protocol):
-    """One chunk with T tokens in all B sequences: an op's forward and backward computation."""
+    """An op's forward and backward computation for one chunk: T tokens of each of the B sequences."""
 
     def forward(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return y (B, T, ...) and the state after the chunk, given the state before it."""
@@ -27,10 +27,10 @@ class Chunk(Protocol):
     def backward(
         self, state: Tensor, grad_y: Tensor, grad_state: Tensor
     ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...], Tensor]:
-        """Return three gradients: of the per-token inputs (B, T, ...), the parameters, and the state before the chunk.
+        """Return the gradients of per-token inputs (B, T, ...), of parameters, and of the state before the chunk.
 
-        The first tuple has an entry for every per-token input, which is None if the input is None. The second tuple
-        has no entry for a parameter that is None.
+        The first tuple has an entry for every per-token input; the entry is None if that input is None. The second
+        tuple has no entry for a parameter that is None.
         """
         ...
 

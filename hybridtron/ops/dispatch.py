@@ -118,7 +118,7 @@ class Implementation(Generic[Inputs, Outputs]):
 
 
 class Op(Generic[Inputs, Outputs]):
-    """A function of one named tuple of inputs; a call runs the implementation that `selected` returns."""
+    """A function with one argument, a named tuple of inputs; a call runs the implementation `selected(inputs)`."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class Op(Generic[Inputs, Outputs]):
     def choice(self, device: str) -> tuple[str, str]:
         """Return the name of the implementation that a call tries first on a device, and the reason as text.
 
-        The reason lists the preferred implementations that are unavailable, with the reasons for that.
+        The text lists the preferred implementations that are unavailable, and says why each is unavailable.
         """
         if (name := self.forced) is not None:
             return name, "forced"
@@ -206,11 +206,11 @@ def anything_forced() -> bool:
 
 @contextlib.contextmanager
 def force(everything: str | None = None, /, **implementations: str) -> Iterator[None]:
-    """Run named implementations inside the block: `force("reference")`, or `force(selective_scan="chunked")`.
+    """Make ops run the chosen implementations inside the block.
 
-    `everything` names the implementation for all ops that `implementations` does not list. The choice holds only on
-    this thread. On a GPU, torch runs the backward pass on other threads, so the choice does not hold for ops that the
-    backward pass recomputes; `force_on_all_threads` covers these ops too.
+    `force(selective_scan="chunked")` chooses for one op. `force("reference")` chooses for all ops that are not named
+    by a keyword. The choice holds only on this thread. On a GPU, torch runs the backward pass on other threads, so the
+    choice does not hold for ops that the backward pass recomputes; `force_on_all_threads` covers these ops too.
     """
     wanted = {**_forced.get(), **({"*": everything} if everything else {}), **implementations}
     token = _forced.set(wanted)
@@ -222,7 +222,7 @@ def force(everything: str | None = None, /, **implementations: str) -> Iterator[
 
 @contextlib.contextmanager
 def force_on_all_threads(implementations: Mapping[str, str]) -> Iterator[None]:
-    """Run named implementations inside the block, on every thread.
+    """Make ops run the chosen implementations inside the block, on every thread.
 
     `implementations` maps an op's name to an implementation's name. The key `*` stands for all ops without an entry.
     """

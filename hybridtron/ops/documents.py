@@ -1,4 +1,4 @@
-"""Document boundaries in packed rows: sequences in a batch that hold several documents.
+"""Document boundaries in packed rows. A packed row is a sequence that holds several documents.
 
 `documents_BL` holds for each token its document's index. Indices increase along a row. Legend: B rows, L tokens.
 """
@@ -21,10 +21,10 @@ def document_starts(documents_BL: Tensor | None) -> Tensor | None:
 
 
 def document_boundaries(documents_BL: Tensor) -> Tensor:
-    """Return the cumulative document lengths in int32: the index of each document's first token, then B L.
+    """Return the cumulative document lengths in int32: the index of each document's first token, then B * L.
 
-    Indices count the B L tokens in the flattened batch. Every row's first token counts as a document's start. The
-    number of documents depends on the tensor's values, so for a tensor on a GPU the host waits for the device.
+    Indices count the tokens in the flattened batch. Every row's first token counts as a document's start. The number
+    of documents depends on the tensor's values, so for a tensor on a GPU the host waits for the device.
     """
     begins_BL = F.pad(documents_BL[:, 1:] != documents_BL[:, :-1], (1, 0), value=True)
     return F.pad(begins_BL.flatten().nonzero().flatten(), (0, 1), value=documents_BL.numel()).to(torch.int32)

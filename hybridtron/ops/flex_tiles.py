@@ -1,4 +1,4 @@
-"""FlexAttention restricted to tiles: builds its block mask from maps of tiles, and calls the compiled kernel.
+"""FlexAttention restricted to tiles: its block mask, built from maps of tiles, and the call of its kernel.
 
 A tile is 128 queries by 128 keys. The block mask lists the tiles that the kernel computes; the kernel skips all other
 tiles.
@@ -38,8 +38,8 @@ def mask_of_tiles(
 ) -> BlockMask:
     """Build a block mask from boolean tile maps (B, H, T, U).
 
-    The first map marks the tiles in which `sees` (batch, head, query, key) decides for each pair of a query and a key.
-    The optional second map marks the tiles in which every query sees every key. `lengths` is (L, S).
+    In tiles that the first map marks, `sees(row, head, query, key)` decides whether a query sees a key. In tiles that
+    the optional second map marks, every query sees every key. `lengths` is (L, S).
     """
     counts_BHT, order_BHTU = _listed(tiles_BHTU)
     full_counts_BHT, full_order_BHTU = (None, None) if full_BHTU is None else _listed(full_BHTU)
@@ -55,7 +55,7 @@ def mask_of_tiles(
 
 
 def _listed(tiles_BHTU: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each query tile the number of its marked key tiles, and all key tiles' indices, marked ones first."""
+    """Return, for each query tile, how many key tiles are marked, and all key tiles' indices, marked tiles first."""
     first_to_last = tiles_BHTU.int().argsort(dim=-1, descending=True, stable=True)
     return tiles_BHTU.sum(-1, dtype=torch.int32), first_to_last.int()
 

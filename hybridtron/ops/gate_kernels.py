@@ -25,7 +25,7 @@ WARPS = 4
 
 
 class GateKernels(NamedTuple):
-    """One activation's forward and backward kernels. `numbers` are the op's constants. The kernels' arguments:
+    """The forward and backward kernels of a gated MLP. `numbers` are the op's constants. The kernels' arguments:
 
     forward    gate_up (input), y (output), F, the constants, BLOCK
     backward   gate_up (input), grad_y (input), grad_gate_up (output), F, the constants, BLOCK

@@ -97,7 +97,7 @@ def compile_for(capability: tuple[int, int], kernel: Any, arguments: Sequence[An
 
 
 def target_absent_gpu(capability: tuple[int, int]) -> None:
-    """Make Triton compile for this compute capability in the rest of the process; the GPU need not be present."""
+    """Make Triton compile for this compute capability until the process ends; the GPU need not be present."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -184,8 +184,8 @@ def _disassembled(capability: tuple[int, int], cubins: Sequence[bytes]) -> list[
 
 def instructions_of(cubin: bytes) -> bytes:
     """Return the section with the instructions (.text.*) from a compiled kernel, which is an ELF file."""
-    # the ELF header has at byte 40 the offset of the section table, and from byte 58 on the size of a table entry, the
-    # number of entries, and the index of the section that holds the sections' names
+    # The ELF header holds, at byte 40, the offset of the section table. From byte 58 on, it holds the size of a table
+    # entry, the number of entries, and the index of the section with the sections' names.
     (table,) = struct.unpack_from("<Q", cubin, 40)
     size, count, names = struct.unpack_from("<HHH", cubin, 58)
     # for each section: the offset of its name, its offset in the file, its length

@@ -17,7 +17,7 @@ from torch import Tensor
 from hybridtron.ops.dispatch import Implementation, untraced
 
 PROCESSORS = 132  # multiprocessors of an H100; used for all GPUs, so that all GPUs add partial sums in the same order
-TRITON = "triton"  # the package, and the name of implementations with our kernels
+TRITON = "triton"  # name of the package, and of the implementations that run this project's kernels
 
 
 def own_kernels(
@@ -104,9 +104,9 @@ def kernel_name(kernel: Any) -> str:
 
 @contextmanager
 def tuned_over(most: int) -> Iterator[None]:
-    """Inside the block, let the autotuning of other packages' kernels try at most `most` configurations each.
+    """Inside the block, let other packages' autotuned kernels try at most `most` configurations per kernel.
 
-    The configurations are evenly spaced in each kernel's list. To try all would take minutes.
+    These are evenly spaced in the kernel's list of configurations. To try the full list would take minutes.
     """
     from triton.runtime.autotuner import Autotuner
 
@@ -146,14 +146,14 @@ def empty_in_order(tensor: Tensor) -> Tensor:
 
 
 def strided(*tensors: Tensor) -> tuple[Any, ...]:
-    """Return each tensor, followed by the strides of its rows and of its tokens, as arguments of kernels."""
+    """Return kernel arguments: each tensor, followed by its row stride and its token stride."""
     return tuple(value for tensor in tensors for value in (tensor, *tensor.stride()[:2]))
 
 
 def tile_of_rows(channels: int, elements: int, warp_elements: int) -> tuple[int, int, int]:
     """Return three numbers: rows per tile, channels rounded up to a power of two, and warps per tile.
 
-    A tile has `elements` elements, or one row if that has more; a warp has `warp_elements`.
+    A tile has at most `elements` elements, but at least one row. A warp computes `warp_elements` elements.
     """
     block = power_of_2(channels)
     rows = max(1, elements // block)
@@ -163,7 +163,7 @@ def tile_of_rows(channels: int, elements: int, warp_elements: int) -> tuple[int,
 def ceil_div(size: int, block: int) -> int:
     """Return the number of blocks that cover `size`.
 
-    Triton's own `cdiv` is not used, because its types fit only calls inside kernels from Triton 3.7 on.
+    Triton's own `cdiv` is not used: from Triton 3.7 on, its types fit only calls inside kernels.
     """
     return -(-size // block)
 

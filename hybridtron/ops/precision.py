@@ -34,7 +34,7 @@ def at_least_fp32(x: Tensor) -> Tensor:
 def narrower(first: torch.dtype, second: torch.dtype) -> torch.dtype:
     """Return the narrower of two dtypes: `first` if `second` can represent all its values, else `second`.
 
-    For fp16 and bf16, of which neither can represent all values of the other, this is `second`.
+    Neither fp16 nor bf16 can represent all values of the other; for these two dtypes, the result is `second`.
     """
     if torch.promote_types(first, second) == second:
         return first

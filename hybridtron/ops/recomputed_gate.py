@@ -1,4 +1,4 @@
-"""activation(m * gate) * up in torch, with only gate and up saved for the backward pass.
+"""The product activation(m * gate) * up in torch; only gate and up are saved for the backward pass.
 
 m is a constant of the model's configuration. Plain autograd would also save activation(m * gate); here the backward
 pass recomputes it.
@@ -48,5 +48,5 @@ class _RecomputedGate(torch.autograd.Function):
 
 
 def gated(gate_up: Tensor, activation: Activation, multiplier: float = 1.0) -> Tensor:
-    """Return activation(multiplier * gate) * up; the last axis of `gate_up` is gate's channels, then up's."""
+    """Return activation(multiplier * gate) * up; `gate_up` holds gate's channels, then up's channels."""
     return _RecomputedGate.apply(*gate_up.chunk(2, dim=-1), activation, multiplier)

@@ -1,4 +1,4 @@
-"""All ops by name, and the implementations that a device runs.
+"""All ops by name, and the implementations that run on a device.
 
 This file is for code that lists ops or forces their implementations. A module that calls an op imports the op from its
 folder.
@@ -76,10 +76,10 @@ def force_problems(implementations: Mapping[str, str], device: str | None = None
 
 
 def torch_alone() -> dict[str, str]:
-    """Return arguments for `dispatch.force` that replace compiled C++ and oneDNN on a CPU by plain torch.
+    """Return keyword arguments for `dispatch.force` that replace compiled C++ and oneDNN on a CPU by plain torch.
 
-    The keys are op names, the values implementation names. Only ops that would run compiled C++ or oneDNN on a CPU
-    have an entry.
+    They map an op's name to an implementation's name. Only ops that would run compiled C++ or oneDNN on a CPU have an
+    entry.
     """
     faster = {"native", "onednn"}
     replacements = {}

@@ -23,9 +23,9 @@ WARPS = 8
 
 
 def sum_of_parts(parts_KSN: Tensor, dtype: torch.dtype, precise: bool = False) -> Tensor:
-    """Return the sums in this dtype (K, N). They are accumulated in fp32, or in float64 if `precise`.
+    """Return the sums (K, N) in `dtype`. They are accumulated in fp32, or in float64 if `precise`.
 
-    The parts are contiguous and in fp32; if `precise`, they may be in float64, and `dtype` is fp32 or float64.
+    The parts must be contiguous and in fp32. If `precise`, they may be in float64, and `dtype` must be fp32 or float64.
     """
     kinds, parts, size = parts_KSN.shape
     sums_KN = parts_KSN.new_empty(kinds, size, dtype=dtype)
@@ -39,7 +39,7 @@ def _sum_of_parts(
     parts_ptr: tl.tensor, sums_ptr: tl.tensor, parts: int, size: int, PRECISE: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the sums for one kind and BLOCK entries. Grid: blocks of entries, kinds."""
+    """Store the sums for one kind and BLOCK entries. Grid: (blocks of entries, kinds)."""
     kind = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     sums = tl.zeros((PARTS, BLOCK), tl.float64 if PRECISE else tl.float32)

@@ -21,13 +21,13 @@ The transitions of the ops:
     selective scan, SSD, decay recurrence, gated linear attention   a factor for every state entry
     delta rule                                                      a matrix for every head
 
-Retention uses the decay recurrence; RWKV-6 uses gated linear attention. The delta rule's matrix is the product of
-(I - beta_t k_t k_t^T) diag(exp(g_t)) over the tokens, later tokens on the left, with the keys k_t, the update strengths
-beta_t and the log decays g_t. The op `delta_scan` itself computes this matrix: it is the final state if the initial
-state is the identity and all values are zero.
+Retention uses the decay recurrence; RWKV-6 uses gated linear attention. The delta rule's matrix is a product with a
+factor for each token, later tokens on the left. The factor of token t is (I - beta_t k_t k_t^T) diag(exp(g_t)), with
+its key k_t, update strength beta_t and log decays g_t. The op `delta_scan` itself computes this matrix: it is the final
+state if the initial state is the identity and all values are zero.
 
-Legend: B sequences in a batch, L tokens, H heads, E inner channels of the selective scan, N state size per channel or
-key size, P head size or value size.
+Legend: B sequences in a batch, L tokens, H heads, E inner channels of the selective scan, N state size per channel (or
+key size), P head size (or value size).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class StateTransition(NamedTuple):
     is_matrix: bool = False
 
     def apply(self, state: Tensor) -> Tensor:
-        """Return the transition of an initial state (B, ...): its contribution to the final state."""
+        """Return the contribution of an initial state (B, ...) to the final state."""
         if self.is_matrix:
             return self.values @ state
         return self.values * state

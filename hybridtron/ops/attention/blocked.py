@@ -36,7 +36,7 @@ BLOCK = 256
 def blocked(inputs: AttentionInputs) -> Tensor:
     """Call scaled_dot_product_attention for each query block, with the block's mask.
 
-    Without window and documents, one call without a mask computes all queries.
+    Without a window and without documents, a single call without a mask computes all queries.
     """
     q_BLHK = inputs.q_BLHK
     keys = with_memory(inputs)
@@ -73,7 +73,7 @@ BLOCKED = Implementation("blocked", blocked)
 
 
 class BlockMasks:
-    """Additive masks (0 or -inf) for blocks over their key spans.
+    """Additive masks (0 or -inf), each for one query block and its key span.
 
     Without documents, a mask depends only on its shape, and is built once per shape.
     """
@@ -85,7 +85,7 @@ class BlockMasks:
         self.made: dict[tuple[int, int], Tensor] = {}
 
     def of(self, queries: int, start: int, stop: int) -> Tensor:
-        """Return the mask for keys start to stop - 1. Queries are the last `queries` tokens of this range."""
+        """Return the mask for keys `start` to `stop` - 1. The last `queries` tokens of this range are the queries."""
         shape = (queries, stop - start)
         if (mask := self.made.get(shape)) is None:
             visible = visible_keys(self.keys, start, stop, queries, self.window)

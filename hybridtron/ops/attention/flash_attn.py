@@ -27,13 +27,13 @@ class FlashVersion:
 
     package: str
     made_for: tuple[int, ...] | None = None  # supported compute capabilities (major numbers); None: all
-    unlimited: int | None = -1  # entry of the argument `window_size` for a side without limit
+    unlimited: int | None = -1  # in the argument `window_size`: the entry for a side without a limit
     longest: int = 256  # largest supported number of channels in a head
-    longest_repeatable: int = 256  # largest number of channels in a head with which gradients can be deterministic
-    step: int = 1  # the number of channels in a head must be a multiple of this
+    longest_repeatable: int = 256  # largest number of channels in a head for which gradients can be deterministic
+    step: int = 1  # the number of channels in a head must be a multiple of `step`
 
     def missing(self) -> str | None:
-        """Return why the package's kernels do not run on this device; None if they do."""
+        """Return the reason why the package's kernels do not run on this device; return None if they do."""
         capability = compute_capability()
         if self.made_for is None or (capability is not None and capability[0] in self.made_for):
             return None
@@ -54,7 +54,7 @@ class FlashVersion:
         return "takes no remembered keys"
 
     def attention(self, inputs: AttentionInputs) -> Tensor:
-        """Call the package: without documents, with the rows as a batch; else with each document as a sequence."""
+        """Call the package. Without documents, each row is a sequence; else each document is a sequence."""
         q_BLHK, k_BLGK, v_BLGK, window, documents_BL, _, boundaries_E = inputs
         flash = optional_package(self.package).module
         assert flash is not None
@@ -85,7 +85,7 @@ class FlashVersion:
 
 
 def _output(given: Tensor | tuple[Tensor, Tensor | None]) -> Tensor:
-    """Return the attention output from a package's result: a tensor, or (version 4) a pair with the log-sum-exp."""
+    """Return the attention output; version 4 of the package returns a pair (output, log-sum-exp)."""
     if isinstance(given, tuple):
         return given[0]
     return given
@@ -104,4 +104,4 @@ FLASH_ATTN_3 = _implementation(
 FLASH_ATTN_4 = _implementation(
     "flash-attn-4", FlashVersion("flash_attn.cute.interface", made_for=(9, 10), unlimited=None, longest=128, step=8)
 )
-FASTEST_FIRST = (FLASH_ATTN_3, FLASH_ATTN_4, FLASH_ATTN)  # as `planning/rates.py` assumes; not measured
+FASTEST_FIRST = (FLASH_ATTN_3, FLASH_ATTN_4, FLASH_ATTN)  # the order that `planning/rates.py` assumes; not measured

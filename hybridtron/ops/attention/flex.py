@@ -4,9 +4,10 @@ A query sees one range of keys: from the first key that is in its window and in 
 row, both ends of this range only move forward.
 
 Queries and keys are divided into tiles with TILE tokens. A query tile needs the key tiles from its first query's first
-key to its last query's last key. Some of these key tiles are seen in full by all its queries, and need no mask: those
-between the last query's first key and the first query's last key. FlexAttention gets two boolean tensors (B, 1, T, U):
-pairs of tiles that need a mask, and pairs that are seen in full. A mask L x S is never built.
+key to its last query's last key. Among these, the key tiles between the last query's first key and the first query's
+last key are seen in full by all its queries, and need no mask. Two boolean tensors (B, 1, T, U) describe the pairs of a
+query tile and a key tile: one marks the pairs that need a mask, the other the pairs that are seen in full. A mask with
+L x S entries is never built.
 
 Building these tensors takes a few dozen small operations. They are built
 
@@ -75,7 +76,7 @@ def _mask_of_sizes(batch: int, length: int, window: int | None, device: torch.de
 
 
 _of_batches: MutableMapping[Tensor, dict[int | None, BlockMask]] = WeakIdKeyDictionary()
-"""Block masks, by the batch's `documents_BL` and then by window. An entry is removed when its tensor is freed."""
+"""Maps a batch's `documents_BL` to {window: block mask}. An entry is removed when its tensor is freed."""
 
 
 def _mask_of_batch(inputs: AttentionInputs, documents_BL: Tensor) -> BlockMask:

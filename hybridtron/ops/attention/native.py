@@ -34,7 +34,7 @@ def attention(inputs: AttentionInputs) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _first_of_sizes(rows: int, length: int, window: int | None) -> Tensor:
-    """Return the index of each query's first visible key (B, L), for rows without documents and remembered keys."""
+    """Return each query's first visible key (B, L) as an index, for rows with neither documents nor memory."""
     last_L = torch.arange(length)
     if window is None:
         first_L = torch.zeros_like(last_L)

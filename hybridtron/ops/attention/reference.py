@@ -2,8 +2,8 @@
 
     y_i = sum_j a_ij v_j,   a_i = softmax_j(q_i . k_j / sqrt(K)) over the visible j
 
-Token i sees the tokens j <= i in its own document; with a window of w, only itself and the w - 1 tokens before it.
-`documents_BL` has each token's document number, which never decreases along a row.
+Token i sees the tokens j <= i in its own document; with a window of w, it sees only itself and the w - 1 tokens before
+it. `documents_BL` has each token's document number, which never decreases along a row.
 
 A row is one sequence in the batch. Its first document may have begun in a row of an earlier call. The earlier tokens'
 keys and values are then passed as `AttentionMemory`. They count as tokens of the row's first document, just before the
@@ -12,8 +12,8 @@ row.
 Queries and keys have already been rotated by their positions (RoPE). There is no dropout and no bias.
 
 Legend: B rows, L tokens per row, H query heads, G key/value heads (query head h reads key/value head h // (H // G)), K
-channels per head, M remembered tokens per row, S = M + L keys per row, E document boundaries. For a block of queries: Q
-consecutive queries, and C consecutive keys, a range that includes every key that one of these queries sees.
+channels per head, M remembered tokens per row, S = M + L keys per row, E document boundaries. A block has Q consecutive
+queries and C consecutive keys; the C keys include every key that a query of the block sees.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class AttentionMemory(NamedTuple):
 
 
 def joined(memory: AttentionMemory | None, k_BLGK: Tensor, v_BLGK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return all keys and all values (B, S, G, K): first those from the memory (if any), then those from the row."""
+    """Return all keys and all values (B, S, G, K): first from the memory (if there is a memory), then from the row."""
     if memory is None:
         return k_BLGK, v_BLGK
     return torch.cat((memory.keys_BMGK, k_BLGK), dim=1), torch.cat((memory.values_BMGK, v_BLGK), dim=1)
@@ -136,7 +136,7 @@ def attention(inputs: AttentionInputs) -> Tensor:
 
 
 class AttentionKeys(NamedTuple):
-    """All S keys and values, first those from the memory, then those from the row, with each key's document number.
+    """All S keys and values (first from the memory, then from the row), and each key's document number.
 
     `documents_BS` is None if every row is a single document and there is no memory.
     """

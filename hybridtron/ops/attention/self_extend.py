@@ -6,9 +6,9 @@
 i and j are token positions. A group has c positions (`SelfExtendOptions.group`), and w is the number of near keys
 (`neighbours`). s_ij is the score for query i and key j, before it is divided by sqrt(K).
 
-Queries and keys arrive rotated by their own positions. q' and k' are computed by a second rotation, by the difference
-between both positions. Keys are remembered for later rows without the second rotation. Query blocks are computed one
-after another. There is no faster implementation, since training does not use Self-Extend.
+Queries and keys arrive rotated by their own positions. A second rotation, by the difference between the shared and the
+own position, turns them into q' and k'. Keys are remembered for later rows without the second rotation. Query blocks
+are computed one after another. There is no faster implementation, since training does not use Self-Extend.
 
 Legend: B rows (sequences in the batch), L tokens per row, S keys per row (remembered tokens before the row, then its L
 tokens), H query heads, G key/value heads, A = H / G query heads per key/value head, K channels per head, M remembered
@@ -42,7 +42,7 @@ class Places(NamedTuple):
 
 @untraced
 def self_extended(inputs: AttentionInputs, places: Places, by: SelfExtendOptions) -> Tensor:
-    """Return the attention output: near keys have their own positions, far keys those of their groups."""
+    """Return the attention output: near keys have their own positions, far keys have their groups' positions."""
     keys = with_memory(inputs)
     (_, length, _, head_dim) = inputs.q_BLHK.shape
     total = keys.keys_BSGK.shape[1]
@@ -72,7 +72,7 @@ def self_extended(inputs: AttentionInputs, places: Places, by: SelfExtendOptions
 
 
 def _seen(keys: AttentionKeys, first: int, last: int, neighbours: int) -> tuple[Tensor, Tensor]:
-    """Return the masks for near and far visible keys (1 or B, Q, last), for the queries first to last - 1."""
+    """Return two masks (1 or B, Q, last) for the queries `first` to `last` - 1: their near and their far keys."""
     places_S = torch.arange(last, device=keys.keys_BSGK.device)
     distance_QS = places_S[first:, None] - places_S
     near = (distance_QS >= 0) & (distance_QS < neighbours)

@@ -1,6 +1,6 @@
 """The causal convolution by the CUDA kernel of the package causal-conv1d.
 
-Tested against a stand-in for the package, and once with the package on an H200 (benchmarks/gpu.md).
+The tests use a stand-in for the package. The package itself was checked once, on an H200 (benchmarks/gpu.md).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _repeats_bits() -> bool:
     """Return True if the kernel's gradients can be deterministic, which needs version 1.6 or later of the package.
 
     From version 1.6 on, torch.use_deterministic_algorithms makes the kernel sum the weight's gradient in a fixed order.
-    Returns False if the version can't be parsed.
+    If the version can't be parsed, return False.
     """
     try:
         return Version(str(getattr(optional_package(PACKAGE).module, "__version__", "0"))) >= Version("1.6")
@@ -41,7 +41,7 @@ def _repeats_bits() -> bool:
 
 
 def causal_conv(inputs: ConvInputs) -> Tensor:
-    """Call the kernel on a tensor with contiguous channels: other layouts support no tail or documents."""
+    """Call the kernel on x with contiguous channels; for other layouts, the kernel takes no tail and no documents."""
     x_BLC, weight_CW, bias_C, tail_BTC, documents_BL, activation = inputs
     aligned = x_BLC.stride(2) == 1 and x_BLC.stride(1) % 8 == 0 and x_BLC.stride(0) % 8 == 0
     package = optional_package(PACKAGE).module

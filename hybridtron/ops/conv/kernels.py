@@ -8,8 +8,8 @@ gradients also reach the tile's inputs. It keeps the last W inputs and gradients
 over taps, which SiLU's derivative needs.
 
 For the gradients of weight and bias, each tile stores partial sums, which a third kernel adds up. No kernel uses
-atomics, so results are deterministic. float64 and widths above 8 are not supported. Checked on an H200
-(benchmarks/gpu.md) at a time when torch added up the partial sums; the third kernel has run on no GPU yet.
+atomics, so results are deterministic. float64 and widths above 8 are not supported. The first two kernels were checked
+on an H200 (benchmarks/gpu.md), when torch still added up the partial sums; the third kernel has run on no GPU yet.
 
 Legend: B rows (sequences in the batch), L tokens per row, C channels, W width (number of taps), T = W - 1 tail tokens
 (the last inputs before the row), Q token tiles. In kernels, t is a token's index, negative for tail tokens; c is a
@@ -43,7 +43,7 @@ SUM_WARPS = 8  # of the third kernel
 
 @dataclass(frozen=True)
 class ConvRow:
-    """The op's inputs as the kernels read them: contiguous channels, weights as they are stored, a tail like x."""
+    """The op's inputs as the kernels read them: x's channels are contiguous, and the tail has x's dtype."""
 
     x_BLC: Tensor
     weight_CW: Tensor
@@ -70,7 +70,7 @@ class ConvRow:
         return *tensors, *self.x_BLC.shape[1:], *self.x_BLC.stride()[:2]
 
     def grid(self, positions: int, tokens: int, width: int) -> tuple[int, int, int]:
-        """Return the grid for tiles of `tokens` by `width` channels, which cover `positions` tokens.
+        """Return the grid for tiles of `tokens` tokens by `width` channels that cover `positions` tokens per row.
 
         Token tiles are on the first axis, because CUDA limits the other axes to 65,535.
         """
@@ -83,7 +83,7 @@ def causal_conv(inputs: ConvInputs) -> Tensor:
 
 
 class _TritonConv(torch.autograd.Function):
-    """Autograd function around both kernels. It saves only the inputs for the backward pass."""
+    """Autograd function around the kernels. It saves only the inputs for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, *fields: Any) -> Tensor:
@@ -114,7 +114,7 @@ def forward(row: ConvRow) -> Tensor:
 
 
 def backward(row: ConvRow, grad_y_BLC: Tensor) -> ConvInputs:
-    """Return the gradients as `ConvInputs`: each in its input's field, and in the dtype that `ConvRow` has."""
+    """Return the gradients as `ConvInputs`: each is in its input's field, and has that input's dtype in `ConvRow`."""
     grad_y_BLC = last_side_by_side(grad_y_BLC)
     channels, width = row.weight_CW.shape
     grid = row.grid(row.x_BLC.shape[1] + width - 1, WALK_TOKENS, WALK_CHANNELS)
@@ -212,7 +212,7 @@ def _forward(
     length: int, channels: int, x_row: int, x_token: int, y_ptr: tl.tensor, y_row: int, y_token: int,
     ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store y for a tile of TOKENS tokens by CHANNELS channels. Grid: token tiles, channel tiles, rows."""
+    """Store y for a tile of TOKENS tokens by CHANNELS channels. Grid: (token tiles, channel tiles, rows)."""
     row = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -236,8 +236,8 @@ def _backward(
 ) -> None:  # fmt: skip
     """Store the gradients of a tile's inputs (row or tail), and the tile's partial sums for weight and bias.
 
-    Grid: token tiles, channel tiles, rows. The tiles cover tail and row. The kernel is one long loop over tokens, since
-    inputs and gradients of the last W tokens are carried in registers from one iteration to the next.
+    Grid: (token tiles, channel tiles, rows). The tiles cover tail and row. The kernel is one long loop over tokens,
+    since registers carry the inputs and gradients of the last W tokens from one iteration to the next.
     """
     tile = tl.program_id(0)
     row = tl.program_id(2).to(tl.int64)
@@ -315,7 +315,7 @@ def _parameter_gradients(
 ) -> None:  # fmt: skip
     """Store the gradient of one tap, or of the bias, for CHANNELS channels: the sum over all token tiles.
 
-    Grid: channel tiles, then taps and, if there is a bias, the bias.
+    Grid: (channel tiles, W taps), or (channel tiles, W taps + 1) with a bias.
     """
     tap = tl.program_id(1)
     c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)

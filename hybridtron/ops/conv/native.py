@@ -23,7 +23,7 @@ WORTH = 2**16  # elements per thread: with fewer, an additional thread gains no 
 
 
 class ConvolutionTask(ctypes.Structure):
-    """Arguments for the compiled functions: the struct `Convolution` in convolution.cpp."""
+    """Arguments for the compiled functions, laid out as the struct `Convolution` in convolution.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "length", "channels", "width", "activation")),

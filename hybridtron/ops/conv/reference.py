@@ -72,9 +72,9 @@ def documents_with_tail(documents_BL: Tensor, width: int) -> Tensor:
 
 
 def reached(x_BSC: Tensor, documents_BS: Tensor | None, tap: int, width: int) -> Tensor:
-    """Return the input (B, L, C) of one tap: x from W - 1 - tap tokens before.
+    """Return one tap's input (B, L, C): for each token, x of the token W - 1 - `tap` places before it.
 
-    It is 0 if that token is in another document.
+    The input is 0 if the earlier token is in another document.
     """
     end = x_BSC.shape[1] - (width - 1) + tap
     x_BLC = x_BSC[:, tap:end]

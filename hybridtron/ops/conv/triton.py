@@ -1,7 +1,7 @@
 """The causal convolution by this project's Triton kernels, which support a tail and documents together.
 
-They are deterministic, and save only their inputs for the backward pass. Results were compared with the reference in
-Triton's interpreter, and in an earlier version on an H200 (benchmarks/gpu.md).
+They are deterministic, and save only their inputs for the backward pass. Their results were compared with the
+reference in Triton's interpreter. An earlier version was also compared on an H200 (benchmarks/gpu.md).
 """
 
 from __future__ import annotations

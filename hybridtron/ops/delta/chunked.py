@@ -14,7 +14,7 @@ comes from h_in and from the tokens before i, so
 
 These equations are a triangular system with ones on its diagonal, (I + P diag(beta)) W = V - (K exp(S)) h_in, where W,
 V and K exp(S) have the rows w_i, v_i and k_i exp(S_i). It is solved in fp32 (float64 for float64 inputs); Yang et al.
-2024 call this the WY form. With u known, outputs and state are those of linear attention with the values u:
+2024 call this the WY form. With u known, outputs and state are computed as in linear attention with the values u:
 
     y_i   = sum_{j <= i} A_ij u_j + h_in^T (q_i exp(S_i))
     h_out = exp(S_T) h_in + sum_j (k_j exp(S_T - S_j)) u_j^T
@@ -22,9 +22,9 @@ V and K exp(S) have the rows w_i, v_i and k_i exp(S_i). It is solved in fp32 (fl
 In these sums, only tokens of the chunk's first document read h_in, and only tokens of its last document are added to
 h_out.
 
-Backward pass: given are the gradients dy for y and dh for h_out. Let du and dw be the gradients for u and w. Because
-w_i occurs only in u_i, dw_i = beta_i du_i; this is also dv_i, and is called x_i. u_j occurs in y, in h_out, and in w of
-later tokens. So
+The backward pass gets the gradients dy for y and dh for h_out. Let du and dw be the gradients for u and w. Because w_i
+occurs only in u_i, dw_i = beta_i du_i; this is also dv_i, and is called x_i. u_j occurs in y, in h_out, and in the
+corrections w of later tokens. So
 
     du_j = sum_{i >= j} A_ij dy_i + dh^T (k_j exp(S_T - S_j)) - sum_{i > j} P_ij x_i,   x_i = beta_i du_i
     dv_i = x_i,   dbeta_i = w_i . du_i,   dA_ij = dy_i . u_j,   dP_ij = - x_i . u_j
@@ -33,13 +33,13 @@ later tokens. So
 The equations of du are also a triangular system, (I + P^T diag(beta)) dU = A^T dY + (K exp(S_T - S)) dh.
 
 A token reads the state twice: with its query q_i for y_i, and with its key k_i for w_i. q_i and k_i are called readers
-r_i. One equation gives both gradients, with e_i = dy_i and E = A for the query, and with e_i = -x_i and E = P for the
-key:
+r_i. The same equation holds for both readers, with e_i = dy_i and E = A for the query, and with e_i = -x_i and E = P
+for the key:
 
     dr_i = sum_j dE_ij k_j exp(S_i - S_j) + exp(S_i) h_in e_i
 
-k_j is also read: in the scores of later readers (a_j), and in h_out. In addition to dr_j, its gradient therefore
-contains
+k_j also occurs in the scores of later readers, which give the term a_j, and in h_out. In addition to dr_j, its gradient
+therefore contains
 
     a_j + exp(S_T - S_j) dh u_j,   a_j = (sum over both readers of sum_i dE_ij r_i exp(S_i - S_j))
 
@@ -96,7 +96,7 @@ class DeltaRow(NamedTuple):
     g_BLHG: Tensor
     starts_BL: Tensor | None
 
-    PARAMETERS = 0  # how many fields have no token axis
+    PARAMETERS = 0  # number of parameter fields
 
     def chunk(self, tokens: slice) -> DeltaChunk:
         """Return a chunk, with its tensors in the dtype of the computation: fp32, or float64 for float64 inputs."""

@@ -1,16 +1,16 @@
 """Decays between the tokens of a chunk in the delta rule, and the scores that contain them.
 
-A chunk is a piece of a sequence: consecutive tokens (`chunked.py`). Let S_i be the sum of the log decays g over the
-tokens of i's document in the chunk, up to i itself. The axis S of shapes has nothing to do with these sums.
+A chunk is a range of consecutive tokens of a sequence (`chunked.py`). Let S_i be the sum of the log decays g over the
+tokens of i's document in the chunk, up to i itself. (In the names of tensors, S is an axis, not this sum.)
 
-Token i reads the state twice, with two readers r_i: with its query, and with its key, to find the value that the state
-stores for this key. Token i sees token j if j <= i, and both are in the same document. For each kind of reader (queries
-or keys), the score of a reader r_i with a key k_j that i sees is
+Token i reads the state with two readers r_i: its query, and its key, which finds the value that the state stores for
+this key. Token i sees token j if j <= i, and both are in the same document. For each kind of reader (queries or keys),
+the score of a reader r_i with a key k_j that i sees is
 
     A_ij = sum_n r_in k_jn exp(S_in - S_jn)
 
-If i does not see j, the score is 0. (For the kind "keys", the caller also sets A_ii to 0.) Given the gradients dA of
-the scores of both kinds, the gradients through the scores are
+If i does not see j, the score is 0. (For the kind "keys", the caller also sets A_ii to 0.) Both kinds of score have a
+gradient dA. The gradients through the scores are
 
     dr_in = sum_j dA_ij k_jn exp(S_in - S_jn)                              for each kind
     dk_jn = sum over both kinds of sum_i dA_ij r_in exp(S_in - S_jn)
@@ -19,8 +19,8 @@ the scores of both kinds, the gradients through the scores are
 The sums over i and j cover the pairs in which i sees j.
 
 With one g per head (`HeadDecay`), S_in is equal for all n. The dot products r_i . k_j are then multiplied by a T x T
-matrix of decays. Let D be the elementwise product of A and dA, summed over both kinds. The sum of dS_in over n, dS_i,
-is then the sum over row i of D, minus the sum over column i.
+matrix of decays. Let D be the elementwise product of A and dA, summed over both kinds. Then dS_i, the sum of dS_in over
+n, is the sum of D's row i minus the sum of D's column i.
 
 g_t is a term in S_i for all i >= t in t's document, so the gradient for g_t contains the sum of dS_i over these i. An
 entry D_ij with i >= t and j >= t is added once and subtracted once in this sum. Only entries with j < t <= i remain,
@@ -29,7 +29,7 @@ errors of the cancelled entries would remain.
 
 With one g per key channel (`ChannelDecay`), the decays are inside the sum over n. A can't be computed as r exp(S) times
 k exp(-S), since exp(-S) overflows after a few strong decays. Therefore the chunk is divided into blocks with SUB tokens
-(`ops/gla/decay.py`). For token i in a block that begins with token f, and token j of the chunk before the block,
+(`ops/gla/decay.py`). For a token i in a block that begins with token f, and a token j before this block,
 
     A_ij = sum_n (r_in exp(S_in - S_fn)) (k_jn exp(S_fn - S_jn))
 

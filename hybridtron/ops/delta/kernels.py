@@ -1,17 +1,17 @@
 """Launches for the delta rule's Triton kernels (`kernels_forward`, `kernels_pairs`, `kernels_backward`).
 
 Only the inputs are saved for the backward pass, which recomputes the intermediate results. Results are deterministic.
-Checked on an H200 (benchmarks/gpu.md).
+The kernels were checked on an H200 (benchmarks/gpu.md).
 
 The dtype of q, k and v decides how matrices are multiplied. For bf16, both factors are cast to bf16; tensors that are
 used only as factors are also stored in bf16. For fp16, tf32 is used: it represents fp16 numbers exactly and has the
 range that states need. For fp32, factors stay fp32. Accumulations, states, decays and the triangular matrix's inverse
 are fp32.
 
-The recurrence is in `reference.py`. For each chunk of T tokens, with the state h before the chunk:
+The recurrence is in `reference.py`. These names are used for a chunk of T tokens; h is the state before the chunk:
 
     F_i, L_j, W    products of the chunk's decays: up to token i, after token j, and over all tokens
-    A_ij, P_ij     scores with the key of token j: of token i's query (A), and of token i's key (P)
+    A_ij, P_ij     scores of token i's query (A) and of token i's key (P) with token j's key
     X, Z           (I + P diag(beta))^-1 and (I + diag(beta) P)^-1
     w, u           corrections w = X (v - h^T (k F)), and u = beta w
     dh             state gradient after the chunk
@@ -83,7 +83,7 @@ class _TritonDelta(torch.autograd.Function):
         return grad_q, grad_k, grad_v, grad_beta, grad_g, None if row.state_BHNP is None else grad_state, None
 
 
-Pair = tuple[Tensor, Tensor]  # a tensor for queries, and one for keys
+Pair = tuple[Tensor, Tensor]  # a tensor for queries, and a tensor for keys
 
 
 class Walked(NamedTuple):
@@ -123,17 +123,17 @@ class DeltaKernelRow(ChunkedKernelRow, DeltaInputs):
 
     @property
     def starts(self) -> Tensor:
-        """A mask for tokens that begin a document. Without documents this is g, which no kernel reads as a mask.
+        """Mask of the tokens that begin a document. The field `documents_BL` holds it, not document numbers.
 
-        The field `documents_BL` has this mask, not document numbers.
+        Without documents, g is passed to the kernels as a placeholder, which they do not read.
         """
         return self.g_BLHG if self.documents_BL is None else self.documents_BL
 
     @property
     def blocks(self) -> dict[str, int]:
-        """Sizes along a head's channels, as kernel constants by name.
+        """Kernel constants for sizes along a head's channels, as {name: size}.
 
-        BLOCK_N, BLOCK_P: how many key channels and value channels, padded to a power of two
+        BLOCK_N, BLOCK_P: numbers of key channels and value channels, padded to a power of two
         KEYS, VALUES: key channels and value channels per slice
         """
         keys, values = (max(16, power_of_2(t.shape[3])) for t in (self.k_BLHN, self.v_BLHP))
@@ -149,7 +149,7 @@ class DeltaKernelRow(ChunkedKernelRow, DeltaInputs):
 
     @property
     def of_pairs(self) -> dict[str, int]:
-        """Constants only for a decay per key channel in `kernels_pairs`; they override those of `constants`."""
+        """Constants that `kernels_pairs` needs for a decay per key channel; they override the result of `constants`."""
         if self.by_head:
             return {}
         halvings = self.tiles.chunk.bit_length() - 1
@@ -188,7 +188,7 @@ class DeltaKernelRow(ChunkedKernelRow, DeltaInputs):
 
     @property
     def walks(self) -> tuple[int, int, int]:
-        """Grid for the kernels `walk` and `walk_back`: value slices, heads, rows."""
+        """Grid for the kernels `walk` and `walk_back`: (value slices, heads, rows)."""
         rows, _, heads, values = self.v_BLHP.shape
         return ceil_div(values, self.carried["VALUES"]), heads, rows
 
@@ -216,7 +216,7 @@ class DeltaKernelRow(ChunkedKernelRow, DeltaInputs):
         return q_enter, k_enter, k_leave, whole_BCHG
 
     def inverse(self, P_BHLT: Tensor, of_rows: bool) -> Tensor:
-        """Return Z if `of_rows` is True, else X. In Z, beta multiplies P's rows; in X, P's columns."""
+        """Return Z if `of_rows` is True, else X. In Z, beta multiplies P's rows; in X, it multiplies P's columns."""
         inverse_BHLT = self.factor(*P_BHLT.shape[1:])
         merges = (self.tiles.chunk // self.tiles.part).bit_length() - 1
         forward_kernels.inverse[self.grid(1, 1)](

@@ -3,7 +3,7 @@
 The forward pass (`kernels_forward`) defines, for a chunk with the state h before it:
 
     F_i, L_j, W    products of the chunk's decays: up to token i, after token j, and over all tokens
-    A_ij, P_ij     scores with the key of token j: of token i's query (A), and of token i's key (P)
+    A_ij, P_ij     scores of token i's query (A) and of token i's key (P) with token j's key
     Z              (I + diag(beta) P)^-1
     w, u           corrections w_i (value minus the value that the state stores for the key), and u = beta w
 
@@ -15,8 +15,8 @@ Let dh be the state gradient after the chunk, and dh' the state gradient before 
     token_gradients    dq += F (h dy),   dk += L (dh u) - F (h x)
                        dg_t = sum_{i >= t} gain_i + sum_{j < t} k_j L_j dh u_j + W sum_p h dh
 
-M and Q are the gradients for A and P. `+=` adds to the terms of dq and dk that come from scores, which `kernels_pairs`
-has computed. gain_i is the gradient for the log decays' sum up to token i. It is the sum of two terms. The term from
+M and Q are the gradients for A and P. `kernels_pairs` has computed the terms of dq and dk that come from scores, and
+`+=` adds to them. gain_i is the gradient for the log decays' sum up to token i, a sum of two terms. The term from
 scores also comes from `kernels_pairs`, and in dg_t it is summed over the tokens i >= t of t's document. The term from h
 is q_i F_i (h dy_i) - k_i F_i (h x_i). `delta/chunked.py` derives the equations.
 
@@ -44,7 +44,7 @@ def walk_back(
 ) -> None:  # fmt: skip
     """Store du, the state gradients dh after each chunk, and the state gradient before the row.
 
-    A program computes VALUES value channels of one head, with all key channels. Grid: value slices, heads, rows. The
+    A program computes VALUES value channels of one head, with all key channels. Grid: (value slices, heads, rows). The
     state gradient (BLOCK_N, VALUES) stays in registers over the loop.
     """
     n_N = tl.arange(0, BLOCK_N)
@@ -81,7 +81,7 @@ def pair_weights(
     Q_BHLT: tl.tensor, grad_v_BLHP: tl.tensor, grad_beta_BLH: tl.tensor, length: int, heads: int, P: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store M, Q, and the gradients for v and beta, for one chunk and head. Grid: chunks, heads, rows."""
+    """Store M, Q, and the gradients for v and beta, for one chunk and head. Grid: (chunks, heads, rows)."""
     chunk, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     place_T = tl.arange(0, CHUNK)
     token_T = chunk * CHUNK + place_T
@@ -121,7 +121,7 @@ def token_gradients(
 ) -> None:  # fmt: skip
     """Store dq, dk and dg for a chunk's tokens and KEYS key channels.
 
-    Grid: chunks, heads times key slices, rows. With one decay per head, each program stores dg summed over its own key
+    Grid: (chunks, heads * key slices, rows). With one decay per head, each program stores dg summed over its own key
     channels, and torch adds up the slices. All three gradients are computed in one long function, because they share
     the matrix multiplications with the states, and registers spilled when the function was divided.
     """

@@ -1,7 +1,7 @@
 """Triton kernels for the delta rule, forward: decayed queries and keys, triangular inverses, states, and outputs.
 
-h is the state before a chunk of tokens. Three products of the chunk's decays multiply vectors over key channels
-elementwise: F_i over the tokens up to i, L_j over the tokens after j, and W over all tokens. `kernels_pairs` has
+h is the state before a chunk of tokens. F_i, L_j and W are products of the chunk's decays: over the tokens up to i,
+over the tokens after j, and over all tokens. They multiply vectors over key channels elementwise. `kernels_pairs` has
 computed the scores A (queries with keys) and P (keys with keys). The kernels here compute
 
     factors    q F, k F and k L, stored in the dtype of matrix multiplications; and W
@@ -22,9 +22,9 @@ The inverse is computed in fp32; each fp32 matrix multiplication is computed as 
 
 Where a document begins, the log decay is set to minus infinity. So F, L and W are 0 if they include this decay, and A,
 P and X are 0 between tokens of different documents. Because 0 times infinity is NaN, a state with infinite or NaN
-entries must not be multiplied by these zeros. In the affected value channels the state is replaced by 0. Outputs and
-later states of the document to which the state belongs are then set to NaN. No kernel uses atomics, so results are
-deterministic.
+entries must not be multiplied by these zeros. In the affected value channels the state is replaced by 0. Afterwards,
+the outputs and later states of this state's document are set to NaN in these channels. No kernel uses atomics, so
+results are deterministic.
 
 Legend: B rows (sequences in the batch), L tokens per row, H heads, N key channels, P value channels, G = N or 1 (a
 decay per key channel or per head), T tokens per chunk, C chunks. Scores are (B, H, L, T), states (B, C, H, N, P).
@@ -46,7 +46,7 @@ def factors(
     BY_HEAD: tl.constexpr, DOCUMENTS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store q F, k F, k L and W for one chunk and KEYS key channels. Grid: chunks, heads times key slices, rows."""
+    """Store q F, k F, k L and W for one chunk and KEYS key channels. Grid: (chunks, heads * key slices, rows)."""
     across: tl.constexpr = BLOCK_N // KEYS
     G: tl.constexpr = 1 if BY_HEAD else N  # pyrefly: ignore[bad-assignment]
     chunk, head, row = tl.program_id(0), tl.program_id(1) // across, tl.program_id(2).to(tl.int64)
@@ -75,9 +75,9 @@ def inverse(
     P_BHLT: tl.tensor, beta_BLH: tl.tensor, X_BHLT: tl.tensor, length: int, heads: int, OF_ROWS: tl.constexpr,
     CHUNK: tl.constexpr, PART: tl.constexpr, MERGES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store Z if OF_ROWS is True, else X, for one chunk and head. Grid: chunks, heads, rows.
+    """Store Z if OF_ROWS is True, else X, for one chunk and head. Grid: (chunks, heads, rows).
 
-    Axes: K diagonal blocks, I rows and J columns of a block.
+    Axes: K diagonal blocks, I rows per block, J columns per block.
     """
     chunk, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     first_K11 = (tl.arange(0, CHUNK // PART) * PART)[:, None, None]
@@ -156,7 +156,7 @@ def walk(
 ) -> None:  # fmt: skip
     """Store w, the state before each chunk, and the state after the row.
 
-    A program computes VALUES value channels of one head, with all key channels. Grid: value slices, heads, rows. The
+    A program computes VALUES value channels of one head, with all key channels. Grid: (value slices, heads, rows). The
     state (BLOCK_N, VALUES) stays in registers over the loop.
     """
     n_N = tl.arange(0, BLOCK_N)
@@ -193,7 +193,7 @@ def walk(
 
 @triton.jit
 def lost(state_NP: tl.tensor) -> tl.tensor:
-    """Return a tensor (1, P): 1 for each value channel of the state with an infinite or NaN entry, else 0."""
+    """Return a tensor (1, P): 1 if the state has an infinite or NaN entry in a value channel, else 0."""
     return tl.expand_dims(tl.max(tl.where(tl.abs(state_NP) < float("inf"), 0, 1), axis=0), 0)
 
 
@@ -204,7 +204,7 @@ def outputs(
     P: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, KEYS: tl.constexpr,
     VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store y for a chunk's tokens and VALUES value channels. Grid: chunks, heads times value slices, rows."""
+    """Store y for a chunk's tokens and VALUES value channels. Grid: (chunks, heads * value slices, rows)."""
     across: tl.constexpr = BLOCK_P // VALUES
     chunk, head, row = tl.program_id(0), tl.program_id(1) // across, tl.program_id(2).to(tl.int64)
     p_P = tl.program_id(1) % across * VALUES + tl.arange(0, VALUES)

@@ -6,29 +6,28 @@ token i. The scores are
 
     A_ij = sum_n q_in E_ijn k_jn  for j <= i,      P_ij = sum_n k_in E_ijn k_jn  for j < i
 
-Let M and Q be the gradients for A and P, which `kernels_backward` has computed. Then the terms in dq and dk that come
-from scores are
+`kernels_backward` has computed the gradients M for A, and Q for P. The terms in dq and dk that come from scores are
 
     dq_i = sum_j M_ij E_ij k_j,    dk_i = sum_j Q_ij E_ij k_j + sum_j E_ji (M_ji q_j + Q_ji k_j)
 
-The first sum in dk_i is for i as a reader, and the second for i as a token that is read. Let S_i be the log decays' sum
-up to token i, so that E_ij = exp(S_i - S_j). The kernels also store the gradient for S_i, called gain_i: q_i dq_i, plus
-k_i times the first sum in dk_i, minus k_i times the second. The gradient for t's log decay contains the sum of gain_i
-over i >= t. A_ii contains no decay, so it is left out of the gain.
+In the first sum of dk_i, token i reads other keys; in the second sum, later tokens read its key. Let S_i be the log
+decays' sum up to token i, so that E_ij = exp(S_i - S_j). The kernels also store the gradient for S_i, called gain_i. It
+is q_i dq_i, plus k_i times the first sum in dk_i, minus k_i times the second sum. The gradient for t's log decay
+contains the sum of gain_i over i >= t. A_ii contains no decay, so it is left out of the gain.
 
-With one decay per head, E is a matrix (T, T). The sums S are float64: in fp32, after a few strong decays, weak ones
-would be lost by rounding. If i does not see j, the exponent is -inf. gain_i is the sum over row i of the matrix A M + P
-Q (elementwise), minus the sum over column i. So in the sum of gain_i over i >= t, an entry of this matrix whose tokens
-are both at or after t is added once and subtracted once, and cancels.
+With one decay per head, E is a matrix (T, T). The sums S are float64: in fp32, after a few strong decays, rounding
+would lose weak decays. If i does not see j, the exponent is -inf. Let R be the matrix with R_ij = A_ij M_ij +
+P_ij Q_ij. Then gain_i is the sum over R's row i, minus the sum over R's column i. In the sum of gain_i over i >= t, an
+entry of R whose tokens are both at or after t is added once and subtracted once, and cancels.
 
 With a decay per channel, E depends on n and has to stay inside the sum over n. The kernels therefore divide the chunk
 into blocks of 2 tokens, then of 4, 8 and so on. For any two tokens there is exactly one block that has them in
-different halves. With m the first token of this block's second half,
+different halves. Let m be the first token of this block's second half. Then
 
     E_ijn = F_in L_jn        F_i: decays' product from m to i,   L_j: decays' product after j and before m
 
-so that for each block size the scores are a matrix multiplication between q F and k L. No exponent is above 0, and no
-sums of log decays are subtracted. When the block size doubles, two blocks become the halves of one block. Then F in the
+So for each block size, the scores are a matrix multiplication of q F with k L. No exponent is above 0, and no sums of
+log decays are subtracted. When the block size doubles, two blocks become the halves of one block. Then F in the
 second half is multiplied by the product of the first half's decays, and L in the first half by the product of the
 second half's decays. Where a document begins, the decay is 0.
 
@@ -67,7 +66,7 @@ def scores_by_head(
     P_BHLT: tl.tensor, length: int, heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr, KEYS: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store A and P for one chunk and head, for one decay per head. Grid: chunks, heads, rows."""
+    """Store A and P for one chunk and head, for one decay per head. Grid: (chunks, heads, rows)."""
     chunk, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     token_T = chunk * CHUNK + tl.arange(0, CHUNK)
     of_q_TT = tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -92,7 +91,7 @@ def scores_by_channel(
     P_BHLT: tl.tensor, length: int, heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
     HALVINGS: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store A and P for one chunk and head, for a decay per key channel. Grid: chunks, heads, rows."""
+    """Store A and P for one chunk and head, for a decay per key channel. Grid: (chunks, heads, rows)."""
     chunk, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     place_T = tl.arange(0, CHUNK)
     token_T = chunk * CHUNK + place_T
@@ -133,7 +132,7 @@ def _in_other_half(place_T: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
 def _of_larger_halves(
     F_TN: tl.tensor, L_TN: tl.tensor, SIZE: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr,
 ) -> tuple:  # fmt: skip
-    """Return F and L for halves with 2 SIZE tokens, given F and L for halves with SIZE tokens."""
+    """Return F and L for halves with 2 * SIZE tokens, given F and L for halves with SIZE tokens."""
     second_121 = (tl.arange(0, 2) == 1)[None, :, None]
     last_11I1 = (tl.arange(0, SIZE) == SIZE - 1)[None, None, :, None]
     F_K2IN = tl.reshape(F_TN, [CHUNK // (2 * SIZE), 2, SIZE, KEYS])
@@ -157,7 +156,7 @@ def pairs_by_head(
 
     This kernel is for one decay per head, and `pairs_by_channel` for a decay per key channel.
 
-    Grid: chunks, heads times key slices, rows.
+    Grid: (chunks, heads * key slices, rows).
     """
     across: tl.constexpr = BLOCK_N // KEYS
     chunk, head, row = tl.program_id(0), tl.program_id(1) // across, tl.program_id(2).to(tl.int64)
@@ -198,7 +197,7 @@ def pairs_by_channel(
 
     This kernel is for a decay per key channel, and `pairs_by_head` for one decay per head.
 
-    Grid: chunks, heads times key slices, rows.
+    Grid: (chunks, heads * key slices, rows).
     """
     across: tl.constexpr = BLOCK_N // KEYS
     chunk, head, row = tl.program_id(0), tl.program_id(1) // across, tl.program_id(2).to(tl.int64)

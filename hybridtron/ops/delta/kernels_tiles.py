@@ -17,10 +17,10 @@ WIDE = {"num_warps": 8}  # for kernels that need more registers than 4 warps hav
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaTiles(ChunkTiles):
-    """Tile sizes for the delta rule's kernels: those in `ChunkTiles`, and two more.
+    """Tile sizes for the delta rule's kernels: the fields of `ChunkTiles`, and two more.
 
     part (in `ChunkTiles`): tokens in a diagonal block, which `kernels_forward.inverse` inverts before it merges blocks
-    walk: value channels in a state that one program of `walk` or `walk_back` carries from chunk to chunk
+    walk: value channels of the state that one program of `walk` or `walk_back` carries from chunk to chunk
     decayed_keys: key channels that a kernel of `kernels_pairs` loads at a time, for a decay per key channel
     """
 

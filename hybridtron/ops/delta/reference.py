@@ -12,8 +12,8 @@ to length 1. Then beta = 1 replaces the stored value by v_t. For beta from 0 to 
 enlarges the state, since its eigenvalues are 1 and 1 - beta. Where a new document begins, the state is set to zero
 before the first token.
 
-The mixers (sub-layers that use this op) compute everything else: projections, the normalization of q and k, g, beta, a
-scale of q, and norms.
+The mixers (sub-layers that use this op) compute everything else: projections, g, beta, the normalization of q and k,
+q's scale, and norms.
 
 Legend: B rows (sequences in the batch), L tokens per row, H heads, N key channels, P value channels, G = N or 1 (a
 decay per key channel or per head).

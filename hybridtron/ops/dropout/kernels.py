@@ -1,7 +1,7 @@
 """Triton kernel for dropout: each element is read once and written once.
 
-Each token and each channel has an int32 number. A hash of both numbers decides if an element is dropped; `reference.py`
-has the formula.
+Each token and each channel has an int32 number. A hash of an element's two numbers decides whether the element is
+dropped; `reference.py` has the formula.
 
 Legend: R tokens (all leading axes of x, flattened), C channels.
 """
@@ -66,7 +66,7 @@ def _drop(
     scale: float,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Store the result y for one token and BLOCK channels. Grid: tokens, channel blocks.
+    """Store the result y for one token and BLOCK channels. Grid: (tokens, channel blocks).
 
     The numbers of the token and the channel are hashed to 32 bits. The element is kept if these bits, as a signed
     int32, are at least `minimum`.

@@ -1,4 +1,4 @@
-"""A number for each token and one for each channel; dropout hashes the pair to decide if an element is dropped.
+"""Numbers for tokens and channels; dropout hashes an element's two numbers to decide whether to drop the element.
 
 A token's number is a hash of a seed, its row (sequence in the batch), its index in the row, and its position in its
 document. A channel's number is a hash of the seed and the channel's index in the full, undivided layer. Therefore the

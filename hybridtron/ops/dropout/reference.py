@@ -1,7 +1,7 @@
-"""Dropout without a random state: a hash of an element's token number and channel number decides if it is dropped.
+"""Dropout without a random state: a hash of an element's token and channel numbers decides whether it is dropped.
 
-    u = mix(token ^ channel) + 2^31               from 0 to 2^32 - 1
-    y = x / (1 - share) if u >= share 2^32, else 0
+    u = mix(token ^ channel) + 2**31               from 0 to 2**32 - 1
+    y = x / (1 - share) if u >= share * 2**32, else 0
 
 `token` and `channel` are an element's token number and channel number (`numbers.py`). mix is MurmurHash3's finalizer,
 with its result read as int32. `share` is the fraction of elements to drop. Because u depends only on the two numbers, a
@@ -40,7 +40,7 @@ def dropout(inputs: DropoutInputs) -> Tensor:
 
 
 def threshold(share: float) -> int:
-    """Return the smallest result from `mixed` with which an element is kept: share 2^32 - 2^31."""
+    """Return the smallest result from `mixed` with which an element is kept: share * 2**32 - 2**31."""
     return int(share * 2**32) - 2**31
 
 

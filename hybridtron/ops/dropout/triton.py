@@ -1,4 +1,4 @@
-"""Dropout by this project's Triton kernel (`kernels`). Checked on an H200 (benchmarks/gpu.md)."""
+"""Dropout by this project's Triton kernel (`kernels`), which was checked on an H200 (benchmarks/gpu.md)."""
 
 from hybridtron.ops.kernel_launch import own_kernels
 

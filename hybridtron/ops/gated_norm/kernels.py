@@ -4,8 +4,8 @@
     dv = r (dout weight - v r^2 mean(dout weight v)),   dweight = sum over tokens of dout v r
     dy = dv silu(z),   dz = dv y silu'(z)
 
-These equations are for `gated_norm`; `reference.py` has those of the other two ops. Each kernel reads its inputs once,
-recomputes v, and computes in fp32.
+These equations are for `gated_norm`; `reference.py` has the other two ops' equations. Each kernel reads its inputs
+once, recomputes v, and computes in fp32.
 
 The weight's gradient is a sum over all tokens. Therefore a program of `_norm_backward` or `_scale_backward` loops over
 every S-th token, and stores the sum over these tokens. `sum_kernels` adds up the S sums. In the other kernels, a
@@ -50,7 +50,7 @@ WARP_VALUES = 256  # channels per warp: 8 per thread
 MOST_WARPS = 16  # maximum warps per group; in groups of more than 4096 channels, a thread has more than 8 channels
 RESIDENT_WARPS = 24  # warps of `_norm_backward` that a multiprocessor runs at a time, with 80 registers per thread
 # For `_scale_backward`:
-SHARES = 528  # maximum S: 4 programs per multiprocessor of an H100; fixed, so that sums have one order on all GPUs
+SHARES = 528  # maximum S: 4 programs per multiprocessor of an H100; fixed, so that all GPUs add in the same order
 
 
 def gated_norm(inputs: GatedNormInputs) -> Tensor:
@@ -215,7 +215,7 @@ def _heads_of_block(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return the indices of HEADS heads, the offsets of their channels in a token, and a mask of these channels.
 
-    The mask is False for padding: indices from `heads` on, and channels from P on.
+    The mask is False for padding: head indices from `heads` on, and channels from P on.
     """
     h = block * HEADS + tl.arange(0, HEADS)
     p = tl.arange(0, P_PADDED)
@@ -228,7 +228,7 @@ def _norm(
     y_ptr: tl.tensor, y_row: int, y_token: int, z_ptr: tl.tensor, z_row: int, z_token: int, weight_ptr: tl.tensor,
     out_ptr: tl.tensor, out_row: int, out_token: int, eps: float, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the gated norm for one token and group. Grid: tokens, rows, groups."""
+    """Store the gated norm for one token and group. Grid: (tokens, rows, groups)."""
     token = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     place = tl.program_id(2) * SIZE + tl.arange(0, BLOCK)
@@ -249,7 +249,7 @@ def _norm_backward(
 ) -> None:  # fmt: skip
     """Store dy and dz for one group at every S-th token, and the sum over these tokens for dweight.
 
-    Grid: S, groups. Program s computes the tokens s, s + S, s + 2 S and so on, counted over all rows.
+    Grid: (S, groups). Program s computes the tokens s, s + S, s + 2 * S and so on. Tokens are numbered over all rows.
     """
     place = tl.program_id(1) * SIZE + tl.arange(0, BLOCK)
     inside = tl.arange(0, BLOCK) < SIZE
@@ -277,7 +277,7 @@ def _squares(
     y_ptr: tl.tensor, y_row: int, y_token: int, z_ptr: tl.tensor, z_row: int, z_token: int, squares_ptr: tl.tensor,
     length: int, heads: int, P: tl.constexpr, P_PADDED: tl.constexpr, HEADS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store each head's sum of v^2 for one token and HEADS heads. Grid: tokens, rows, head blocks."""
+    """Store each head's sum of v^2 for one token and HEADS heads. Grid: (tokens, rows, head blocks)."""
     token = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     h, place, inside = _heads_of_block(tl.program_id(2), heads, P, P_PADDED, HEADS)
@@ -294,7 +294,7 @@ def _squares_backward(
 ) -> None:  # fmt: skip
     """Store dy and dz for one token and HEADS heads, given the gradient for each head's sum of v^2.
 
-    Grid: tokens, rows, head blocks.
+    Grid: (tokens, rows, head blocks).
     """
     token = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
@@ -314,7 +314,7 @@ def _scale(
     weight_ptr: tl.tensor, out_ptr: tl.tensor, out_row: int, out_token: int, length: int, heads: int,
     P: tl.constexpr, P_PADDED: tl.constexpr, HEADS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store v * scale * weight for one token and HEADS heads. Grid: tokens, rows, head blocks."""
+    """Store v * scale * weight for one token and HEADS heads. Grid: (tokens, rows, head blocks)."""
     token = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     h, place, inside = _heads_of_block(tl.program_id(2), heads, P, P_PADDED, HEADS)
@@ -334,7 +334,8 @@ def _scale_backward(
 ) -> None:  # fmt: skip
     """Store dy, dz and dscale for HEADS heads at every S-th token, and the sum over these tokens for dweight.
 
-    Grid: S, head blocks. Program s computes the tokens s, s + S, s + 2 S and so on, counted over all rows.
+    Grid: (S, head blocks). Program s computes the tokens s, s + S, s + 2 * S and so on. Tokens are numbered over all
+    rows.
     """
     h, place, inside = _heads_of_block(tl.program_id(1), heads, P, P_PADDED, HEADS)
     weight = tl.load(weight_ptr + place, inside, 0.0).to(tl.float32)

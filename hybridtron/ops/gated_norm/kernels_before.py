@@ -1,12 +1,12 @@
 """Triton kernels for the norm before a gate; `reference.py` has the equations.
 
 A tile is one head at several tokens. The forward kernel computes a tile per program. The backward kernel has as many
-programs as an H100 runs at the same time; each loops over a head's tiles, and adds up their terms of dweight;
-`sum_kernels` then adds up the programs' sums. Both kernels read their inputs once, recompute the norm, and compute in
-fp32. There are no atomics, so results are deterministic. The kernels have run in Triton's interpreter only.
+programs as an H100 runs at the same time. Each program loops over tiles of one head, and adds up their terms of
+dweight. Then `sum_kernels` adds up the programs' sums. Both kernels read their inputs once, recompute the norm, and
+compute in fp32. There are no atomics, so results are deterministic. The kernels have run in Triton's interpreter only.
 
-Legend: B rows (sequences in the batch), L tokens per row, H heads, P channels per head, S programs among which all
-tokens are divided, T tokens in a tile, which are counted over all rows.
+Legend: B rows (sequences in the batch), L tokens per row, H heads, P channels per head, S programs among which a head's
+tiles are divided, T tokens in a tile. Tokens are numbered over all rows.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _NormBeforeGate(torch.autograd.Function):
 
 
 def _of_head(weight: Tensor) -> int:
-    """Return the distance between the weights of two heads: 0 if all heads share the weight."""
+    """Return the distance between the weights of neighboring heads: 0 if all heads share the weight."""
     return 0 if weight.dim() == 1 else weight.shape[1]
 
 
@@ -93,7 +93,7 @@ def _places(
     token_T: tl.tensor, length: int, row_stride: int, token_stride: int, head: tl.tensor, SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the offsets (T, P) of a head's channels at tokens that are counted over all rows."""
+    """Return the offsets (T, P) of a head's channels, for tokens that are numbered over all rows."""
     of_token_T = token_T // length * row_stride + token_T % length * token_stride
     return of_token_T[:, None] + (head * SIZE + tl.arange(0, BLOCK))[None, :]
 
@@ -113,7 +113,7 @@ def _forward(
     out_row: int, out_token: int, weight_ptr: tl.tensor, weight_head: int, eps: float, tokens: int, length: int,
     SIZE: tl.constexpr, SIGMOID: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the output for a tile. Grid: tiles of all rows' tokens, heads."""
+    """Store the output for a tile. Grid: (tiles of all rows' tokens, heads)."""
     head = tl.program_id(1)
     token_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     p = tl.arange(0, BLOCK)
@@ -134,7 +134,7 @@ def _backward(
     grad_z_row: int, grad_z_token: int, weight_ptr: tl.tensor, weight_head: int, sums_ptr: tl.tensor, eps: float,
     tokens: int, length: int, SIZE: tl.constexpr, SIGMOID: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store dy and dz for one head in every S-th tile, and the sum over these tiles for dweight. Grid: S, heads."""
+    """Store dy and dz for one head in every S-th tile, and the sum over these tiles for dweight. Grid: (S, heads)."""
     head = tl.program_id(1)
     p = tl.arange(0, BLOCK)
     weight = tl.load(weight_ptr + head * weight_head + p, p < SIZE, 0.0).to(tl.float32)[None, :]

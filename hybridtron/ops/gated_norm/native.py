@@ -24,7 +24,7 @@ WORTH = 2**16  # elements per thread: with fewer, an additional thread gains no 
 
 
 class GatedNormTask(ctypes.Structure):
-    """Arguments for the compiled functions: the struct `GatedNorm` in gated_norm.cpp.
+    """Arguments for the compiled functions, laid out as the struct `GatedNorm` in gated_norm.cpp.
 
     rows, length, channels: B, L, E
     head: P, channels per head
@@ -32,7 +32,7 @@ class GatedNormTask(ctypes.Structure):
     y, z, out: inputs and output
     heads: each head's sum of v^2 (output of `gated_squares`), or each head's factor (input of `gated_scale`)
     weight: a weight for each channel
-    grad_...: gradients; that of the weight as one partial sum per token block
+    grad_...: gradients; `grad_weight` has a partial sum for each token block
     eps: constant of `gated_norm`
     """
 
@@ -65,7 +65,7 @@ SCALE = Implementation("native", gated_scale, "cpu", missing=missing)
 
 
 class _NativeGatedNorm(torch.autograd.Function):
-    """Autograd function for `gated_norm`, which saves y, z and the weight.
+    """Autograd function for `gated_norm`. It saves y, z and the weight for the backward pass.
 
     The compiled function computes a norm for each head, so each channel group is passed as one head.
     """
@@ -101,7 +101,7 @@ class _NativeGatedNorm(torch.autograd.Function):
 
 
 class _NativeSquares(torch.autograd.Function):
-    """Autograd function for `gated_squares`, which saves y and z."""
+    """Autograd function for `gated_squares`. It saves y and z for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, y_BLHP: Tensor, z_BLHP: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class _NativeSquares(torch.autograd.Function):
 
 
 class _NativeScale(torch.autograd.Function):
-    """Autograd function for `gated_scale`, which saves only its inputs."""
+    """Autograd function for `gated_scale`. It saves only its inputs for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, y_BLHP: Tensor, z_BLHP: Tensor, scale_BLH: Tensor, weight_HP: Tensor) -> Tensor:

@@ -1,21 +1,21 @@
-"""Mamba-2's gated norm, as one op and as two ops for groups that are divided over ranks; and a norm before a gate.
+"""Mamba-2's gated norm (one op, or two ops for groups that are divided over ranks), and a norm before a gate.
 
     v = y silu(z);   out = v / sqrt(mean of v^2 over a group's channels + eps) * weight
 
-`gated_norm` computes `out` in one op, if a tensor-parallel rank has all channels in its groups. If a group's heads are
-divided over ranks, there are two ops. First, `gated_squares` returns each head's sum of v^2. The caller adds up these
-sums over a group's heads on all ranks, and computes each head's factor 1 / sqrt(mean + eps). Then `gated_scale`
+`gated_norm` computes `out` in one op, if each tensor-parallel rank has all channels of its groups. If a group's heads
+are divided over ranks, two ops are used. First, `gated_squares` returns each head's sum of v^2. The caller adds up
+these sums over a group's heads on all ranks, and computes each head's factor 1 / sqrt(mean + eps). Then `gated_scale`
 computes `out` from y, z, these factors (`scale`) and the weight. All three ops compute in fp32, or in float64 for
 float64 inputs.
 
-Other mixers norm each head first, and then multiply by the gate. That is the op `norm_before_gate`, with a weight for
-each channel that all heads share or that each head has:
+Other mixers norm each head first, and then multiply by the gate. That is the op `norm_before_gate`. Its weight has an
+entry for each channel; all heads share this weight, or each head has its own weight:
 
     out = n weight g(z);   n = y / sqrt(mean of y^2 over the head's channels + eps);   g is silu or the sigmoid
     dz = dout n weight g'(z),   dn = dout weight g(z),   dy = (dn - n mean(dn n)) / sqrt(mean + eps),
-    dweight = sum over tokens (and heads, if they share it) of dout n g(z)
+    dweight = sum over tokens (and over heads, if they share the weight) of dout n g(z)
 
-Backward pass of the other ops, with dv the gradient for v: dy = dv silu(z), and dz = dv y silu'(z), where
+In the backward pass of the other ops, let dv be the gradient for v. Then dy = dv silu(z), and dz = dv y silu'(z), where
 
     gated_squares    dv = 2 v dsquares
     gated_scale      dv = dout weight scale
@@ -38,7 +38,7 @@ from hybridtron.ops.precision import at_least_fp32
 
 
 class GatedNormInputs(NamedTuple):
-    """Activations y, gate z before SiLU, a weight for each channel, and the number of channel groups."""
+    """Activations y, gate z before SiLU, a weight for each channel, the number of channel groups, and eps."""
 
     y_BLE: Tensor
     z_BLE: Tensor
@@ -64,7 +64,7 @@ class GatedScaleInputs(NamedTuple):
 
 
 class NormBeforeGateInputs(NamedTuple):
-    """Activations y, gate z before SiLU or the sigmoid, a weight (P,) or (H, P), eps, and whether `sigmoid` is used."""
+    """Activations y, gate z before its activation (`sigmoid`: the sigmoid, else SiLU), a weight (P,) or (H, P), eps."""
 
     y_BLHP: Tensor
     z_BLHP: Tensor

@@ -15,7 +15,7 @@ from hybridtron.ops.norm import RMSNormInputs, rms_norm
 
 
 def norm_before_gate(inputs: NormBeforeGateInputs) -> Tensor:
-    """Return each head's norm times the weight and the gate; in memory, tokens are outermost as in projections."""
+    """Return each head's norm times the weight and the gate; in memory, the result's outermost axis is tokens."""
     y_BLHP, z_BLHP, weight, eps, sigmoid = inputs
     if weight.dim() == 1:
         normed_BLHP = rms_norm(RMSNormInputs(y_BLHP, weight, eps))

@@ -1,4 +1,4 @@
-"""gelu(gate) * up in torch, with only gate and up saved for the backward pass.
+"""The product gelu(gate) * up in torch; only gate and up are saved for the backward pass.
 
 Autograd alone would also save gelu(gate).
 """

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class GEGLUInputs(NamedTuple):
-    """One tensor with the channels of `gate` and then those of `up` on its last axis, as one projection writes them."""
+    """One tensor from one projection. Its last axis has the channels of `gate`, then the channels of `up`."""
 
     gate_up: Tensor
 

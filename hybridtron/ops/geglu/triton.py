@@ -1,4 +1,4 @@
-"""gelu(gate) * up by this project's Triton kernels (`kernels`). Checked on an H200 (benchmarks/gpu.md)."""
+"""The product gelu(gate) * up by this project's Triton kernels, checked on an H200 (benchmarks/gpu.md)."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ The sum over s is over the tokens of t's document. The last term is only for tok
 Reason for dg_t: a path leads from a source (a token j, or h_in) to a target (a token i, or h_out). Its contribution is
 its term in the target, times the target's gradient. The term is proportional to exp(g_t) for each t that the path
 passes, so the contribution is also the path's part of dg_t. A path passes t if its source is before t, and its target
-is t or later. q_s dq_s sums the contributions of all paths with target s, k_s dk_s those of all paths with source s,
-and sum_p h_out dh those of all paths with target h_out. So dg_t adds the paths with targets from t on, and subtracts
-those with sources from t on. The sums in dg_t are float64.
+is t or later. The contributions of all paths with target s add up to q_s dq_s, with source s to k_s dk_s, and with
+target h_out to sum_p h_out dh. So dg_t adds the paths with targets from t on, and subtracts the paths with sources from
+t on. The sums in dg_t are float64.
 
 Legend: B rows (sequences in the batch), L tokens per row, H heads, N key channels n, P value channels p, T tokens per
 chunk, S tokens per block, K tokens in the chunk that precede a block, G = N channels of the decay. The axis S is not
@@ -79,7 +79,7 @@ class GLARow(NamedTuple):
     g_BLHN: Tensor
     starts_BL: Tensor | None
 
-    PARAMETERS = 0  # number of fields without a token axis, which `scan_chunks` does not cut
+    PARAMETERS = 0  # number of parameter fields
 
     def chunk(self, tokens: slice) -> GLAChunk:
         """Return a chunk. q, k and v are converted to fp32, or to float64 if they are float64."""

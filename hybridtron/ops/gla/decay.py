@@ -1,7 +1,7 @@
 """Decays between the tokens of a chunk and its states, and the blocks in which decays per key channel are computed.
 
-Let S_i be the sum of the log decays g over the tokens of i's document in the chunk, up to i itself, and T the last
-token of the chunk. There are three kinds of decay factors:
+Let S_i be the sum of the log decays g over the tokens of i's document in the chunk, up to i itself. T is the last token
+of the chunk. There are three kinds of decay factors:
 
     exp(S_i)         token i reads the state before the chunk
     exp(S_T - S_j)   token j is added to the state after the chunk
@@ -28,9 +28,9 @@ SUB = 16  # tokens of a block; inside a block, an exponent is computed for each 
 
 
 class DecayBlock(NamedTuple):
-    """A block of a chunk's tokens, with decays. A decay is 0 if its later token does not see its earlier one."""
+    """A block of a chunk's tokens, with decays. A decay is 0 if its later token does not see its earlier token."""
 
-    tokens: slice  # the tokens i of the block; f is the first
+    tokens: slice  # the tokens i of the block; f is the first token
     past: slice  # the tokens j of the chunk before the block
     from_first_BHSN: Tensor  # exp(S_i - S_f)
     to_first_BHKN: Tensor  # exp(S_f - S_j)

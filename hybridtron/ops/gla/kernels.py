@@ -1,14 +1,14 @@
 """Launches for gated linear attention's Triton kernels (`kernels_forward`, `kernels_backward`).
 
 Only the inputs are saved for the backward pass, which recomputes the scores and the states between chunks. Results are
-deterministic. Checked on an H200 (benchmarks/gpu.md).
+deterministic. The kernels were checked on an H200 (benchmarks/gpu.md).
 
 The dtype of q, k and v decides how matrices are multiplied. For bf16, both factors are cast to bf16. For fp16, tf32 is
 used: it represents fp16 numbers exactly and has the range that states need. For fp32, factors stay fp32. Accumulations
 are always fp32.
 
-For each chunk of T tokens, h is the state before the chunk, dh the state gradient after it, W the product of the
-chunk's decays, A the scores of queries with keys, and M the gradient for A.
+These names are used for a chunk of T tokens: h (the state before the chunk), dh (the state gradient after the chunk), W
+(the product of the chunk's decays), A (the scores of queries with keys), and M (the gradient for A).
 
 Legend: B rows (sequences in the batch), L tokens per row, H heads, N key channels, P value channels, C chunks, T tokens
 per chunk.
@@ -96,7 +96,7 @@ class GLAKernelRow(ChunkedKernelRow, GLAInputs):
 
     @property
     def state_grid(self) -> tuple[int, int, int]:
-        """Grid for `pass_states`: key slices, heads, rows."""
+        """Grid for `pass_states`: (key slices, heads, rows)."""
         rows, _, heads, keys = self.k_BLHN.shape
         return ceil_div(keys, self._state_blocks["ROWS"]), heads, rows
 
@@ -111,9 +111,9 @@ class GLAKernelRow(ChunkedKernelRow, GLAInputs):
 
     @property
     def blocks(self) -> dict[str, int]:
-        """Sizes along a head's channels, as kernel constants by name.
+        """Kernel constants for sizes along a head's channels, as {name: size}.
 
-        BLOCK_N, BLOCK_P: how many key channels and value channels, padded to full slices
+        BLOCK_N, BLOCK_P: numbers of key channels and value channels, padded to full slices
         KEYS, VALUES: key channels and value channels per slice
         """
         sizes = self.k_BLHN.shape[3], self.v_BLHP.shape[3]
@@ -124,7 +124,7 @@ class GLAKernelRow(ChunkedKernelRow, GLAInputs):
 
     @property
     def _state_blocks(self) -> dict[str, int]:
-        """Sizes for `pass_states`: each program has ROWS key channels, with all value channels."""
+        """Kernel constants for `pass_states`: a program computes ROWS key channels, with all value channels."""
         keys = self.k_BLHN.shape[3]
         values = self.v_BLHP.shape[3]
         block = power_of_2(values)
@@ -158,10 +158,9 @@ class GLAKernelRow(ChunkedKernelRow, GLAInputs):
     def gradients_after(
         self, dy_BLHP: Tensor, before_BCHNP: Tensor, whole_BCHN: Tensor, grad_last_BHNP: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the results of the recurrence over state gradients, from the last chunk to the first.
+        """Return dh for each chunk, W sum_p h dh for each chunk (p: value channels), and the gradient before the row.
 
-        These are dh after each chunk, W sum_p h dh for each chunk (p: value channels), and the state gradient before
-        the row.
+        They are the results of the recurrence over state gradients, from the last chunk to the first.
         """
         states_BCHNP = torch.empty_like(before_BCHNP)
         through_BCHN = torch.empty_like(whole_BCHN)
@@ -174,7 +173,7 @@ class GLAKernelRow(ChunkedKernelRow, GLAInputs):
         return states_BCHNP, through_BCHN, grad_state_BHNP
 
     def _added(self, left: Tensor, right: Tensor, states: Tensor, whole: Tensor, reverse: bool) -> None:
-        """Store in `states` each chunk's addition to the state, and W in `whole`.
+        """Store each chunk's addition to the state in `states`, and each chunk's W in `whole`.
 
         With `reverse`, store each chunk's addition to the state gradient, and leave `whole` unchanged.
         """

@@ -1,8 +1,8 @@
 """Triton kernels for gated linear attention, backward: gradients for values, queries, keys and log decays.
 
-The gradients are computed for one chunk of tokens at a time. h is the state before the chunk, and dh the state gradient
-after it; `chunk_states` and `pass_states` in `kernels_forward` compute both. Four products of decays are used, for each
-key channel, over these tokens of the chunk:
+The gradients are computed for one chunk of tokens at a time. h is the state before the chunk, and dh is the state
+gradient after it; `chunk_states` and `pass_states` in `kernels_forward` compute both. Four products of the chunk's
+decays are used, for each key channel:
 
     F_i     over the tokens up to i
     L_j     over the tokens after j
@@ -52,7 +52,7 @@ def pair_weights(
     dy_BLHP: tl.tensor, v_BLHP: tl.tensor, weights_BHLT: tl.tensor, length: int, heads: int, P: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store M for one chunk and head, with zeros above the diagonal. Grid: chunks, heads, rows."""
+    """Store M for one chunk and head, with zeros above the diagonal. Grid: (chunks, heads, rows)."""
     chunk, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     token_T = chunk * CHUNK + tl.arange(0, CHUNK)
     weight_TT = tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -85,7 +85,7 @@ def value_gradients(
     P: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, KEYS: tl.constexpr,
     VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store dv for a chunk's tokens and VALUES value channels. Grid: chunks, heads times value slices, rows."""
+    """Store dv for a chunk's tokens and VALUES value channels. Grid: (chunks, heads * value slices, rows)."""
     across: tl.constexpr = BLOCK_P // VALUES
     chunk, head, row = tl.program_id(0), tl.program_id(1) // across, tl.program_id(2).to(tl.int64)
     p_P = tl.program_id(1) % across * VALUES + tl.arange(0, VALUES)
@@ -139,7 +139,7 @@ def query_pairs(
     """Store the terms in dq_i with j < i, for the queries i in one part and KEYS key channels.
 
     Terms with keys in earlier parts are one matrix multiplication; terms with keys in the same part are computed in a
-    loop over these keys. Grid: parts, heads times key slices, rows.
+    loop over these keys. Grid: (parts, heads * key slices, rows).
     """
     row, head, n_N, first, token_O, token_T, weights = _part_of_chunk(
         weights_BHLT, length, heads, CHUNK, PART, BLOCK_N, KEYS
@@ -176,7 +176,7 @@ def key_pairs(
     """Store the terms in dk_j with i > j, for the keys j in one part and KEYS key channels.
 
     Terms with queries in later parts are one matrix multiplication; terms with queries in the same part are computed in
-    a loop over these queries. Grid: parts, heads times key slices, rows.
+    a loop over these queries. Grid: (parts, heads * key slices, rows).
     """
     row, head, n_N, first, token_O, token_T, weights = _part_of_chunk(
         weights_BHLT, length, heads, CHUNK, PART, BLOCK_N, KEYS
@@ -214,7 +214,7 @@ def token_gradients(
     P: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, KEYS: tl.constexpr,
     VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store dq, dk and dg for a chunk's tokens and KEYS key channels. Grid: chunks, heads times key slices, rows."""
+    """Store dq, dk and dg for a chunk's tokens and KEYS key channels. Grid: (chunks, heads * key slices, rows)."""
     across: tl.constexpr = BLOCK_N // KEYS
     chunk, head, row = tl.program_id(0), tl.program_id(1) // across, tl.program_id(2).to(tl.int64)
     n_N = tl.program_id(1) % across * KEYS + tl.arange(0, KEYS)
@@ -252,8 +252,9 @@ def _through_states(
 ) -> tuple:  # fmt: skip
     """Return F h dy and L dh v (T, KEYS), summed over all value channels.
 
-    The first is 0 for tokens outside the chunk's first document, since only this document reads h. The second is 0 for
-    tokens outside the chunk's last document, since only that document contributes to the state after the chunk.
+    The first result is 0 for tokens outside the chunk's first document, since only this document reads h. The second
+    result is 0 for tokens outside the chunk's last document, since only that document contributes to the state after
+    the chunk.
     """
     end = tl.minimum(tl.program_id(0) * CHUNK + CHUNK, length)
     seen_TN = tl.zeros([CHUNK, KEYS], tl.float32)
@@ -280,7 +281,7 @@ def _decay_gradients(
     starts_BL: tl.tensor, seen_TN: tl.tensor, kept_TN: tl.tensor, pairs_TN: tl.tensor, through_N: tl.tensor,
     row: tl.tensor, token_T: tl.tensor, length: int, DOCUMENTS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return dg as the sum of its four terms, given for each token or (`through`) for the chunk.
+    """Return dg as the sum of its four terms.
 
     seen: q F h dy for each token, from reading the state before the chunk
     kept: k L dh v for each token, from the contribution to the state after the chunk
@@ -292,7 +293,8 @@ def _decay_gradients(
         document_T = tl.cumsum(begins(starts_BL, row, token_T, length), axis=0)
         one_TT = one_TT & (tl.expand_dims(document_T, 1) == tl.expand_dims(document_T, 0))
     # `seen` and `kept` may be infinite. They are not multiplied by the mask `one_TT`, since its zeros would turn them
-    # into NaN. They need no mask: `seen` is already 0 outside the chunk's first document, `kept` outside its last.
+    # into NaN. They need no mask: outside the chunk's first document, `seen` is already 0, and outside the chunk's last
+    # document, `kept` is already 0.
     grad_TN = tl.cumsum(seen_TN, axis=0, reverse=True)
     grad_TN += tl.cumsum(kept_TN, axis=0) - kept_TN
     grad_TN += tl.dot(one_TT.to(tl.float32), pairs_TN, input_precision="tf32x3")

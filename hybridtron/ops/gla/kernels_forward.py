@@ -1,7 +1,7 @@
 """Triton kernels for gated linear attention, forward: states between chunks, scores inside chunks, and outputs.
 
-`reference.py` has the recurrence over tokens. Here, h is the state before a chunk of tokens. Four products of decays
-are used, for each key channel, over these tokens of the chunk:
+`reference.py` has the recurrence over tokens. Here, h is the state before a chunk of tokens. Four products of the
+chunk's decays are used, for each key channel:
 
     F_i     over the tokens up to i
     L_j     over the tokens after j
@@ -15,14 +15,14 @@ F, L, E and W multiply vectors over key channels elementwise. The kernels comput
     scores          A_ij = sum_n q_in E_ijn k_jn
     outputs         y_i = sum_{j <= i} A_ij v_j + h^T (F_i q_i)
 
-F, L and W are exponentials of sums over exactly their log decays. Log decays are at most 0, and no sum is subtracted
-from another. So no exponent is above 0.
+F, L and W are computed as exponentials of sums of log decays. Log decays are at most 0, and no sum is subtracted from
+another. So no exponent is above 0.
 
 For the scores, a chunk is divided into parts of PART tokens. Let r be the first token of i's part. If j is before r,
-E_ij has two factors: the product of the decays from r to i, and the product of those after j and before r. q_i is
-multiplied by the first factor and k_j by the second, and a matrix multiplication computes all these scores. If j is in
-i's part, the kernel loops over j from the part's last token to its first, and multiplies E_ij by one more decay in each
-step.
+E_ij has two factors: the product of the decays from r to i, and the product of the decays after j and before r. q_i is
+multiplied by the first factor and k_j by the second factor, and a matrix multiplication computes all these scores. If j
+is in i's part, the kernel loops over j from the part's last token to its first token, and multiplies E_ij by one more
+decay in each step.
 
 Where a document begins, the log decay is set to minus infinity, so every product that includes this decay is 0. But h
 may have infinite entries, and 0 times infinity is NaN. Therefore the term h^T (F_i q_i) is set to 0 after the
@@ -42,7 +42,7 @@ from hybridtron.ops.ssd.kernels_forward import product, tokens_by_channel
 
 @triton.jit
 def begins(starts_BL: tl.tensor, row: tl.tensor, token_T: tl.tensor, length: int) -> tl.tensor:
-    """Return (T,): 1 where a token begins a document, else 0."""
+    """Return a tensor (T,): 1 if a token begins a document, else 0."""
     return tl.load(starts_BL + row * length + token_T, mask=token_T < length, other=0).to(tl.int32)
 
 
@@ -113,8 +113,7 @@ def chunk_states(
 
     The addition is sum_j (L_j k_j) v_j^T, with k in `left` and v in `right`. With REVERSED, the kernel stores the
     chunk's addition to the state gradient instead: sum_i (F_i q_i) dy_i^T, with q in `left` and dy in `right`. W is
-    then not stored. A program computes a tile (KEYS, VALUES). Grid: chunks, heads times key slices times value slices,
-    rows.
+    then not stored. A program computes a tile (KEYS, VALUES). Grid: (chunks, heads * key slices * value slices, rows).
     """
     across: tl.constexpr = BLOCK_P // VALUES
     chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -149,12 +148,12 @@ def pass_states(
     """Replace each chunk's addition in `states` by the state before the chunk, and store the state after the row.
 
     `start` is the state before the row (without START it is not read, and zeros are used). `end` is the output for the
-    state after the row. Grid: slices with ROWS key channels, heads, rows.
+    state after the row. Grid: (slices with ROWS key channels, heads, rows).
 
     With REVERSED, the same recurrence is computed for state gradients, from the last chunk to the first. Then `start`
-    is the state gradient after the row, `end` gets the state gradient before the row, and `states` gets
-    dh, the state gradient after each chunk. `before` is an input: the states h before the chunks. `through` is an
-    output: W sum_p h dh for each key channel. Without REVERSED, `before` and `through` are not used.
+    is the state gradient after the row, `end` gets the state gradient before the row, and `states` gets dh, the state
+    gradient after each chunk. `before` is an input: the states h before the chunks. `through` is an output: W sum_p h
+    dh for each key channel. Without REVERSED, `before` and `through` are not used.
     """
     n_N = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     p_P = tl.arange(0, BLOCK_P)
@@ -186,7 +185,7 @@ def scores(
     heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr,
     BLOCK_N: tl.constexpr, KEYS: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the scores A for one part's queries with all keys in the chunk. Grid: parts, heads, rows.
+    """Store the scores A for one part's queries with all keys in the chunk. Grid: (parts, heads, rows).
 
     Scores with keys in earlier parts are one matrix multiplication for each slice with KEYS key channels. Scores with
     keys in the same part are computed in a loop over these keys, from the last to the first.
@@ -258,7 +257,7 @@ def outputs(
     P: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, KEYS: tl.constexpr,
     VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store y for a chunk's tokens and VALUES value channels. Grid: chunks, heads times value slices, rows."""
+    """Store y for a chunk's tokens and VALUES value channels. Grid: (chunks, heads * value slices, rows)."""
     across: tl.constexpr = BLOCK_P // VALUES
     chunk, head, row = tl.program_id(0), tl.program_id(1) // across, tl.program_id(2).to(tl.int64)
     p_P = tl.program_id(1) % across * VALUES + tl.arange(0, VALUES)

@@ -42,9 +42,9 @@ class ChunkedKernelRow:
 
     @property
     def blocks(self) -> dict[str, int]:
-        """Sizes along a head's channels, as kernel constants by name.
+        """Kernel constants for sizes along a head's channels, as {name: size}.
 
-        BLOCK_N, BLOCK_P: how many key channels and value channels, padded
+        BLOCK_N, BLOCK_P: numbers of key channels and value channels, padded
         KEYS, VALUES: key channels and value channels per slice
         """
         raise NotImplementedError
@@ -66,14 +66,14 @@ class ChunkedKernelRow:
         return of["BLOCK_N"] // of["KEYS"], of["BLOCK_P"] // of["VALUES"]
 
     def grid(self, per_chunk: int, per_head: int) -> tuple[int, int, int]:
-        """Return a kernel's grid: chunks times `per_chunk`, heads times `per_head`, rows."""
+        """Return a kernel's grid: (chunks * `per_chunk`, heads * `per_head`, rows)."""
         rows, _, heads, _ = self.k_BLHN.shape
         return self.chunks * per_chunk, heads * per_head, rows
 
     def named(self, names: tuple[str, ...], others: dict[str, Any]) -> dict[str, Any]:
-        """Return a kernel's constants and compiler options: CHUNK, `num_warps`, `num_stages`, and those in `names`.
+        """Return the constants in `names`, CHUNK, and the compiler options `num_warps` and `num_stages`.
 
-        `others` has further constants by name, which `names` may also list.
+        `names` may list constants of this class, and constants in `others`, which maps names to values.
         """
         sizes = {
             **self.blocks,

@@ -19,13 +19,13 @@ from hybridtron.ops.native.tensors import Tokens
 
 
 class GLATask(ctypes.Structure):
-    """Arguments for the compiled functions: the struct `Gla` in gla.h.
+    """Arguments for the compiled functions, laid out as the struct `Gla` in gla.h.
 
     rows, length, heads, keys, values: B, L, H, N, P
     q, k, v, g, y: inputs and output
     starts: mask, True for tokens that begin a document
-    state: state before the row, which is overwritten by the state after it; in the backward pass, the gradient of the
-        state after the row, which is overwritten by that of the state before it
+    state: the state before the row, which the forward pass overwrites by the state after the row; or the gradient for
+        the state after the row, which the backward pass overwrites by the gradient for the state before the row
     kept: state before each token chunk, which the forward pass stores for the backward pass
     grad_...: gradients
     """

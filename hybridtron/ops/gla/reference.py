@@ -12,7 +12,7 @@ t + 1 as q_t. y_t is then a term in the output of token t + 1.
 If a document begins within a row, the state is set to zero before the document's first token. The row's first token
 never resets the state, since it may continue the document of the initial state.
 
-The sub-layers that use this op compute everything else: projections, g, a scale of q, and norms.
+The sub-layers that use this op compute everything else: projections, g, q's scale, and norms.
 
 Legend: B rows (sequences in the batch), L tokens per row, H heads, N key channels, P value channels.
 """

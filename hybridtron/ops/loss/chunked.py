@@ -7,10 +7,10 @@
 
 lse_t is log(sum(exp(logits_t))), with the sum over the vocabulary. For masked t, g_t is 0. The tokens are divided into
 chunks. For each chunk, the forward pass computes the logits, the loss, and the gradients for x and the weight. The
-backward pass only multiplies these gradients by the incoming gradient of the loss. If the backward pass computed them,
-it would have to compute the logits again: a fourth matrix multiplication beside those for the logits and the two
-gradients. Peak memory would not be lower, because the backward pass begins just after the loss, and needs both
-gradients then.
+backward pass only multiplies these gradients by the incoming gradient of the loss. This takes three matrix
+multiplications: for the logits and for the two gradients. If the backward pass computed the gradients, a fourth matrix
+multiplication would have to compute the logits again. Peak memory would not be lower, because the backward pass begins
+just after the loss, and needs both gradients then.
 
 The saved gradients are as large as x and the weight, however many chunks there are. With several calls per micro-batch,
 each call would save a gradient for the weight. So all tokens in a micro-batch are passed in one call.
@@ -20,7 +20,7 @@ gradient accumulation work as usual. With several chunks, the weight's gradient 
 the chunks.
 
 Legend: T any leading token axes, N number of tokens, C tokens per chunk, D channels of x, V entries of the vocabulary
-(all, or those of a rank's shard).
+or of a rank's vocabulary shard.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class SummedGradients:
         self.of_weight_VD: Tensor | None = None
 
     def add(self, part: slice, of_logits_CV: Tensor) -> None:
-        """Fill x's gradient for the tokens `part`, and add to the weight's, from the gradient for the logits."""
+        """Fill x's gradient for the tokens in `part`, and add to the weight's gradient, given the logits' gradient."""
         x_CD = self.x_ND[part]
         if self.of_x_ND is not None:
             room_CD = self.of_x_ND[part]
@@ -101,7 +101,7 @@ class SummedGradients:
     def _first(self, of_logits_VC: Tensor, x_CD: Tensor) -> Tensor:
         """Return the weight's gradient from the first chunk, in the accumulation's dtype.
 
-        This is x's dtype for one chunk, and fp32 (or float64) for several.
+        This dtype is x's dtype if there is one chunk, and fp32 (or float64) if there are several chunks.
         """
         wide = wide_type(x_CD) if self.several else x_CD.dtype
         if x_CD.is_cuda and wide != x_CD.dtype:
@@ -159,6 +159,6 @@ class _MadeInForward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        # Scaled in place, to save memory. In a second backward pass torch raises an error: saved tensors have changed.
+        # The gradients are scaled in place, to save memory. So in a second backward pass, torch raises an error.
         of_x_ND, of_weight_VD = (x if x is None else x.mul_(grad_total) for x in ctx.saved_tensors)
         return None, of_x_ND, of_weight_VD, None, None, None, None

@@ -7,7 +7,7 @@ number of tokens. Both losses in this file have all tokens' logits in memory at 
 `linear_cross_entropy` computes them from x and the weight. Training uses `chunked.py`, which computes the logits of one
 chunk of tokens at a time.
 
-Legend: T any leading token axes, D channels of x, V vocabulary entries (all, or those of a rank's shard).
+Legend: T any leading token axes, D channels of x, V entries of the vocabulary or of a rank's vocabulary shard.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class VocabularyShare(NamedTuple):
 class LinearCrossEntropyInputs(NamedTuple):
     """x and weight, whose product is the logits, with labels and mask as in `CrossEntropyInputs`.
 
-    The weight has the vocabulary shard `share`, or the full vocabulary if `share` is None. Where the mask is False, x
-    does not change the loss, and its gradient is 0. But x must also be finite for these tokens: in the weight's
-    gradient, their x is multiplied by 0, and 0 times infinity or nan is nan.
+    The weight has a row for each entry of the vocabulary shard `share`, or of the full vocabulary if `share` is None.
+    For tokens with the mask False, x does not change the loss, and its gradient is 0. But x must be finite for these
+    tokens too: in the weight's gradient, their x is multiplied by 0, and 0 times infinity or nan is nan.
     """
 
     x_TD: Tensor
@@ -71,7 +71,7 @@ class LinearCrossEntropyInputs(NamedTuple):
 def cross_entropy(inputs: CrossEntropyInputs) -> Loss:
     """Return the loss, computed in fp32 (float64 for float64 logits)."""
     logits_TV, labels_T, mask_T, z_loss = inputs
-    # Masked tokens' logits are replaced by 0 before any arithmetic: to multiply them by 0 would keep nan.
+    # Masked tokens' logits are replaced by 0 before any arithmetic: a multiplication by 0 would keep nan.
     wide_TV = torch.where(mask_T[..., None], at_least_fp32(logits_TV), 0.0)
     lse_T = wide_TV.logsumexp(-1)
     picked_T = wide_TV.gather(-1, torch.where(mask_T, labels_T, 0)[..., None]).squeeze(-1)
@@ -91,7 +91,7 @@ def linear_cross_entropy(inputs: LinearCrossEntropyInputs) -> Loss:
     # lse = log sum_r exp(lse of shard r), so the gradient of lse with respect to a shard's lse is exp(shard lse - lse).
     # If the label is in this shard, the gradient of `picked` with respect to the shard's picked logit is 1; otherwise
     # this shard has no gradient of `picked`. The joined values carry no gradient. To restore it, terms of the form
-    # x - x.detach() are added: their value is 0, and their gradient is that of x.
+    # x - x.detach() are added: their value is 0, and their gradient is x's gradient.
     shard_lse_T = wide_TV.logsumexp(-1)
     shard_part_T = (shard_lse_T - lse_T).exp().detach()
     lse_T = lse_T + shard_part_T * (shard_lse_T - shard_lse_T.detach())

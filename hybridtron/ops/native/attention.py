@@ -29,9 +29,9 @@ WORTH = 2**14  # query elements per thread: with fewer, an additional thread gai
 class AttentionPlan(NamedTuple):
     """The pieces, and the keys that their queries see, as int64 tensors, for `AttentionTask`.
 
-    pieces_P5: a piece's row, first token, token count, first entry in chosen_CG, and number of chosen blocks
+    pieces_P5: for each piece, its row, first token, token count, first entry in chosen_CG, and number of chosen blocks
     begins: (B + 1,); row b has the pieces from begins[b] to begins[b + 1] - 1
-    first_BL: index of the first key that each query sees, apart from chosen blocks; the last one is the query's own key
+    first_BL: for each query, the index of the first key that it sees outside chosen blocks; the last is its own key
     chosen_CG: index of each chosen block's first key; negative if there is no block
     block: tokens per chosen block
     """
@@ -44,7 +44,7 @@ class AttentionPlan(NamedTuple):
 
 
 class AttentionTask(ctypes.Structure):
-    """Arguments for the compiled functions: the struct `Attention` in attention.h.
+    """Arguments for the compiled functions, laid out as the struct `Attention` in attention.h.
 
     rows, length, keys, heads, groups, size: B, L, S, H, G, K
     q, k, v, y: inputs and output
@@ -106,7 +106,7 @@ class _NativeAttention(torch.autograd.Function):
         wide = wide_type(q_BLHK)
         grad_y_BLHK = readable(grads[0])
         grad_q_BLHK = like(q_BLHK)
-        # zeros, because several pieces add to a key's and a value's gradients
+        # zeros, because several pieces add to the gradients for the same key and value
         grad_k_BSGK, grad_v_BSGK = (like(x, wide).zero_() for x in (k_BSGK, v_BSGK))
         task = _task(ctx.plan, q_BLHK, k_BSGK, v_BSGK, *outputs)
         task.grad_y, task.grad_q = Tokens.of(grad_y_BLHK), Tokens.of(grad_q_BLHK)

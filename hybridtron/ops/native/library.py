@@ -1,10 +1,10 @@
-"""Build and load the library of compiled CPU ops. It is compiled at first use and stored in the user's cache.
+"""The library of compiled CPU ops, which is built at first use and stored in the user's cache.
 
     library()            the loaded functions, or the reason why they could not be built
     call("f", task, n)   call function f with n threads; `task` is a ctypes structure with f's arguments
 
-The C++ sources are in this folder. An op calls them from the file `native.py` in its own folder. If the library can't
-be built, ops run in torch.
+The C++ sources are in this folder. An op calls the library from the file `native.py` in the op's folder. If the library
+can't be built, ops run in torch.
 
 The library's file name is a digest of sources, compiler, flags and CPU features. So if the compiler changes, or if a
 node with another CPU shares the home directory, a new library is built under another name. A damaged file is built
@@ -42,7 +42,7 @@ class NativeLibrary:
     """The result of loading the library."""
 
     functions: ctypes.CDLL | None  # None if the library could not be built or loaded
-    reason: str  # how the library was built, or why not
+    reason: str  # how the library was built, or why it was not built
 
 
 @functools.cache
@@ -58,7 +58,7 @@ def library() -> NativeLibrary:
 
 
 def missing() -> str | None:
-    """Return why compiled ops can't run on this machine; None if they can."""
+    """Return the reason why compiled ops can't run on this machine; return None if they can."""
     loaded = library()
     if loaded.functions is None:
         return loaded.reason
@@ -68,7 +68,7 @@ def missing() -> str | None:
 def call(name: str, task: ctypes.Structure, threads: int) -> None:
     """Call the compiled function `name` with `task` as its arguments, without the GIL.
 
-    Raises MemoryError if the function can't allocate its scratch memory.
+    If the function can't allocate its scratch memory, raise MemoryError.
     """
     functions = library().functions
     assert functions is not None, "missing() says whether there is a library"
@@ -85,7 +85,7 @@ def constant(name: str) -> int:
 
 
 def token_blocks(tokens: int) -> int:
-    """Return the number of blocks into which tokens are divided; each has a partial sum for parameter gradients."""
+    """Return the number of blocks into which tokens are divided; parameter gradients have a partial sum per block."""
     return -(-tokens // constant("token_block"))
 
 
@@ -99,7 +99,7 @@ class Build:
 
     @staticmethod
     def here() -> Build:
-        """Return the build for this machine. Raises NotBuilt if no compiler is found."""
+        """Return the build for this machine; raise NotBuilt if no compiler is found."""
         if platform.machine() in ("aarch64", "arm64"):
             native = "-mcpu=native"
         else:
@@ -124,7 +124,7 @@ class Build:
         return sorted(SOURCES.glob("*.cpp"))
 
     def compile(self, target: Path) -> None:
-        """Compile all sources in parallel and link them into one library. Raises NotBuilt if the compiler fails."""
+        """Compile all sources in parallel and link them into one library; raise NotBuilt if the compiler fails."""
         objects = [target.with_name(f"{source.stem}.o") for source in self.sources]
         with ThreadPoolExecutor(processors()) as pool:
             for _ in pool.map(self._run, [["-c", str(source)] for source in self.sources], objects):
@@ -152,7 +152,7 @@ def cpu_features() -> str:
 def threads(worth: float) -> int:
     """Return the number of threads for a call: 1 + `worth`, limited by torch's threads and the cgroup's CPU limit.
 
-    `worth` measures the work. If `worth` is 1, a second thread just begins to gain time.
+    `worth` measures the work. If `worth` is 1, a second thread just begins to save time.
     """
     return max(1, min(torch.get_num_threads(), _allowed(), 1 + int(worth)))
 
@@ -183,7 +183,7 @@ def cgroups(root: Path, own: str) -> list[Path]:
 
 
 def quota(root: Path) -> int:
-    """Return the number of processors that a cgroup folder allows, rounded up; sys.maxsize without limit."""
+    """Return the number of processors that a cgroup folder allows, rounded up; sys.maxsize if there is no limit."""
     try:
         if (root / "cpu.max").exists():
             limit, period = (root / "cpu.max").read_text().split()

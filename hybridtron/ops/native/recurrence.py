@@ -25,8 +25,8 @@ class NativeRow(Protocol):
 
     Its field names follow rules. For example, an input `dt_BLH` is passed in the field `dt` of the structure TASK, and
     its gradient in `grad_dt`. The first input has y's shape, and the last input is the state. Inputs with `_BL` in
-    their name have an entry per token. All others except the state are parameters, in the state's dtype. A parameter
-    with the name `A` is a decay rate. An input is None if the op does not use it.
+    their name have an entry per token. The other inputs, except the state, are parameters, in the state's dtype. A
+    parameter with the name `A` is a decay rate. An input is None if the op does not use it.
     """
 
     NAME: str  # prefix of the names of the compiled functions, before `_forward` and `_backward`
@@ -132,7 +132,7 @@ def _task(row: NativeRow, starts_BL: Tensor | None) -> Any:
 def _room_for_gradients(row: NativeRow) -> dict[str, Tensor | None]:
     """Allocate the gradients for all inputs except the state.
 
-    A parameter gets one gradient per row; at the end, the compiled code adds those of other rows to the first row's.
+    A parameter gets a gradient for each row. At the end, the compiled code adds them all to the first row's gradient.
     """
     *fields, (_, state) = row._asdict().items()
     return {

@@ -16,12 +16,14 @@ from hybridtron.ops.documents import document_starts
 
 LOG2E = 1.4426950408889634
 """log2(e). The compiled recurrences compute exp(x) as 2^(LOG2E x)."""
-# number of each dtype that compiled functions can read, as in the C++ code
+# Maps each dtype that compiled functions can read to its number in the C++ code.
 KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 
 
 class Tokens(ctypes.Structure):
-    """Description of a tensor (rows, tokens, ...) whose further axes are contiguous: the struct `Tokens` in numbers.h.
+    """Description of a tensor (rows, tokens, ...), laid out as the struct `Tokens` in numbers.h.
+
+    The axes after rows and tokens must be contiguous.
 
     data: the first element's address; null if there is no tensor
     kind: dtype, as its number in KINDS
@@ -71,8 +73,8 @@ def readable(tensor: Tensor) -> Tensor:
 def like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return an uninitialized tensor with the shape of `tensor`.
 
-    In memory the new tensor is token-major if `tensor` is (its row stride is smaller than its token stride), else
-    row-major. Its dtype is `dtype`; by default that of `tensor`.
+    If `tensor` is token-major in memory (its row stride is smaller than its token stride), the new tensor is also
+    token-major. Otherwise it is row-major. Its dtype is `dtype`, or the dtype of `tensor` if `dtype` is None.
     """
     kind = dtype or tensor.dtype
     if tensor.stride(0) >= tensor.stride(1):
@@ -113,7 +115,7 @@ def first_part(parts: Tensor) -> Tensor:
 
 
 def scalar(dtype: torch.dtype) -> str:
-    """Return the suffix in the names of compiled functions for a dtype: double for float64, else float."""
+    """Return the suffix of compiled functions' names for a dtype: "double" for float64, else "float"."""
     if dtype == torch.float64:
         return "double"
     return "float"

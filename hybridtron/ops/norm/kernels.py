@@ -98,8 +98,8 @@ def _backward(
 ) -> None:
     """Store dx, and a partial sum of dw for each program. Grid: S programs.
 
-    Program p computes the tiles p, p + S, p + 2S and so on. It stores dx for each tile, and one partial sum of dw over
-    its tiles. `dsum` is the gradient through the output s. All tensors for a tile are loaded before anything is
+    Program p computes the tiles p, p + S, p + 2 * S and so on. It stores dx for each tile, and one partial sum of dw
+    over its tiles. `dsum` is the gradient through the output s. All tensors for a tile are loaded before anything is
     computed, so that the loads overlap.
     """
     share = tl.program_id(0).to(tl.int64)
@@ -131,7 +131,7 @@ def _backward(
 def rms_norm(inputs: RMSNormInputs) -> Tensor:
     """Return the norm over the last axis, computed in fp32.
 
-    The result has x's or the weight's dtype: the one with the lower precision.
+    The result has x's dtype or the weight's dtype, whichever has the lower precision.
     """
     return _RMSNorm.apply(inputs.x, None, inputs.weight, inputs.eps)
 
@@ -192,7 +192,7 @@ def gradients(
     dadded: Tensor | None = None,
     programs: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return dx and dw, given the normed tensor (x or s), w, r (`scale_R`) and dy.
+    """Return dx and dw, given the tensor that was normed (x or s), w, r (`scale_R`) and dy.
 
     dsum: gradient through the output s; None if s is not an output
     dadded: output tensor for a copy of dx in another dtype

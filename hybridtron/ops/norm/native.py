@@ -19,14 +19,14 @@ WORTH = 2**16  # elements per thread: with fewer, an additional thread gains no 
 
 
 class NormTask(ctypes.Structure):
-    """Arguments for the compiled functions: the struct `Norm` in norm.cpp.
+    """Arguments for the compiled functions, laid out as the struct `Norm` in norm.cpp.
 
     rows, length, channels: x's shape, (rows, tokens, channels)
     x: the input; in the backward pass, the tensor that was normed
     added, sum: tensor to add to x, and the sum; null for `rms_norm`
     y: the norm
     weight: a weight for each channel
-    grad_...: gradients; that of the weight as one partial sum per token block
+    grad_...: gradients; `grad_weight` has a partial sum for each token block
     eps: constant of the norm
     """
 
@@ -78,7 +78,7 @@ ADD_NORM: Implementation[AddRMSNormInputs, tuple[Tensor, Tensor]] = Implementati
 
 
 class _NativeNorm(torch.autograd.Function):
-    """Autograd function for `rms_norm`, which saves only its inputs."""
+    """Autograd function for `rms_norm`. It saves only its inputs for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -94,7 +94,7 @@ class _NativeNorm(torch.autograd.Function):
 
 
 class _NativeAddNorm(torch.autograd.Function):
-    """Autograd function for `add_rms_norm`, which saves the sum and the weight."""
+    """Autograd function for `add_rms_norm`. It saves the sum and the weight for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -132,7 +132,7 @@ def _forward(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tup
 
 
 def _backward(x: Tensor, weight: Tensor, eps: float, grad_y: Tensor, grad_sum: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the gradients for x, the tensor that was normed, and for the weight.
+    """Return the gradients for x (the tensor that was normed) and for the weight.
 
     If `grad_sum` is given, it is added to the gradient for x.
     """

@@ -40,7 +40,7 @@ class AddRMSNormInputs(NamedTuple):
 def rms_norm(inputs: RMSNormInputs) -> Tensor:
     """Return the norm of x over its last axis, computed in fp32 (float64 for float64 inputs).
 
-    The result has x's or the weight's dtype: the one with the lower precision.
+    The result has x's dtype or the weight's dtype, whichever has the lower precision.
     """
     x, weight, eps = inputs
     wide = at_least_fp32(x)

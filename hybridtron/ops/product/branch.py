@@ -1,4 +1,4 @@
-"""Projection of a tensor x that has a second use; on a GPU, the backward pass saves the kernel that adds x's gradients.
+"""Projection of a tensor x that has a second use; on a GPU, no separate kernel adds the two gradients for x.
 
     y = x weight^T
     gradient for x = (gradient from the second use) + (gradient for y) weight

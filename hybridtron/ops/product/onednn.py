@@ -1,8 +1,8 @@
 """fp32 matrix multiplications by oneDNN instead of MKL, on AMD's CPUs with AVX-512.
 
-On these CPUs, MKL uses only AVX2, half the vector width: on one core of a Zen 5, MKL reaches 90 GFLOP/s, and oneDNN
-200. On other CPUs both are equally fast, and this file is not used. Results are bit-identical for any number of
-threads.
+On these CPUs, MKL uses only AVX2, which has half the vector width: on one core of a Zen 5, MKL reaches 90 GFLOP/s, and
+oneDNN reaches 200 GFLOP/s. On other CPUs both are equally fast, and this file is not used. Results are bit-identical
+for any number of threads.
 
 A sum with more than DEPTH terms, such as a weight's gradient over all tokens, is divided into partial sums, so that
 rounding errors stay small.
@@ -30,7 +30,7 @@ LEAST = 2**22  # minimum number of multiplications; with fewer, the overhead of 
 
 @functools.cache
 def missing() -> str | None:
-    """Return why oneDNN is not used on this machine; None if it is used."""
+    """Return the reason why oneDNN is not used on this machine; return None if it is used."""
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return "this torch has no oneDNN"
     try:
@@ -76,7 +76,7 @@ PRODUCT: Implementation[ProductInputs, Tensor] = Implementation(
 
 
 class _Linear(torch.autograd.Function):
-    """Autograd function for `linear`, which saves its inputs."""
+    """Autograd function for `linear`. It saves its inputs for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -98,8 +98,8 @@ class _Linear(torch.autograd.Function):
 def _times(left_MK: Tensor, right_NK: Tensor) -> Tensor:
     """Return left right^T, as a sum over partial products with DEPTH terms.
 
-    If the left factor is transposed in memory, torch copies it. If the right factor has fewer rows than such a left
-    factor, right left^T is computed instead, and the result is transposed.
+    If the left factor is transposed in memory, torch copies it. In this case, if the right factor has fewer rows than
+    the left factor, right left^T is computed instead, and the result is transposed.
     """
     if left_MK.stride(1) != 1 and len(left_MK) > len(right_NK):
         return _times(right_NK, left_MK).t()

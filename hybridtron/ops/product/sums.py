@@ -1,7 +1,7 @@
-"""A matrix multiplication whose result is added to a tensor in place; this tensor may have a higher precision.
+"""A matrix multiplication whose result is added in place to a tensor of the same or a higher precision.
 
 On a GPU, one kernel multiplies and adds. It reads and writes the tensor once, and does not round the product to the
-dtype of its factors. There are two exceptions, in which the product is computed first and then added:
+dtype of its factors. In two cases, the product is computed first and then added:
 
     on a CPU
     if the tensor has another dtype than the factors, and torch is older than 2.13

@@ -1,7 +1,7 @@
 """Triton kernel for rotary positions (RoPE): x is read once, and the result is written once.
 
 x's gradient is dy rotated by the negated angles. So the backward pass runs the same kernel, and x does not have to be
-saved. x's rows and tokens may have any order in memory. The kernel computes in fp32. Checked on an H200
+saved. x's rows and tokens may have any order in memory. The kernel computes in fp32. It was checked on an H200
 (benchmarks/gpu.md).
 
 Legend: B rows (sequences in the batch), L tokens per row, H heads, K channels per head, k half of the rotated channels.
@@ -62,10 +62,10 @@ def _rotate(
     cos_ptr: tl.tensor, sin_ptr: tl.tensor, length: int, heads: int, BACK: tl.constexpr, HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr, STILL: tl.constexpr, STILL_PADDED: tl.constexpr, HEADS_PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store all heads of one token, rotated. Grid: tokens, rows.
+    """Store all heads of one token, rotated. Grid: (tokens, rows).
 
-    A head's first 2 HALF channels are rotated; channels k and HALF + k are a pair. Its last STILL channels are copied.
-    HALF_PADDED, STILL_PADDED and HEADS_PADDED are HALF, STILL and the number of heads, padded to powers of two.
+    A head's first 2 * HALF channels are rotated; channels k and HALF + k are a pair. Its last STILL channels are
+    copied. HALF_PADDED, STILL_PADDED and HEADS_PADDED are HALF, STILL and the number of heads, padded to powers of two.
     """
     token = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)

@@ -25,7 +25,7 @@ WORTH = 2**17  # elements per thread: with fewer, an additional thread gains no 
 
 
 class RopeTask(ctypes.Structure):
-    """Arguments for the compiled function: the struct `Rope` in rope.cpp.
+    """Arguments for the compiled function, laid out as the struct `Rope` in rope.cpp.
 
     rows, length, heads, size, half: B, L, H, K, k
     back: 1 to rotate by the negated angles, else 0

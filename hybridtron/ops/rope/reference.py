@@ -3,14 +3,14 @@
     (x1, x2) -> (x1 cos a - x2 sin a, x2 cos a + x1 sin a),  a = position * f_i,  f_i = base^(-i / k)
 
 x1 is channel i of a head, and x2 is channel i + k, for i from 0 to k - 1 ("rotate half"), as in Llama in transformers.
-The original paper pairs channels 2 i and 2 i + 1, which is not supported. If a query is rotated by the angle a, and a
-key by b, their attention score depends only on a - b, that is, on their distance.
+The original paper pairs channels 2 * i and 2 * i + 1, which is not supported. If a query is rotated by the angle a, and
+a key by the angle b, their attention score depends only on a - b, that is, on their distance.
 
-For rows longer than those in the original training, the frequencies f can be scaled by the rules in
+For rows that are longer than in the original training, the frequencies f can be scaled by the rules in
 `architecture/rope.py`. YaRN also multiplies cos and sin by a factor.
 
-Legend: B rows (sequences in the batch), L tokens per row, H heads, K channels per head, k half the rotated channels (K
-/ 2 if all are rotated).
+Legend: B rows (sequences in the batch), L tokens per row, H heads, K channels per head, k half of the rotated channels
+(K / 2 if all channels are rotated).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RopeInputs(NamedTuple):
 def frequencies(rope: RopeOptions, channels: int, device: torch.device | str = "cpu") -> Tensor:
     """Return the frequencies f (k,) in radians per position, in float64, scaled as `rope` says.
 
-    `channels` counts the rotated channels, 2 k.
+    `channels` is the number of rotated channels, 2 * k.
     """
     pairs = torch.arange(channels // 2, dtype=torch.float64, device=device)
     plain = rope.base ** (-2.0 * pairs / channels)
@@ -66,8 +66,8 @@ def _kept_by_yarn(rope: RopeOptions, channels: int, pairs: Tensor) -> Tensor:
     """Return the weight w for each frequency f: the scaled frequency is w f + (1 - w) f / factor.
 
     The turns of a frequency are its full rotations in a row with the original length. `fast` and `slow` are numbers of
-    turns. A channel pair with at least `fast` turns has the weight 1, and one with at most `slow` turns has 0. In
-    between, the weight is linear in the pair's index.
+    turns. A channel pair with at least `fast` turns has the weight 1, and a pair with at most `slow` turns has the
+    weight 0. In between, the weight is linear in the pair's index.
     """
 
     def place(turns: float) -> float:
@@ -90,8 +90,8 @@ def rope_table(
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the rotary angles, each (B, L, k), multiplied by YaRN's factor if there is one.
 
-    `head_dim` is the number of rotated channels, 2 k. Before cos and sin, angles are computed in float64 and reduced to
-    [0, 2 pi). At position 1 million an angle's error is 1e-10 rad; in fp32 it would be 0.06 rad.
+    `head_dim` is the number of rotated channels, 2 * k. Angles are computed in float64, and reduced to [0, 2 pi) before
+    cos and sin. At position 1 million an angle's error is 1e-10 rad; in fp32 it would be 0.06 rad.
     """
     angles_BLk = positions_BL.double()[..., None] * frequencies(rope, head_dim, positions_BL.device)
     reduced_BLk = angles_BLk.remainder(2 * math.pi)
@@ -106,8 +106,8 @@ def rope_table(
 def apply_rope(inputs: RopeInputs) -> Tensor:
     """Return x with the channel pairs of each head rotated by its token's angles.
 
-    Computed in fp32 (float64 for float64 inputs), and returned in x's dtype. If a head has more than 2 k channels,
-    only the first 2 k are rotated.
+    The computation is in fp32 (float64 for float64 inputs), and the result has x's dtype. If a head has more than 2 * k
+    channels, only the first 2 * k channels are rotated.
     """
     x_BLHK, cos_BLk, sin_BLk = inputs
     rotary = 2 * cos_BLk.shape[-1]

@@ -1,4 +1,4 @@
-"""Rotary positions by this project's Triton kernel (`kernels`). Checked on an H200 (benchmarks/gpu.md)."""
+"""Rotary positions by this project's Triton kernel (`kernels`), which was checked on an H200 (benchmarks/gpu.md)."""
 
 from __future__ import annotations
 

@@ -6,14 +6,15 @@ tokens:
     turn_t  = step_t rate_t
     theta_t = sum over the turns in t's block and t's document, up to t
               + carry into the block, if t's document began before the block
-    carry into a block = sum over earlier blocks' turns in the document of the token before the block, modulo 2 pi
+    carry into a block = sum over those turns in earlier blocks that belong to the document of the token before
+                         the block, modulo 2 pi
 
 Each sum has only turns of one document. If angles were computed as differences between two sums over the row, they
 would contain rounding errors from other documents. Sums inside a block are fp32: they amount to only a few full turns,
 so their rounding errors are small. Sums over blocks are float64.
 
-Legend: B rows (sequences in the batch), L tokens per row, H heads, S angles per head, K blocks, T tokens per block, C =
-H S channels (an angle of a head).
+Legend: B rows (sequences in the batch), L tokens per row, H heads, S angles per head, K blocks, T tokens per block,
+C = H * S channels (a channel for each angle of each head).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ BLOCKED = Implementation("blocked", angles)
 
 
 def _counted(documents_BL: Tensor | None, rows: int, length: int, device: torch.device) -> Tensor:
-    """Return each token's document number (B, K T), from 0 in each row. Padding tokens have the row's last number."""
+    """Return each token's document number (B, K * T), from 0 in each row; padding tokens have the last number."""
     starts_BL = document_starts(documents_BL)
     if starts_BL is None:
         starts_BL = torch.zeros(rows, length, dtype=torch.bool, device=device)

@@ -1,7 +1,7 @@
 """Triton kernels that add each head's bias to the keys and queries of its group, and rotate the sums.
 
-For each head, let R be the rotation by the head's angles, x its group's key or query, and d = R^T dy. Let x1 and x2 be
-a channel pair in x + bias, with the angle theta_s. y1 and y2, dy1 and dy2, d1 and d2 are the same pair in y, dy and d:
+For each head, R is the rotation by the head's angles, x is its group's key or query, and d = R^T dy. Let x1 and x2 be a
+channel pair in x + bias, with the angle theta_s. y1 and y2, dy1 and dy2, d1 and d2 are the same pair in y, dy and d:
 
     y = R (x + bias),   dx = sum of d over the group's heads,   dbias = sum of d over tokens
     dtheta_s = y1 dy2 - y2 dy1 = x1 d2 - x2 d1
@@ -10,8 +10,8 @@ The last equation holds because x + bias and d become y and dy by the same rotat
 right side, so y is not needed. Only the inputs are saved for the backward pass.
 
 Each program in the backward kernel sums the bias gradients over its tokens, and `sum_kernels` adds up all programs'
-sums. No kernel uses atomics, so results are deterministic. The kernels compute in fp32. Checked on an H200
-(benchmarks/gpu.md) at a time when torch added up these sums.
+sums. No kernel uses atomics, so results are deterministic. The kernels compute in fp32. They were checked on an H200
+(benchmarks/gpu.md), when torch still added up these sums.
 
 Legend: B rows (sequences in the batch), L tokens per row, H heads, G head groups, N channels per key or query, S angles
 per head, T tokens per program, K programs per group. Inside kernels, the axis S of a tile (_TS, _1S) has all channel
@@ -102,7 +102,7 @@ def _turn(
 ) -> None:  # fmt: skip
     """Store the rotated keys and queries for TOKENS tokens and all heads in a group.
 
-    Grid: token blocks, groups, rows. The group's keys and queries are loaded once and rotated for each head.
+    Grid: (token blocks, groups, rows). The group's keys and queries are loaded once and rotated for each head.
     """
     group = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
@@ -133,9 +133,9 @@ def _turn_back(
     grad_q_bias_KHN: tl.tensor, grad_angles_BLHS: tl.tensor, length: int, heads: int, of_group: int, N: tl.constexpr,
     S: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store all gradients for TOKENS tokens and all heads in a group. Grid: token blocks, groups, rows.
+    """Store all gradients for TOKENS tokens and all heads in a group. Grid: (token blocks, groups, rows).
 
-    Stored bias gradients are sums over the program's tokens.
+    The stored bias gradients are sums over the program's tokens.
     """
     group = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
@@ -193,10 +193,10 @@ def _store_pairs(
 def _turns(place: tl.tensor, inside: tl.tensor) -> tuple:
     """Load a head's angles, and return their cos and sin. Where `inside` is False, the angle is 0.
 
-    k pi / 2 with an integer k is subtracted from each angle, so that the remainder is between -pi / 4 and pi / 4. For
-    this, pi / 2 is written as a sum of three numbers, and the first two have so few bits that their multiples are
-    exact. Polynomials then give the remainder's sin and cos. The error is below 1e-7 for angles up to 50,000 rad.
-    CUDA's own functions are not used, since they reserve local memory for larger angles.
+    A multiple of pi / 2 is subtracted from each angle, so that the remainder is between -pi / 4 and pi / 4. For this,
+    pi / 2 is written as a sum of three numbers. The first two numbers have so few bits that their multiples are exact.
+    Polynomials then give the remainder's sin and cos. The error is below 1e-7 for angles up to 50,000 rad. CUDA's own
+    functions are not used, since they reserve local memory for larger angles.
     """
     angle = tl.load(place, mask=inside, other=0.0)
     quarters = tl.floor(angle * 0.6366197723675814 + 0.5)

@@ -1,4 +1,4 @@
-"""Triton kernels for a row's rotation angles: sums inside token blocks, carries between blocks, and their sum.
+"""Triton kernels for a row's rotation angles, computed as sums inside token blocks and carries between blocks.
 
 Each token has a turn: its step times its rate. The angle theta_t is the sum of the turns in t's document, up to t. A
 row is divided into blocks with BLOCK tokens:
@@ -8,14 +8,14 @@ row is divided into blocks with BLOCK tokens:
     carry into the next block = sum over those turns in the block that belong to the document of its last token
               + carry into the block, if no document begins in the block; modulo 2 pi
 
-The backward pass runs from the row's end to its beginning. R_t is the angles' gradients summed from t to the end of t's
-document. R is also computed by blocks and carries. Then, for head h and angle s,
+The backward pass runs from the row's end to its beginning. R_t is the sum of the angles' gradients from t to the end of
+t's document. R is also computed by blocks and carries. Then, for head h and angle s,
 
     dstep_th = sum_s R_ths rate_ts,   drate_ts = sum_h R_ths step_th
 
 Sums inside a block are fp32: they amount to only a few full turns, so their rounding errors are small. Carries are
 added up in float64, and stored in fp32. Only the angles and their gradient are stored as tensors (B, L, H, S). No
-kernel uses atomics, so results are deterministic. Checked on an H200 (benchmarks/gpu.md).
+kernel uses atomics, so results are deterministic. The kernels were checked on an H200 (benchmarks/gpu.md).
 
 Legend: B rows (sequences in the batch), L tokens per row, H heads, S angles per head, K blocks, T tokens per block.
 """
@@ -37,7 +37,7 @@ from hybridtron.ops.rotations.reference import AngleInputs
 
 BLOCK = 32  # tokens per block
 WARPS = 4
-MANY = 32  # if S is larger, `_gradients` runs with 2 WARPS warps per program; with WARPS it would spill registers
+MANY = 32  # if S is larger, `_gradients` runs with 2 * WARPS warps per program; with WARPS it would spill registers
 FULL_TURN = tl.constexpr(6.283185307179586)
 
 
@@ -120,7 +120,7 @@ def _sums(
     length: int, heads: int, DOCUMENTS: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
     REVERSED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the sum that one block adds to one head's carry. Grid: blocks, heads, rows.
+    """Store the sum that one block adds to one head's carry. Grid: (blocks, heads, rows).
 
     It is a sum of turns, over the block's tokens in the document of its last token. With REVERSED, it is a sum of
     gradients, over the block's tokens in the document of the token before the block.
@@ -145,7 +145,7 @@ def _carry(
     starts_BL: tl.tensor, sums_BKHS: tl.tensor, blocks: int, length: int, heads: int, DOCUMENTS: tl.constexpr,
     S: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, REVERSED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Replace each block's sum by the carry into this block, for one head. Grid: heads, rows."""
+    """Replace each block's sum by the carry into this block, for one head. Grid: (heads, rows)."""
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     s_S = tl.arange(0, SIZE)
     carry_S = tl.zeros([SIZE], tl.float64)
@@ -167,7 +167,7 @@ def _angles(
     steps_BLH: tl.tensor, rates_BLS: tl.tensor, starts_BL: tl.tensor, carry_BKHS: tl.tensor, theta_BLHS: tl.tensor,
     length: int, heads: int, DOCUMENTS: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the angles for one block's tokens and one head. Grid: blocks, heads, rows."""
+    """Store the angles for one block's tokens and one head. Grid: (blocks, heads, rows)."""
     block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     token_T = block * BLOCK + tl.arange(0, BLOCK)
     s_S = tl.arange(0, SIZE)
@@ -191,7 +191,7 @@ def _gradients(
     grad_steps_BLH: tl.tensor, grad_rates_BLS: tl.tensor, length: int, heads: int, DOCUMENTS: tl.constexpr,
     S: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the gradients for steps and rates in one block, in a loop over heads. Grid: blocks, rows."""
+    """Store the gradients for steps and rates in one block, in a loop over heads. Grid: (blocks, rows)."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token_T = block * BLOCK + tl.arange(0, BLOCK)
     s_S = tl.arange(0, SIZE)
@@ -226,8 +226,8 @@ def _gradients(
 def joined(sum_a: tl.tensor, starts_a: tl.tensor, sum_b: tl.tensor, starts_b: tl.tensor) -> tuple:
     """Combine the adjacent token ranges a and b, for associative_scan. The scan reaches a before b.
 
-    `sum_a` and `sum_b` are the sums since the last document border in the range. `starts_a` and `starts_b` are 1 if the
-    range has such a border, else 0.
+    `sum_a` and `sum_b` are the sums since the last document boundary in the range. `starts_a` and `starts_b` are 1 if
+    the range has such a boundary, else 0.
     """
     return tl.where(starts_b != 0, sum_b, sum_a + sum_b), starts_a | starts_b
 

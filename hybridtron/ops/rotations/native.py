@@ -26,14 +26,16 @@ WORTH = 2**16  # result elements per thread: with fewer, an additional thread ga
 
 
 class TurnsTask(ctypes.Structure):
-    """Arguments for the compiled functions: the struct `Turns` in turns.cpp. A call rotates only keys or only queries.
+    """Arguments for the compiled functions, laid out as the struct `Turns` in turns.cpp.
+
+    A call rotates only keys or only queries.
 
     rows, length, heads, size, groups, angles: B, L, H, N, G, S
-    add: 1 if the gradients for the angles are added to those already in `grad_angles`, else 0
+    add: 1 to add the gradients for the angles to the values in `grad_angles`, 0 to overwrite these values
     x, y: keys or queries before and after the rotation
     cos, sin: the angles' cos and sin
     bias: each head's bias
-    grad_...: gradients; that of the bias as one partial sum per token block
+    grad_...: gradients; `grad_bias` has a partial sum for each token block
     """
 
     _fields_ = (
@@ -44,7 +46,7 @@ class TurnsTask(ctypes.Structure):
 
 
 class AnglesTask(ctypes.Structure):
-    """Arguments for the compiled functions: the struct `Angles` in angles.cpp.
+    """Arguments for the compiled functions, laid out as the struct `Angles` in angles.cpp.
 
     rows, length, heads, angles: B, L, H, S
     steps, rates, y: inputs, and the angles

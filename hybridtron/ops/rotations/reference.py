@@ -1,13 +1,13 @@
 """Rotations by data-dependent angles, which Mamba-3 (Lahoti et al. 2026) applies to its keys and queries.
 
     angles:      theta_t = theta_{t-1} + step_t rate_t   modulo 2 pi; theta starts from 0 in each row and document
-    turn_pairs:  x of a head = x of its group + the head's bias; its channels 2 s and 2 s + 1 are rotated as a pair:
+    turn_pairs:  x of a head = x of its group + the head's bias; its channels 2 * s and 2 * s + 1 are rotated as a pair:
                  (x1, x2) -> (x1 cos theta_s - x2 sin theta_s, x1 sin theta_s + x2 cos theta_s)
 
 Each head has its own steps; all heads share the rates. Because keys and queries are both rotated, a score depends only
 on the difference of two angles. So a row that continues a document may start from theta = 0 too, if the carried state
-is first rotated back by the previous row's last angle. Channels from 2 S on are not rotated. RoPE (`ops/rope`) differs
-in its constant rates, and in the channels that form a pair.
+is first rotated back by the previous row's last angle. Channels from 2 * S on are not rotated. RoPE (`ops/rope`)
+differs in its constant rates, and in the channels that form a pair.
 
 Legend: B rows (sequences in the batch), L tokens per row, H heads, G head groups (a group's heads share keys and
 queries), N channels per key or query (the state size), S angles per head.

@@ -1,4 +1,4 @@
-"""Mamba-1's selective scan: the op `selective_scan` and its implementations, the preferred one first."""
+"""Mamba-1's selective scan: the op `selective_scan` and its implementations, in the order of preference."""
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.scan import chunked, mamba_ssm, native, reference, triton

@@ -5,9 +5,9 @@ The forward pass computes
     delta_t = softplus(dt_t + dt_bias),   s_t = delta_t x_t (the step),   a_t = delta_t A (the exponent)
     h_t = exp(a_t) h_{t-1} + B_t s_t,     y_t = (C_t h_t + D x_t) silu(z_t)
 
-and saves the inputs and the state before each chunk. The backward pass recomputes the states inside a chunk. In these
-formulas dx is x's gradient (dy is y's, and so on), g_t is the gradient of C_t h_t + D x_t, and G_t is the gradient of
-h_t:
+and saves the inputs and the state before each chunk. The backward pass recomputes the states inside a chunk. In the
+following formulas dx is x's gradient, dy is y's gradient, and so on. g_t is the gradient of C_t h_t + D x_t, and G_t is
+the gradient of h_t:
 
     g_t = dy_t silu(z_t),   dz_t = dy_t (C_t h_t + D x_t) silu'(z_t)
     G_t = C_t g_t + exp(a_{t+1}) G_{t+1}               a recurrence from the last token to the first
@@ -19,7 +19,7 @@ h_t:
 
 The sums over t also run over all sequences in the batch. At the last token in a chunk, exp(a_{t+1}) G_{t+1} is the
 gradient that the next chunk's backward pass returns for the state between the chunks; for the last chunk it is the
-gradient of the final state. A chunk returns exp(a_1) G_1 for the state before it, with token 1 its first token.
+gradient of the final state. A chunk returns exp(a_1) G_1 for the state before it, where token 1 is its first token.
 At the first token in a document, exp(a_t) is replaced by 0 in both passes.
 
 Legend: B rows (sequences in a batch), L tokens, T tokens per chunk, E inner channels, N state entries per channel.
@@ -45,7 +45,7 @@ from hybridtron.ops.scan.reference import ScanInputs, initial_state, selective_s
 CHUNK = 64  # tokens per chunk; the states of this number of tokens are in memory at the same time
 
 
-@untraced  # a loop of many operations: tracing it takes minutes and gains nothing
+@untraced  # torch.compile would trace the loop over chunks for minutes, and gain nothing
 def chunked(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
     """Return y and the final state, computed with a few large operations per chunk."""
     if inputs.x_BLE.shape[1] <= 1:  # a single token, as in decoding
@@ -64,8 +64,8 @@ CHUNKED = Implementation("chunked", chunked)
 class ChunkedRow(NamedTuple):
     """The inputs without the state; A is transposed, so that channels are its last axis.
 
-    The order of the fields is the one that `hybridtron.ops.chunks` expects: first tensors with a gradient per token,
-    then parameters (PARAMETERS is their number), then the mask of the tokens that begin a document.
+    The fields are in the order that `hybridtron.ops.chunks` expects: first tensors with a gradient per token, then
+    parameters (PARAMETERS is their number), then the mask of the tokens that begin a document.
     """
 
     x_BLE: Tensor
@@ -101,7 +101,7 @@ class ChunkedRow(NamedTuple):
 
 @dataclass
 class ScanChunk:
-    """The inputs for T tokens; computes outputs and gradients from these inputs and the state before the tokens."""
+    """The inputs for T tokens, with methods that compute outputs and gradients, given the state before the tokens."""
 
     x_TBE: Tensor
     shifted_TBE: Tensor  # dt + dt_bias
@@ -116,7 +116,7 @@ class ScanChunk:
         self.delta_TBE = F.softplus(self.shifted_TBE)
         self.step_TBE = self.delta_TBE * self.x_TBE
         if self.starts_TB is not None:
-            # indices and not a mask: few tokens begin a document, while masked operations read all tokens
+            # indices instead of a mask: few tokens begin a document, while masked operations read all tokens
             self.begun = self.starts_TB.nonzero(as_tuple=True)
 
     def forward(self, state_BNE: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,7 +128,7 @@ class ScanChunk:
         return y_TBE.transpose(0, 1), h_TBNE[-1].clone()
 
     def decays(self) -> Tensor:
-        """Return exp(delta A) for each token, 0 where a document begins, and one more entry of 1: (T + 1, B, N, E).
+        """Return (T + 1, B, N, E): exp(delta A) for each token, or 0 if it begins a document; then an entry of 1.
 
         The backward pass reads the last entry: the gradient of the state after the chunk reaches the chunk's last
         token without decay.
@@ -142,7 +142,7 @@ class ScanChunk:
         return decay_TBNE
 
     def states(self, decay_TBNE: Tensor, state_BNE: Tensor) -> Tensor:
-        """Return the state before the chunk, then after each token: (T + 1, B, N, E)."""
+        """Return (T + 1, B, N, E): the state before the chunk, then the state after each token."""
         h_TBNE = decay_TBNE.new_empty(len(decay_TBNE) + 1, *state_BNE.shape)
         h_TBNE[0] = state_BNE
         step_TB1E = self.step_TBE.unsqueeze(2)

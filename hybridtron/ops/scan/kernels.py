@@ -8,7 +8,7 @@ h is the state. A row (a sequence in the batch) is divided into chunks, so that 
 Three kernels run one after another:
 
     walk      scans each chunk from a zero state; stores the chunk's last state and its sum of delta
-    chain     computes the true state before each chunk; the sum is over the tokens of chunk k:
+    chain     computes the true state before each chunk (in the equation, the sum is over chunk k's tokens):
               state before chunk k+1 = (state stored by `walk` for chunk k) + exp(A sum delta) (state before chunk k)
     retrace   scans each chunk again, from its true state; stores y
 
@@ -16,13 +16,15 @@ Exponentials limit the speed. Each token and channel needs N exponentials, and a
 cycle. Memory traffic does not limit the speed: in bf16, x, dt, z and y are 8 bytes for each token and channel. Because
 `walk` and `retrace` both scan every token, each exponential is computed twice. A single scan over the full row would
 avoid this, but has too little parallelism. With one warp for 128 channels, an H200 needs about 135,000 channels over
-all rows to be busy, while a micro-batch with 8 rows for Samba 1.3B has 37,000. So `forward` always uses chunks.
+all rows to be busy, while a micro-batch with 8 rows for Samba 1.3B has only 37,000 channels. So `forward` always uses
+chunks.
 
 With N = 16, a thread holds all N state entries for 4 channels in registers, so sums over N need no other thread.
-float64 is not supported. The backward pass is in `kernels_backward`. Checked on an H200 (benchmarks/gpu.md).
+float64 is not supported. The backward pass is in `kernels_backward`. The kernels were checked on an H200
+(benchmarks/gpu.md).
 
 Legend: B rows, L tokens, E inner channels, N state entries per channel (padded to a power of 2 in the kernels), K
-chunks with CHUNK tokens, Q tiles: shorter token ranges that the backward pass uses, P parts: chunks or tiles. States
+chunks with CHUNK tokens, Q tiles (shorter token ranges that the backward pass uses), P parts (chunks or tiles). States
 are stored as (N, E), so channels are contiguous in memory.
 """
 
@@ -88,7 +90,10 @@ class ScanRow:
         return rows, length, channels, self.B_BLN.shape[2]
 
     def per_part(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return uninitialized buffers for one state per part of `tokens` tokens, and for each part's sum of delta."""
+        """Return two uninitialized buffers, for each part's state and each part's sum of delta.
+
+        A part has `tokens` tokens.
+        """
         rows, length, channels, states = self.sizes
         parts = ceil_div(length, tokens)
         return self.D_E.new_empty(rows, parts, states, channels), self.D_E.new_empty(rows, parts, channels)
@@ -115,7 +120,7 @@ class ScanRow:
 
 
 def strides_of(tensors_BL: tuple[Tensor | None, ...]) -> tuple[int, ...]:
-    """Return each tensor's row and token strides, 0 for None."""
+    """Return each tensor's row stride and token stride; both are 0 for None."""
     strides = [(0, 0) if tensor is None else tensor.stride()[:2] for tensor in tensors_BL]
     return tuple(stride for pair in strides for stride in pair)
 
@@ -146,7 +151,7 @@ def retrace(
     """Scan every chunk from the state before it, and store the outputs whose tensors are not None.
 
     The forward pass asks for y. The backward pass asks for z's gradient, which is computed from the input `grad_y`, and
-    for the state before every tile. `tiles` is the tensor for these states, and a tile's length in tokens.
+    for the state before every tile. `tiles` has the tensor for these states, then the number of tokens per tile.
     """
     tile = row.tile()
     tiles_BQNE, tokens = tiles or (None, CHUNK)
@@ -159,7 +164,7 @@ def retrace(
 def chain(row: ScanRow, states_BPNE: Tensor, elapsed_BPE: Tensor, first_BNE: Tensor | None, backwards: bool) -> Tensor:
     """Replace each part's last state by the true state before the part; return the state after the last part.
 
-    On entry, `states` holds the last state of each part, scanned from zero. Parts are chunks or tiles. `elapsed` has
+    On entry, `states` holds each part's last state, scanned from a zero state. Parts are chunks or tiles. `elapsed` has
     each part's sum of delta, and `first` is the state before the row, or None for zeros.
 
     If `backwards`, the tensors hold gradients of states, and the order is from the last part to the first. On entry,
@@ -230,7 +235,7 @@ def _walk(
     """Store a chunk's last state, scanned from a zero state, and its sum of delta.
 
     If a document begins in the chunk, the stored sum is minus infinity. It marks that no state from before the chunk
-    remains after the chunk. Grid: chunks, blocks with CHANNELS channels, rows. A program is one warp, which holds a
+    remains after the chunk. Grid: (chunks, blocks with CHANNELS channels, rows). A program is one warp, which holds a
     state (N_PADDED, CHANNELS).
     """
     chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -274,7 +279,7 @@ def _retrace(
 ) -> None:  # fmt: skip
     """Scan a chunk from the state before it, and store the outputs whose pointers are not None (`retrace`).
 
-    Grid: chunks, blocks with CHANNELS channels, rows. All outputs need the state, which is in registers, so one loop
+    Grid: (chunks, blocks with CHANNELS channels, rows). All outputs need the state, which is in registers, so one loop
     computes them all; the compiler removes the code for outputs that are None.
     """
     chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -326,7 +331,7 @@ def _chain(
 ) -> None:  # fmt: skip
     """Replace each part's last state by the true state before the part, for CHANNELS channels and one n (`chain`).
 
-    n is an index of the axis N. Grid: channel blocks, n, rows. STEPS parts are loaded together, and combined by an
+    n is an index of the axis N. Grid: (channel blocks, n, rows). STEPS parts are loaded together, and combined by an
     associative scan.
     """
     n, row = tl.program_id(1), tl.program_id(2).to(tl.int64)

@@ -5,7 +5,7 @@ The forward pass (`kernels`) computes, with the state h, the input x and the gat
     delta_t = softplus(dt_t + dt_bias),   h_t = exp(delta_t A) h_{t-1} + delta_t B_t x_t
     y_t = (C_t h_t + D x_t) silu(z_t)
 
-Let g_t be the gradient of C_t h_t + D x_t, G_t the gradient of h_t, and R_t the part of G_t from later tokens:
+g_t is the gradient of C_t h_t + D x_t, G_t is the gradient of h_t, and R_t is the part of G_t from later tokens:
 
     G_t = C_t g_t + R_t,                                   R_{t-1} = exp(delta_t A) G_t
     grad B_t = sum over channels of G_t delta_t x_t,       grad C_t = sum over channels of h_t g_t
@@ -23,20 +23,20 @@ kernels run in this order:
 
 A sum over rows, tokens or channels that crosses programs is stored as one partial sum for each program, and torch adds
 the partial sums. No kernel uses atomics, so results are deterministic. No tensor has an entry for every combination of
-token, channel and state entry. An infinite or NaN value in one document does not reach another document. Checked on an
-H200 (benchmarks/gpu.md).
+token, channel and state entry. An infinite or NaN value in one document does not reach another document. The kernels
+were checked on an H200 (benchmarks/gpu.md).
 
 In `_gradients` a thread computes one channel at all tokens in a tile, and holds tuples with one value per token. A
 tensor (tokens by channels) is not used, because the compiler would distribute its tokens over threads, and sums over
 tokens would need shared memory. The sums over a warp's 32 channels are computed for all tokens in the tile together. In
-each round, pairs of lanes (a warp's threads) exchange the values for half their tokens and add, until each lane has a
+each round, pairs of lanes (a warp's threads) exchange and add the values for half their tokens, until each lane has a
 single token. This takes 16 shuffles for 16 tokens, while a separate sum for each token would take 80.
 
 Legend: B rows, L tokens, E inner channels, N state entries per channel, n an index on this axis, K chunks, Q tiles, F
 channel blocks. States are stored as (N, E), so channels are contiguous in memory.
 """
 
-# ruff: noqa: RUF005 (Triton joins tuples, and unpacks none)
+# ruff: noqa: RUF005 (in Triton, tuples can be concatenated with +, but not unpacked)
 from __future__ import annotations
 
 from typing import Any
@@ -174,7 +174,7 @@ def _walk_back(
 
     The gradient contains only the contribution from the tile's own tokens, so it starts from zero after the tile's last
     token. If a document begins in the tile, the stored sum is minus infinity. It marks that no gradient from after the
-    tile reaches the state before the tile. Grid: chunks, blocks with CHANNELS channels, rows. A program is one warp,
+    tile reaches the state before the tile. Grid: (chunks, blocks with CHANNELS channels, rows). A program is one warp,
     which holds a gradient (N_PADDED, CHANNELS), and loops over its chunk's tiles.
     """
     chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -264,7 +264,7 @@ def _gradients(
 ) -> None:  # fmt: skip
     """Store the gradients of x and dt for one tile, and partial sums for the gradients of B, C, A, D and dt_bias.
 
-    Grid: tiles, blocks with CHANNELS channels, rows; one warp per program, one channel per thread. This is one long
+    Grid: (tiles, blocks with CHANNELS channels, rows); one warp per program, one channel per thread. This is one long
     function, so that a channel's sums over n stay in its thread's registers.
     """
     part, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -273,7 +273,7 @@ def _gradients(
     e = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     step = tl.arange(0, TOKENS)
     of_e = e < channels
-    left = length - part * TOKENS  # tokens from here to the row's end
+    left = length - part * TOKENS  # tokens from the tile's first token to the row's end
     bias = tl.load(bias_ptr + e, of_e, 0.0)
     x_place = x_ptr + row * x_row + at * x_token + e
     dt_place = dt_ptr + row * dt_row + at * dt_token + e
@@ -281,7 +281,7 @@ def _gradients(
     grad_y_place = grad_y_ptr + row * grad_y_row + at * grad_y_token + e
     zero = tl.zeros((CHANNELS,), tl.float32)
     # This is 0, but the compiler cannot know it. If the compiler knew that all threads of the warp read the same
-    # address, it would add an instruction to each load, which copies the address.
+    # address, it would add to each load an instruction that copies the address.
     zero_of_lane = (e >= channels + CHANNELS).to(tl.int32)
     # Tuples with one value per token (A includes the factor log2(e)):
     #   delta       delta_t

@@ -1,9 +1,9 @@
 """The selective scan by the mamba-ssm package's CUDA kernel.
 
 The kernel's backward pass ignores the gradient of the last state; this module adds this gradient's contribution. The
-kernel supports neither an initial state nor document boundaries. For such inputs dispatch selects our own kernels.
+kernel supports neither an initial state nor document boundaries. For such inputs, another implementation is selected.
 
-Tested against a stand-in for the package, and once with the package on an H200 (benchmarks/gpu.md).
+The tests use a stand-in for the package. The package itself was checked once, on an H200 (benchmarks/gpu.md).
 
 Legend: B rows (sequences in a batch), L tokens, E inner channels, N state entries per channel.
 """
@@ -88,7 +88,7 @@ class _LastState(torch.autograd.Function):
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
             x_BLE, dt_BLE, A_EN, B_BLN, dt_bias_E = leaves
-            # C and D affect only y, so any values do
+            # C and D affect only y, so their values do not matter
             no_D = torch.zeros_like(A_EN[:, 0])
             C_BLN = B_BLN.detach()
             _, last_BEN = chunked(ScanInputs(x_BLE, dt_BLE, A_EN, B_BLN, C_BLN, no_D, dt_bias_E))

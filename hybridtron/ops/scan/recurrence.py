@@ -1,9 +1,9 @@
-"""A linear recurrence over the tokens of a chunk, with a factor for every entry of the state:
+"""A linear recurrence over the tokens of a chunk, with a factor for every entry of the state.
 
     forwards   h_t = a_t h_{t-1} + u_t v_t
     backwards  h_t = a_t h_{t+1} + u_t v_t
 
-h is the state, a_t its factors, and u_t v_t the product that token t adds.
+h is the state, a_t are its factors, and u_t v_t is the product that token t adds.
 
 A cut is a token t that the state of the neighbouring token, h_{t-1} or h_{t+1}, must not enter, because a document
 boundary lies between the two tokens. The caller passes a_t = 0 at a cut. This suffices if all values are finite, but 0
@@ -20,7 +20,7 @@ import itertools
 import torch
 from torch import Tensor
 
-GROUP = 8  # tokens in a group; the tokens of a group are computed one after another, the groups in parallel
+GROUP = 8  # tokens in a group; groups are computed in parallel, a group's tokens are computed one after another
 LARGE_STATE = 2**15  # state entries of all rows together; from this number on, parallel groups gain nothing on a CPU
 
 

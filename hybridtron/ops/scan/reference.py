@@ -4,9 +4,9 @@
     h_t = exp(delta_t A) h_{t-1} + delta_t B_t x_t
     y_t = (C_t h_t + D x_t) * silu(z_t)
 
-h is the state, x the input, z the gate. Where a new document begins, h_{t-1} is replaced by 0. Then no value and no
-gradient crosses the boundary, even if the state is infinite or NaN. (A decay of 0 would not suffice, since 0 times
-infinity is NaN.) The projections and the convolution around the scan are in `hybridtron/mixers`.
+h is the state, x is the input, and z is the gate. Where a new document begins, h_{t-1} is replaced by 0. Then no value
+and no gradient crosses the boundary, even if the state is infinite or NaN. (A decay of 0 would not suffice, since 0
+times infinity is NaN.) The projections and the convolution around the scan are in `hybridtron/mixers`.
 
 Legend: B rows (sequences in a batch), L tokens, E inner channels, N state entries per channel.
 """

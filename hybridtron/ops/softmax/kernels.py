@@ -7,7 +7,7 @@ l are a token's logits, and <- means that they are overwritten. [v = label] is 1
 two kernels the caller computes lse = greatest + log sum; if ranks hold shards of the vocabulary, the caller first
 combines all ranks' sums. A label outside 0..V - 1 is in another rank's shard; `picked` is then 0. `z_loss` is the
 factor for the z-loss. Each kernel reads a logit once, and computes in fp32. No kernel uses atomics, so results are
-deterministic. Checked on an H200 (benchmarks/gpu.md).
+deterministic. The kernels were checked on an H200 (benchmarks/gpu.md).
 
 Legend: C tokens, V entries in the vocabulary or in this rank's shard.
 """
@@ -90,7 +90,7 @@ def gradients_of_blocks(
     z_loss: float,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Overwrite BLOCK logits of one token with their gradients. Grid: tokens, logit blocks."""
+    """Overwrite BLOCK logits of one token with their gradients. Grid: (tokens, logit blocks)."""
     token = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     block = logits_CV + token * stride + places

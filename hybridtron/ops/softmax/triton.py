@@ -1,6 +1,6 @@
-"""The softmax of the language-model loss by our own Triton kernels (`kernels`).
+"""The softmax of the language-model loss by this project's Triton kernels (`kernels`).
 
-Checked on an H200 (benchmarks/gpu.md).
+They were checked on an H200 (benchmarks/gpu.md).
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ A document is divided into chunks, and more finely into blocks. Each chunk selec
 
 c_j is block j's summary. Each query head has its own c_j, computed without a causal mask. In the variant with landmarks
 (SE-Attn-LM), one fixed vector per head replaces the block's queries q_i. R_tj is block j's relevance for chunk t,
-summed over the query heads that share a key/value head (a group). A chunk reads the blocks with the largest R_tj;
-between two blocks with equal relevance, the earlier one is preferred.
+summed over the query heads that share a key/value head (a group). A chunk reads the blocks with the largest R_tj; if
+two blocks have equal relevance, the earlier block is preferred.
 
 In the paper, the queries in R_tj come from chunk t. Then a chunk's early tokens depend on its later tokens through the
 choice. With the queries from chunk t - 1, no token depends on a later token.
@@ -114,10 +114,10 @@ def _shifted(x: Tensor, places: int) -> Tensor:
 
 @torch.no_grad()
 def choose(relevance_RGTU: Tensor, available: Sequence[int], most: int) -> Tensor | None:
-    """Choose for each chunk at most `most` blocks: the most relevant ones among its first `available` blocks.
+    """Return the chosen blocks for each chunk: at most `most`, the most relevant among its first `available` blocks.
 
-    `available` has an entry for each chunk. Returns the blocks' indices (R, G, T, C) in ascending order, followed by -1
-    if a chunk has fewer than C blocks. Returns None if no chunk has a block to choose.
+    `available` has an entry for each chunk. The result has the blocks' indices (R, G, T, C) in ascending order,
+    followed by -1 if a chunk has fewer than C blocks. It is None if no chunk has a block to choose.
     """
     count = min(most, max(available))
     if count == 0:

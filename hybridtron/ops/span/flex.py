@@ -8,9 +8,10 @@ its forward pass.
 
 A segment is a range of tokens in a row that belong to one document.
 
-Legend: B rows (sequences in a batch), R rows in a segment, L tokens, S keys: the keys remembered from the document that
-the row continues, then the row's L keys; N is L or S, H query heads, G key/value heads, K head size, T chunks, U
-blocks. In `chosen_RGTC`, C blocks are chosen for a chunk; tensors about tiles have Q query tiles and C key tiles.
+Legend: B rows (sequences in a batch), R rows in a segment, L tokens, S keys (first the keys remembered from the
+document that the row continues, then the row's L keys), N tokens (L or S), H query heads, G key/value heads, K head
+size, T chunks, U blocks. In `chosen_RGTC`, C is the number of blocks chosen for a chunk. Tensors about tiles have Q
+query tiles and C key tiles.
 """
 
 from __future__ import annotations

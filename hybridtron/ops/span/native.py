@@ -8,8 +8,8 @@ pieces: a piece is at most `most_queries()` consecutive queries from one chunk i
 A segment is a range of tokens in R consecutive rows; in each of these rows the range is in one document.
 
 Legend: B rows (sequences in a batch), R rows in a segment, L tokens per row, S keys per row (first the S - L keys kept
-from earlier tokens of the document that the row continues, then the row's own L), H query heads, G key/value heads, K
-head size, T chunks in a segment, C slots for chosen blocks per chunk, P pieces.
+from earlier tokens of the document that the row continues, then the row's own L keys), H query heads, G key/value
+heads, K head size, T chunks in a segment, C slots for chosen blocks per chunk, P pieces.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def plan_of(inputs: SpanInputs) -> AttentionPlan:
     pieces    (P, 5), sorted by the row in the batch; the columns are the piece's row in the batch, its first query, how
               many queries it has, the index of its chunk's first line in the table, and the number of its chunk's
               chosen blocks
-    begins    (B + 1,): the index of each row's first piece, and at the end P
+    begins    (B + 1,): the index of each row's first piece, then P
     first     (B, L): for each query, the index of the first key in its own chunk
     table     C lines for each chunk of a segment, a column for each key/value head; an entry is the index of a chosen
               block's first key, or -1 for an empty slot

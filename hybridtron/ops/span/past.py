@@ -1,7 +1,7 @@
 """Span-expanded attention's state between rows, and the choice of blocks from a document's past and from the row.
 
 In span-expanded attention a document is divided into chunks, and more finely into blocks. A chunk attends to itself and
-to the earlier blocks that it chooses: those whose summaries have the largest dot products with summed queries
+to the earlier blocks that it chooses: the blocks whose summaries have the largest dot products with summed queries
 (`choice`).
 
 A document may be longer than a row (a sequence in the batch). Then the next row continues it with the previous row's
@@ -10,19 +10,19 @@ block. The state has three tensors:
 
     the last block's queries, if the previous row ended inside this block
     the complete blocks' summaries, from which chunks choose
-    query sums: for each of the last complete blocks, its summed queries, by which chunks choose
+    the query sums, by which chunks choose: the summed queries of each of the last complete blocks
 
 The past keys and values are carried separately, as for any attention.
 
-One case differs from a document in a single row: if a chunk's own queries choose its blocks, and a row ends inside the
-chunk, only the chunk's queries up to the row's end choose. In this case, results are independent of the division into
-rows only if rows end at multiples of the chunk size.
+In one case, results are not as for a document in a single row: if a chunk's own queries choose its blocks, and a row
+ends inside the chunk, only the chunk's queries up to the row's end choose. In this case, results are independent of the
+division into rows only if rows end at multiples of the chunk size.
 
 A segment is a range of tokens in a row that belong to one document. Rows with the same range are computed together.
 
-Legend: B rows, R rows in a segment, L tokens in a row, S keys: keys carried from the document that the row continues,
-then the row's L keys; N tokens in a segment and in the unfinished block before it, H query heads, G key/value heads, K
-head size, T chunks, C chosen blocks, P carried blocks.
+Legend: B rows, R rows in a segment, L tokens in a row, S keys (first the keys carried from the document that the row
+continues, then the row's L keys), N tokens in a segment and in the unfinished block before it, H query heads, G
+key/value heads, K head size, T chunks, C chosen blocks, P carried blocks.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def choose_by_relevance(
 ) -> tuple[list[Tensor | None], SpanPast]:
     """Choose the most relevant blocks for every chunk; return a list of them, and the state after the rows.
 
-    The list has an entry for each segment, which is None if no chunk in the segment has a block to choose.
+    The list has an entry for each segment. The entry is None if no chunk in the segment has a block to choose.
     """
     chosen: list[Tensor | None] = []
     ended: list[tuple[SpanSegment, SpanPast]] = []
@@ -111,7 +111,7 @@ def choose_at_random(
 ) -> list[Tensor | None]:
     """Choose random past blocks for every chunk.
 
-    The returned list has an entry for each segment, which is None if no chunk in the segment has a block to choose.
+    The returned list has an entry for each segment. The entry is None if no chunk in the segment has a block to choose.
     `key` is the seed, and `groups` are the indices of this rank's key/value heads. A random number depends only on the
     seed, row, key/value head, chunk and block. So it does not depend on the parallel layout.
     """
@@ -153,7 +153,7 @@ def known_of(
 
 
 def behind(past: SpanPast | None, segment: SpanSegment, new: SpanPast) -> SpanPast:
-    """Return `new` with the carried summaries and query sums before those from the segment's own blocks."""
+    """Return `new`, with the carried summaries and query sums in front of the summaries and query sums in `new`."""
     if past is None or not segment.seen:
         return new
     carried = past.summaries_BPHK[segment.rows], past.sums_BPHK[segment.rows]
@@ -163,7 +163,7 @@ def behind(past: SpanPast | None, segment: SpanSegment, new: SpanPast) -> SpanPa
 class OwnBlocks(NamedTuple):
     """A segment's blocks that belong to one sequence shard, because the shard holds their last token.
 
-    A sequence shard is the part of each row that one rank holds. The blocks are those from `begin` to `end` - 1.
+    A sequence shard is the part of each row that one rank holds. The blocks have the indices `begin` to `end` - 1.
     """
 
     begin: int
@@ -214,7 +214,7 @@ def _choice(cut: SpanCut, rule: ChoiceRule, segment: SpanSegment, known: SpanPas
 
 
 def _after(ended: Sequence[tuple[SpanSegment, SpanPast]], block: int, carried: CarriedBlocks) -> SpanPast:
-    """Return the state after the rows, made from every row's last segment."""
+    """Return the state after the rows, computed from every row's last segment."""
     count = carried.summaries
     if count is None:
         count = max(segment.end_place // block for segment, _ in ended)

@@ -1,7 +1,7 @@
 """Span-expanded attention (SE-Attn): tokens attend to their own chunk and to selected earlier blocks.
 
-    chunk t  the tokens t M to t M + M - 1 in a document
-    block u  the tokens u b to u b + b - 1 in the document; b divides M
+    chunk t  the tokens t * M to t * M + M - 1 in a document
+    block u  the tokens u * b to u * b + b - 1 in the document; b divides M
     y_i = sum_j a_ij v_j,   a_i = softmax_j(q_i . k_j / sqrt(K)) over the visible j
 
 Token i sees two sets of tokens: the tokens j <= i in its own chunk, and all tokens in the blocks that were chosen for
@@ -14,10 +14,10 @@ A row is a sequence in the batch. Rows are divided into segments: a segment is c
 Chunks and blocks are counted from the document's start. If the document began in an earlier row, its remembered keys
 precede the row's keys.
 
-Legend: B rows, R rows in a segment, L tokens, H query heads, G key/value heads (query head h reads h // (H // G)), A =
-H / G query heads for a key/value head, K head size, S keys: the remembered keys, then the row's L keys; T chunks that a
-segment touches, U blocks, C blocks chosen for a chunk. In the equations, a chunk has M tokens, and a block has b
-tokens.
+Legend: B rows, R rows in a segment, L tokens, H query heads, G key/value heads (query head h reads key/value head
+h // (H // G)), A = H / G query heads for a key/value head, K head size, S keys (first the remembered keys, then the
+row's L keys), T chunks that a segment touches, U blocks, C blocks chosen for a chunk. In the equations, a chunk has M
+tokens, and a block has b tokens.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SpanSegment(NamedTuple):
     def keys(self, own: int, total: int) -> slice:
         """Return the slice of the segment's keys, including the kept keys, among all keys.
 
-        `total` counts all keys; the last `own` keys are the row's.
+        `total` is the number of all keys; the last `own` keys are the row's own keys.
         """
         return slice(total - own + self.start - self.kept, total - own + self.stop)
 
@@ -77,9 +77,9 @@ class SpanCut(NamedTuple):
         return range((segment.seen + self.shift) // self.chunk, last + 1)
 
     def available(self, segment: SpanSegment) -> list[int]:
-        """Return for each chunk in a segment the number of blocks from which it can choose.
+        """Return, for each chunk in a segment, the number of blocks from which it can choose.
 
-        These are the complete blocks before the chunk whose keys can be read.
+        These blocks are complete, end before the chunk begins, and have keys that can be read.
         """
         begins = (chunk * self.chunk - self.shift for chunk in self.chunks(segment))
         return [max(0, begin - segment.first_place) // self.block for begin in begins]
@@ -101,7 +101,7 @@ class ChunkSpan(NamedTuple):
 def chunk_spans(cut: SpanCut, segment: SpanSegment, before: int, most: int) -> Iterator[ChunkSpan]:
     """Yield a segment's chunks, each with at most `most` chosen blocks.
 
-    `before` counts the keys before the row's own: the key of the row's token i has index before + i.
+    `before` keys precede the row's own keys, so the key of the row's token i has the index `before` + i.
     """
     into_row = segment.start - segment.seen
     for chunk, available in zip(cut.chunks(segment), cut.available(segment), strict=True):

@@ -5,16 +5,16 @@ subtracted from the vector, and the difference is multiplied by a random matrix 
 products, by one of two rules:
 
     argmax  the index of the largest product: h bins
-    sign    the signs of the products as a binary number, with the first product as its highest digit: 2^h bins
+    sign    the signs of the products as a binary number, with the first product as its highest digit: 2**h bins
 
 There are two choices for the mean:
 
     features  over the vector's own features: the bin depends on no other token, and scaling the vector by a positive
               number does not change its bin
-    document  over all vectors in the document: a later token changes earlier tokens' bins, so this choice is only
-              for reproducing results from the code published with the method
+    document  over all vectors in the document: a later token changes earlier tokens' bins, so this choice serves only
+              to reproduce results from the code published with the method
 
-Legend: R rows: one for each sequence in the batch and each head group; S vectors (queries or keys), N features, h
+Legend: R rows (a row for each sequence in the batch and each head group), S vectors (queries or keys), N features, h
 columns in the random matrix (hashes), D documents.
 """
 

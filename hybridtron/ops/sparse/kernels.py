@@ -5,15 +5,15 @@ hash bin, or the keys with the best scores (`reference`). A part is the pairs (q
 are at most two parts. The kernels read no mask over pairs. They read sorted queries and keys, and a few integers per
 token, from which they compute whether a pair is visible (`KernelPart`). These tensors are computed once for both
 passes. No tensor's size depends on tensors' contents, so the host never waits for the device. The inputs, the outputs,
-and each query's log-sum-exp over its scores are saved for the backward pass. Results are deterministic. Checked on an
-H200 (benchmarks/gpu.md).
+and each query's log-sum-exp over its scores are saved for the backward pass. Results are deterministic. The kernels
+were checked on an H200 (benchmarks/gpu.md).
 
 The widest dtype of q, k and v decides the precision of matrix multiplications. For bf16, both factors are cast to bf16.
 For fp16, tf32 is used, which represents fp16 numbers exactly. For fp32, factors stay fp32. Accumulation is always fp32.
 
-Legend: R rows: one for each sequence in the batch and each head group; L queries, S keys: the keys remembered from the
-document that the row continues, then the row's L keys; N key size, P value size, T query tiles, Q queries in a tile, W
-keys that are listed for a tile, K best keys in a list.
+Legend: R rows (a row for each sequence in the batch and each head group), L queries, S keys (first the keys remembered
+from the document that the row continues, then the row's L keys), N key size, P value size, T query tiles, Q queries in
+a tile, W keys that are listed for a tile, K best keys in a list.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hybridtron.ops.sparse.parts import Stretch, inverse, stretches_of
 from hybridtron.ops.sparse.reference import Seen, SparseInputs
 from hybridtron.ops.ssd.kernels_row import products_of
 
-# To a type checker a kernel is a plain Python function, which can't be launched.
+# A type checker sees a kernel as a Python function, which can't be launched. `Any` turns this check off.
 forward_kernels: Any = kernels_forward
 backward_kernels: Any = kernels_backward
 
@@ -77,7 +77,7 @@ class KernelPart(NamedTuple):
         until     kept part: key s is seen by the queries at tokens s to until[s] - 1, where a token's index is its
                   key's index
 
-    In a stretch, the field `until` holds a tensor that no kernel reads; in the kept part, `first` and `end` do.
+    Kernels read neither `until` of a stretch, nor `first` and `end` of the kept part.
     """
 
     kept: bool
@@ -107,7 +107,7 @@ def sparse_attention(inputs: SparseInputs) -> Tensor:
 
 
 def of_stretch(part: Stretch, most: int) -> KernelPart:
-    """Build a kernel part from a stretch, with queries sorted by where their key ranges end.
+    """Build a kernel part from a stretch, with queries sorted by the ends of their key ranges.
 
     In that order the ranges' beginnings ascend too, so the queries that see a key are consecutive.
     """
@@ -124,8 +124,8 @@ def of_stretch(part: Stretch, most: int) -> KernelPart:
 def of_best(seen: Seen, length: int, queries: int) -> KernelPart:
     """Build the kernel part for the rule `best`; a tile has `queries` queries.
 
-    A program for a key tile reads all queries that see any key in the tile. To make them few, keys that stay among the
-    best about equally long are grouped into the same tile.
+    A program for a key tile reads all queries that see any key in the tile. So that it reads few queries, keys that
+    stay among the best about equally long are grouped into the same tile.
     """
     documents_RS = seen.documents_RS.int().contiguous()
     scores_RS = seen.scores_RS
@@ -204,9 +204,9 @@ class SparseKernelRow(NamedTuple):
         return min(self.tiles.values, max(16, power_of_2(self.v_RSP.shape[2])))
 
     def numbers(self, part: KernelPart) -> tuple[Tensor, ...]:
-        """Return the tensors that decide visibility in this part, then those of the first part.
+        """Return the tensors for visibility in this part, then the tensors for visibility in the first part.
 
-        If this part is the first part, the kernels do not read the second group.
+        If this part is the first part, the kernels do not read the second group of tensors.
         """
         first = self.parts[0]
         return part.first_RL, part.end_RL, part.until_RS, first.first_RL, first.end_RL, self.rank_RS

@@ -1,7 +1,8 @@
 """Triton kernels for the backward pass of sparse attention.
 
-Let i be a query and j a key. The attention weights a_ij are recomputed from the saved log-sum-exps. Let y_i be the
-output, dy_i its gradient, D_i = dy_i . y_i, and ds_ij = a_ij (dy_i . v_j - D_i) the gradient of the score q_i . k_j:
+Let i be a query, and let j be a key. The attention weights a_ij are recomputed from the saved log-sum-exps. y_i is the
+output, dy_i is its gradient, D_i is dy_i . y_i, and ds_ij = a_ij (dy_i . v_j - D_i) is the gradient of the score
+q_i . k_j:
 
     along_outputs     D_i                        a program for QUERIES queries
     query_gradients   dq_i = sum_j ds_ij k_j     a program for each query tile
@@ -9,7 +10,7 @@ output, dy_i its gradient, D_i = dy_i . y_i, and ds_ij = a_ij (dy_i . v_j - D_i)
     value_gradients   dv_j = sum_i a_ij dy_i     a program for each key tile and each slice of v's channels
 
 A part is the pairs (query, key) that one rule selects (`kernels_forward`). In each part, the queries that see a key
-are contiguous among the sorted queries. A part is either a stretch or kept:
+are contiguous among the sorted queries. There are two kinds of parts:
 
     stretch   a query sees a contiguous range of the sorted keys; queries are sorted by where these ranges end
     kept      queries are in text order; a key is seen from its own token on, until it is no longer among the
@@ -19,8 +20,9 @@ Every key is in exactly one key tile per part. In the kept part, a key tile cont
 many queries. The launch for a second part adds to the first part's gradients. No kernel uses atomics, so results are
 deterministic.
 
-Legend: R rows: one for each sequence in the batch and each head group; L queries, S keys: the keys remembered from the
-document that the row continues, then the row's L keys; N key size, P value size, Q queries and W keys in a tile.
+Legend: R rows (a row for each sequence in the batch and each head group), L queries, S keys (first the keys remembered
+from the document that the row continues, then the row's L keys), N key size, P value size, Q queries in a tile, W keys
+in a tile.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def along_outputs(
     y_RLP: tl.tensor, dy_RLP: tl.tensor, along_RL: tl.tensor, queries: int, P: tl.constexpr, QUERIES: tl.constexpr,
     VALUES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store D (`along`) for QUERIES queries. Grid: query blocks, counted over all rows."""
+    """Store D (`along`) for QUERIES queries. Grid: all rows' query blocks."""
     query_Q = tl.program_id(0).to(tl.int64) * QUERIES + tl.arange(0, QUERIES)
     there_Q = query_Q < queries
     along_Q = tl.zeros([QUERIES], tl.float32)
@@ -83,7 +85,7 @@ def query_gradients(
     P: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK_N: tl.constexpr, VALUES: tl.constexpr,
     PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store dq for a query tile; a second part adds to the first part's dq. Grid: rows times query tiles."""
+    """Store dq for a query tile; a second part adds to the first part's dq. Grid: rows * query tiles."""
     row, query_Q, there_Q, begin, stop, listed = tile_of_queries(
         queries_RL, keys, first_RL, end_RL, length, total, width, KEPT, QUERIES
     )
@@ -117,9 +119,10 @@ def query_gradients(
 def run_of_queries(
     from_S: tl.tensor, until_S: tl.tensor, at_W: tl.tensor, length: int, total: int,
 ) -> tuple:  # fmt: skip
-    """Return the begin and end of the range of queries that see any of these keys; the end is 0 without such queries.
+    """Return the begin and end of the range of queries that see any of these keys.
 
-    Begin and end are positions among the sorted queries, and `at_W` are positions among the sorted keys.
+    Begin and end are positions among the sorted queries, and `at_W` are positions among the sorted keys. If no query
+    sees any of these keys, the end is 0.
     """
     from_W = tl.load(from_S + at_W, mask=at_W < total, other=0)
     until_W = tl.load(until_S + at_W, mask=at_W < total, other=0)
@@ -157,7 +160,7 @@ def key_gradients(
     KEPT: tl.constexpr, EXCEPT: tl.constexpr, N: tl.constexpr, P: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, BLOCK_N: tl.constexpr, VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store dk for a key tile; a second part adds to the first part's dk. Grid: rows times key tiles."""
+    """Store dk for a key tile; a second part adds to the first part's dk. Grid: rows * key tiles."""
     row, at_W, key_W, begin, stop = tile_of_keys(keys_RS, from_RS, to_RS, length, total, KEYS)
     n_N = tl.arange(0, BLOCK_N)
     k_WN = rows_of(k_RSN + row * total * N, key_W, key_W >= 0, n_N, N)
@@ -195,7 +198,7 @@ def value_gradients(
 ) -> None:  # fmt: skip
     """Store VALUES channels of dv for a key tile; a second part adds to the first part's dv.
 
-    Grid: rows times key tiles, slices with VALUES channels.
+    Grid: (rows * key tiles, slices with VALUES channels).
     """
     row, at_W, key_W, begin, stop = tile_of_keys(keys_RS, from_RS, to_RS, length, total, KEYS)
     n_N = tl.arange(0, BLOCK_N)

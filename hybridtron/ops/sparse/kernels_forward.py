@@ -2,24 +2,26 @@
 
 In sparse attention, rules select the keys that a query sees: the recent, first or strided keys, the keys in the query's
 hash bin, or the keys with the best scores. A part is the pairs (query, key) that one rule selects. There are at most
-two parts, of two kinds. Integers per token decide which pairs are in a part, so no matrix over all pairs is stored:
+two parts. Integers per token decide which pairs are in a part, so no matrix over all pairs is stored. There are two
+kinds of parts:
 
     stretch  keys are sorted, and a query sees the keys at positions `first` to `end` - 1 in the sorted list
-    kept     a key is seen by the queries from its own token to the token `until` - 1, as long as the key is among the
-             best; a key that has dropped out never returns, since the number of better keys only grows
+    kept     a key is seen by the queries from its own token to the token `until` - 1; from the token `until` on, it is
+             no longer among the best keys (a key that has dropped out never returns, since the number of better keys
+             only grows)
 
 There are two kernels. `best_keys` computes `until`. `attend` computes the attention over one part; a program computes a
 tile with QUERIES queries. For a stretch, queries are sorted by `end`. In that order `first` ascends too, so the keys
 that a tile's queries see are one range in the sorted list. Let `most` be the maximum number of keys that a query sees.
-Then the lengths of all ranges in a row add up to at most S + `most` T. For the kept part, each tile has a list of keys:
-the best keys before the tile, and the tile's own keys.
+Then the lengths of all ranges in a row add up to at most S + `most` * T. For the kept part, each tile has a list of
+keys: the best keys before the tile, and the tile's own keys.
 
 The launch for a second part continues from the first part's outputs and log-sum-exps, and skips the pairs that are in
 the first part (EXCEPT).
 
-Legend: R rows: one for each sequence in the batch and each head group; L queries, S keys: the keys remembered from the
-document that the row continues, then the row's L keys; N key size, P value size, T query tiles, Q queries and W keys in
-a tile, K best keys in a list.
+Legend: R rows (a row for each sequence in the batch and each head group), L queries, S keys (first the keys remembered
+from the document that the row continues, then the row's L keys), N key size, P value size, T query tiles, Q queries in
+a tile, W keys in a tile, K best keys in a list.
 """
 
 from __future__ import annotations
@@ -155,9 +157,9 @@ def any_of(true_QW: tl.tensor) -> tl.tensor:
 def run_of_keys(
     first_L: tl.tensor, end_L: tl.tensor, query_Q: tl.tensor, there_Q: tl.tensor, total: int,
 ) -> tuple:  # fmt: skip
-    """Return the begin and end of the smallest range with all keys that these queries see; the end is 0 without keys.
+    """Return the begin and end of the smallest range with all keys that these queries see.
 
-    Begin and end are positions among the sorted keys.
+    Begin and end are positions among the sorted keys. If the queries see no key, the end is 0.
     """
     first_Q = tl.load(first_L + query_Q, mask=there_Q, other=0)
     end_Q = tl.load(end_L + query_Q, mask=there_Q, other=0)
@@ -224,7 +226,7 @@ def attend(
 ) -> None:  # fmt: skip
     """Store VALUES channels of y, and the log-sum-exps, for a query tile and one part.
 
-    Grid: rows times query tiles, slices with VALUES channels. Key tiles without a visible pair are skipped.
+    Grid: (rows * query tiles, slices with VALUES channels). Key tiles without a visible pair are skipped.
     `queries_RL` are the sorted queries. `keys` are the sorted keys of a stretch, or the kept part's lists for each
     query tile.
     """

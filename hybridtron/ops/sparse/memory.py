@@ -7,8 +7,8 @@ query can see under the rules, each with its value, its position in the document
 document that is divided into rows gives the same results as in a single row. Hash bins are not remembered but computed
 again from the keys, because the hash may change with the next training step.
 
-Legend: R rows: one for each sequence in the batch and each head group; L tokens in a row, M slots in the memory, S = M
-+ L available keys, N key size, P value size, C best keys.
+Legend: R rows (a row for each sequence in the batch and each head group), L tokens in a row, M slots in the memory,
+S = M + L available keys, N key size, P value size, C best keys.
 """
 
 from __future__ import annotations

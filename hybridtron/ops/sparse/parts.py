@@ -14,9 +14,9 @@ Kept     for the rule `best`. A key is seen by all queries in its document from 
 A part can test whether it contains a given pair. It can also list its pairs as tiles. A tile is a few queries, and a
 list of keys that contains all keys that these queries see in this part.
 
-Legend: R rows: one for each sequence in the batch and each head group; L queries, S keys: the keys remembered from the
-document that the row continues, then the row's L keys; T tiles, Q queries and W keys per tile, N bands (`TILE`),
-C best keys before a tile, K best keys after it.
+Legend: R rows (a row for each sequence in the batch and each head group), L queries, S keys (first the keys remembered
+from the document that the row continues, then the row's L keys), T tiles, Q queries per tile, W keys per tile, N bands
+(see `TILE`), C best keys before a tile, K best keys after it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from torch import Tensor
 from hybridtron.ops.sparse.reference import Seen
 
 TILE = 64
-"""Number of queries in a tile, and of sorted keys in a band (`Stretch.tiles`)."""
+"""Number of queries in a tile, and number of sorted keys in a band (`Stretch.tiles`)."""
 
 
 class Tiles(NamedTuple):
     """Indices for each tile's queries and keys; -1 is padding.
 
-    Indices are counted over all rows: query l in row r has index r L + l, and key s in row r has index r S + s.
+    Indices are counted over all rows: query l in row r has index r * L + l, and key s in row r has index r * S + s.
     """
 
     queries_TQ: Tensor
@@ -106,7 +106,7 @@ class Stretch(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Keys that queries see as long as the keys are among the best.
+    """Keys that queries see until the keys are no longer among the best.
 
     A key is seen by the queries from its own token to token until_RS - 1, where a token's index is its key's index.
     candidates_RTW lists the keys that some query of a tile may see; -1 is padding. `length` is L.
@@ -186,8 +186,8 @@ def kept(documents_RS: Tensor, scores_RS: Tensor, length: int, most: int) -> Kep
     """Build the part for the rule `best`: find until which token each key is among the best `most` keys.
 
     Of two keys in one document, the key with the larger score is better; if scores are equal, the earlier key is
-    better. A key in a later document is better than any key in an earlier document. A key is among the best as long as
-    fewer than `most` keys up to the query are better, and its document has not ended.
+    better. A key in a later document is better than any key in an earlier document. For a query, a key is among the
+    best if fewer than `most` keys up to the query are better, and if the key's document has not ended.
 
     The loop handles a tile of TILE queries at a time. Only the best keys before a tile and the tile's own keys can be
     among the best for the tile's queries.

@@ -11,7 +11,7 @@ candidates. A candidate j has a score x_j and a worth w_j:
 BCE is the binary cross-entropy with logits. As in the published code, w_j is a sum, so early keys are worth more, since
 more queries follow them. The mixer may divide w_j by the number of queries in the sum, so that w_j is a mean.
 
-Legend: R rows: one for each sequence in the batch and each head group; L tokens, N key size, C candidates.
+Legend: R rows (a row for each sequence in the batch and each head group), L tokens, N key size, C candidates.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ rule selects for a query. A query sees every key that at least one rule selects:
     first    the first keys in the document
     strided  the last keys whose position in the document, counted from 1, is a multiple of `stride`
     bin      the last keys in the query's bin; the bin of a query or key is its hash value (`hashing.py`)
-    best     the keys with the largest scores; between two keys with equal scores, the earlier key is preferred
+    best     the keys with the largest scores; if two keys have equal scores, the earlier key is preferred
 
 In the rule `best`, a key has one score, which is the same for every query. The caller passes these scores
 (`scores_RS`); they are not the products q . k.
@@ -19,8 +19,8 @@ In the rule `best`, a key has one score, which is the same for every query. The 
 A sequence may continue a document from the previous sequence. Then the keys that are remembered from this document
 (`memory.py`) precede the sequence's own keys.
 
-Legend: R rows: one for each sequence in the batch and each head group; L queries; S keys: the remembered keys, then the
-sequence's L keys; N key size, P value size, K best keys.
+Legend: R rows (a row for each sequence in the batch and each head group), L queries, S keys (first the remembered keys,
+then the sequence's L keys), N key size, P value size, K best keys.
 """
 
 from __future__ import annotations

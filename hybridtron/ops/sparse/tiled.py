@@ -12,9 +12,9 @@ last axis does depend on them, because it adds in SIMD lanes. A matrix multiplic
 another, and an unseen key adds an exact zero. Therefore the attention weights are summed by the multiplication that
 also sums the weighted values: the values get an additional channel of ones.
 
-Legend: R rows: one for each sequence in the batch and each head group; L queries, S keys: the keys remembered from the
-document that the row continues, then the row's L keys; N key size, P value size (with the channel of ones in
-`rescaled_TQP`), T tiles, Q queries and W keys per tile.
+Legend: R rows (a row for each sequence in the batch and each head group), L queries, S keys (first the keys remembered
+from the document that the row continues, then the row's L keys), N key size, P value size (in `rescaled_TQP`, it
+includes the channel of ones), T tiles, Q queries per tile, W keys per tile.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _finite(sums: Tensor) -> Tensor:
 
 
 class _TiledAttention(torch.autograd.Function):
-    """Attention of queries (R L + 1, N) to keys (R S, N) and values (R S, P).
+    """Attention of queries (R * L + 1, N) to keys (R * S, N) and values (R * S, P).
 
     The last query is a dummy: padding in tiles has index -1, which selects the last query.
     """
@@ -72,7 +72,7 @@ class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[PatternPart]) -> Tensor:
         wide = wide_type(v)
-        ones = v.new_ones(len(v), 1)  # multiplying the weights by ones sums the weights
+        ones = v.new_ones(len(v), 1)  # the matrix product of the weights and this channel is the weights' sum
         values = torch.cat((v, ones), dim=1)
         sums = torch.zeros(len(q), values.shape[1], dtype=wide, device=v.device)
         largest = torch.full((len(q),), -torch.inf, dtype=wide, device=v.device)

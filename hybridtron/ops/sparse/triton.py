@@ -1,7 +1,7 @@
-"""Sparse attention by our own Triton kernels (`kernels`), for at most two rules that select keys.
+"""Sparse attention by this project's Triton kernels (`kernels`), for at most two rules that select keys.
 
 The kernels support document boundaries and remembered keys. They were compared with the reference in Triton's
-interpreter, compiled for sm_90, and checked on an H200 (benchmarks/gpu.md).
+interpreter, and were compiled for sm_90 and checked on an H200 (benchmarks/gpu.md).
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ a name denote that tensor's gradient. The gradients of the op's inputs follow fr
     dx = delta dv + D dy,                                   dD = x dy summed over tokens and a head's channels
     dA = delta dg summed over tokens,                       ddt_bias = ddt summed over tokens
 
-`decay_scan` has given decays g, and two factors for each token: later tokens see the token with the factor `step`, and
-the token sees itself with the factor `own_step`.
+The inputs of `decay_scan` contain the decays g, and two factors for each token: later tokens see the token with the
+factor `step`, and the token sees itself with the factor `own_step`.
 
 Legend: B rows (sequences in a batch), L tokens, T tokens per chunk, H heads, P head size, G head groups that share
-q and k, R heads per group, N state size, V = R P. States are (B, H, P, N) in the op's inputs and outputs. Inside they
+q and k, R heads per group, N state size, V = R * P. States are (B, H, P, N) in the op's inputs and outputs. Inside they
 are (B, G, N, V): a group's heads are concatenated, so that one multiplication with k or q serves them all.
 """
 
@@ -36,7 +36,7 @@ from hybridtron.ops.ssd.reference import DecayInputs, SSDInputs, decay_scan, ini
 CHUNK = 128  # tokens per chunk
 
 
-@untraced  # a loop of many operations: tracing it takes minutes and gains nothing
+@untraced  # torch.compile would trace the loop over chunks for minutes, and gain nothing
 def chunked(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
     """Return `ssd_scan`'s y and final state; the backward pass recomputes each chunk's intermediate tensors."""
     if inputs.x_BLHP.shape[1] <= 1:  # a single token, as in decoding
@@ -187,7 +187,7 @@ class DecayChunkedRow(NamedTuple):
 
 @dataclass
 class SSDChunk:
-    """T tokens of `decay_scan`; steps that are None mean 1, and D that is None means 0.
+    """T tokens of `decay_scan`. If both steps are None, they are 1; if D is None, it is 0.
 
     If steps are given, `core` computes outputs without the token's own term, own_step_i (q_i . k_i) v_i. This class
     adds that term, together with D v_i.

@@ -2,8 +2,8 @@
 
     h_t = exp(g_t) h_{t-1} + k_t v_t^T,   y_t = h_t^T q_t,   g_t <= 0          (Dao and Gu 2024, section 6)
 
-Let S_i be g summed over the tokens of i's document in the chunk, up to i itself. Let T be the chunk's last token, and
-h_in and h_out the states before and after the chunk:
+S_i is g summed over the tokens of i's document in the chunk, up to i itself. T is the chunk's last token. h_in and
+h_out are the states before and after the chunk:
 
     y_i   = sum_{j <= i} exp(S_i - S_j) (q_i . k_j) v_j + exp(S_i) h_in^T q_i
     h_out = exp(S_T) h_in + sum_j exp(S_T - S_j) k_j v_j^T
@@ -15,7 +15,7 @@ replaced by 0 (`decays`). Products with h_in are then set to 0 too, since 0 time
 Sums of g are float64. In fp32, a few strong decays would make the sum large, and its rounding would hide the small
 decays after them.
 
-The backward pass, with E_ij = exp(S_i - S_j) if i sees j, else 0, and dh the gradient of h_out:
+In the backward pass, E_ij is exp(S_i - S_j) if i sees j, else 0, and dh is the gradient of h_out:
 
     dv_j = sum_i E_ij (q_i . k_j) dy_i + exp(S_T - S_j) dh^T k_j
     dq_i = sum_j E_ij (dy_i . v_j) k_j + exp(S_i) h_in dy_i
@@ -28,15 +28,15 @@ The sums in dg_t follow because g_t is contained in S_i for all i >= t, and in S
 computes the sum over pairs across t as the sum over all pairs with i >= t minus the sum over all pairs with j >= t
 (`gain`). Pairs with both tokens at or after t cancel in this difference.
 
-Heads in a group share q and k, so q_i . k_j is computed once per group. In Mamba-3, a token sees itself with another
-factor than later tokens see it. Then the first sums in y and in the gradients cover only j < i, and the caller adds the
-term j = i.
+Heads in a group share q and k, so q_i . k_j is computed once per group. In Mamba-3, the factor with which a token sees
+itself is not the factor with which later tokens see it. Then the first sums in y and in the gradients cover only j < i,
+and the caller adds the term j = i.
 
 `chunked` computes q, k, v and g. The op `gla` does not use this file: it has one decay per channel, which cannot be
 factored out of q_i . k_j.
 
-Legend: B rows (sequences in a batch), T tokens per chunk, G groups, R heads per group, H = G R heads, N key size, P
-value size, V = R P.
+Legend: B rows (sequences in a batch), T tokens per chunk, G groups, R heads per group, H = G * R heads, N key size, P
+value size, V = R * P.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def decays(exponent: Tensor, seen: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return exp(exponent) where `seen` is True, else 0; if `seen` is None, return exp(exponent) everywhere.
 
     Very small results are set to 0. exp is never called with -inf, and the result never contains denormal numbers: on a
-    CPU, exp(-inf) and operations on denormal numbers take many times as long as others.
+    CPU, exp(-inf) and operations on denormal numbers take many times as long as operations on other numbers.
     """
     exponent = exponent.to(dtype, copy=True)
     if seen is not None:
@@ -87,7 +87,7 @@ def decays(exponent: Tensor, seen: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 class DecayGradients(NamedTuple):
-    """Gradients of a chunk's inputs and the state before it."""
+    """Gradients of a chunk's inputs, and of the state before the chunk."""
 
     q_BGTN: Tensor
     k_BGTN: Tensor
@@ -97,7 +97,7 @@ class DecayGradients(NamedTuple):
 
 
 class DecayChunk:
-    """The inputs of T tokens, and the computation of outputs and gradients from these and the state before them.
+    """The inputs for T tokens, with methods that compute outputs and gradients, given the state before the tokens.
 
     If `see_themselves` is False, y lacks the term j = i.
     """

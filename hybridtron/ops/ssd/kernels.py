@@ -2,13 +2,13 @@
 
 The recurrence is h_t = exp(g_t) h_{t-1} + v_t B_t^T, with g = delta A and v = delta x. A row (a sequence in the batch)
 is divided into chunks of tokens. S_T below is g summed over a chunk. Only the inputs are saved for the backward pass,
-which recomputes the decays and the states between chunks: saved, these would take twice x's memory. Results are
-deterministic. The kernels passed checks on an H200 (benchmarks/gpu.md) before they read strided inputs and added up
-partial sums themselves. Since then, they have run in Triton's interpreter only.
+which recomputes the decays and the states between chunks. If these were saved too, they would take twice x's memory.
+Results are deterministic. An earlier version of the kernels, which did not read strided inputs or add up partial sums,
+was checked on an H200 (benchmarks/gpu.md). Since then, the kernels have run in Triton's interpreter only.
 
 Legend: B rows, L tokens, H heads, P head size, G head groups that share B and C, N state size, C chunks (in state
-shapes), S splits: programs among which a group's heads are divided, K parts per chunk in `pairs_KBHL`, and parts per
-state in `through_BCHK`.
+shapes), S splits (programs among which a group's heads are divided), K parts (of a chunk in `pairs_KBHL`, of a state in
+`through_BCHK`).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from hybridtron.ops.ssd.reference import DecayInputs, SSDInputs
 from hybridtron.ops.ssd.triton import MAX_HEAD
 from hybridtron.ops.sum_kernels import sum_of_parts
 
-# To a type checker a kernel is a plain Python function, which can't be launched.
+# A type checker sees a kernel as a Python function, which can't be launched. `Any` turns this check off.
 forward_kernels: Any = kernels_forward
 backward_kernels: Any = kernels_backward
 
 HEADS = 8  # heads per program of `decays` and `step_gradients`; their dt are contiguous in memory
 BLOCK = 1024  # state entries per program of `pass_states`
 SUM_TOKENS = 32  # tokens per program of `sum_of_splits`
-SUM_BLOCK = 128  # most entries of a token per program of `sum_of_splits`
-PROGRAMS = 264  # wanted programs of `group_gradients`: two per H100 multiprocessor; the order of its sums depends on it
+SUM_BLOCK = 128  # maximum entries of a token per program of `sum_of_splits`
+PROGRAMS = 264  # wanted programs of `group_gradients`: two per multiprocessor of an H100; it decides the sums' order
 
 
 def ssd_scan(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
@@ -286,8 +286,8 @@ def _group_gradients(
     """Return the gradients of B and C.
 
     A group's gradient is a sum over its heads. The heads are divided among several programs (splits), so that there are
-    about PROGRAMS programs. A second kernel adds their partial sums. In memory, a token's gradient of C follows that of
-    B, as in the convolution's output that B and C are halves of.
+    about PROGRAMS programs. A second kernel adds their partial sums. In memory, a token's gradient of C follows its
+    gradient of B, as C follows B in the convolution's output.
     """
     length, heads, groups = row.lengths()
     rows, state = len(row.B_BLGN), row.B_BLGN.shape[3]
@@ -325,7 +325,9 @@ def _partial_group_gradient(
     splits: int,
     reverse: bool,
 ) -> None:
-    """Store every split's part of C's gradient in `out`, or B's if `reverse`. The first two axes are rows and tokens.
+    """Store every split's part of C's gradient in `out`, or of B's gradient if `reverse`.
+
+    The first two axes of `out` are rows and tokens.
 
     For C, `factors` are dy, x, B and the states before chunks. For B, they are x, dy, C and the gradients of the states
     after chunks.

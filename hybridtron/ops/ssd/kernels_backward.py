@@ -1,10 +1,10 @@
 """Triton kernels for the backward pass of the SSD scan.
 
 The scan is h_t = exp(g_t) h_{t-1} + v_t B_t^T, y_t = h_t C_t + D x_t, with g = delta A and v = delta x. It is computed
-in chunks of tokens. Let S_i be g summed over the chunk's tokens up to i, and S_T g summed over the full chunk. Let E_ij
-be exp(S_i - S_j) where token i sees token j, else 0; s_ij = C_i . B_j; h the state before a chunk; and dh the gradient
+in chunks of tokens. S_i is g summed over the chunk's tokens up to i, and S_T is g summed over the full chunk. E_ij is
+exp(S_i - S_j) if token i sees token j, else 0. s_ij is C_i . B_j. h is the state before a chunk, and dh is the gradient
 of the state after it. `chunk_states` and `pass_states` in `kernels_forward` compute both h and dh. Then three kernels
-in this file run, and a fourth if several programs divide a group's heads:
+in this file run, and a fourth kernel if several programs divide a group's heads:
 
     token_gradients   dx, and the terms for dg and for the steps' gradients
     group_gradients   dC and dB, or their partial sums
@@ -32,7 +32,7 @@ their w before it multiplies by B or C. No kernel uses atomics, so results are d
 
 Legend: B rows (sequences in a batch), L tokens, H heads, P head size, G head groups that share B and C, N state
 size, C chunks (in state shapes), T tokens in a chunk, O tokens in the chunk that a program computes (its own
-tokens), S splits: programs among which a group's heads are divided, K parts with OWN tokens in a chunk. Tensors with
+tokens), S splits (programs among which a group's heads are divided), K parts with OWN tokens in a chunk. Tensors with
 one number per token and head are (B, H, L).
 """
 
@@ -65,8 +65,8 @@ def token_gradients(
 ) -> None:  # fmt: skip
     """Store dx for OWN tokens and a head, and the terms from which `step_gradients` computes its results.
 
-    Grid: parts with OWN tokens each, heads, rows. The outputs, one number per own token o, and for `pairs` one per
-    token t in the chunk:
+    Grid: (parts with OWN tokens each, heads, rows). The outputs have a number for each own token o; only `pairs` has a
+    number for each token t in the chunk:
 
         direct   dv_o . x_o
         skip     dy_o . x_o
@@ -172,11 +172,11 @@ def group_gradients(
     CHUNK: tl.constexpr, OWN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr,
     PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store dC's partial sum over one split, or with REVERSED dB's, at OWN tokens.
+    """Store dC's partial sum over one split at OWN tokens; with REVERSED, store dB's partial sum.
 
     A split is some of a group's heads. For dC, the input `own` is dy, `other` is x, `shared` is B, `states` are the h,
     and `weight` is exp(S_i). For dB, `own` is x, `other` is dy, `shared` is C, `states` are the dh, and `weight` is
-    exp(S_T - S_j). Grid: parts with OWN tokens each, groups times splits times slices of N, rows.
+    exp(S_T - S_j). Grid: (parts with OWN tokens each, groups * splits * slices of N, rows).
     """
     slices: tl.constexpr = BLOCK_N // SLICE
     group, split = tl.program_id(1) // slices // splits, tl.program_id(1) // slices % splits
@@ -223,10 +223,10 @@ def sum_of_splits(
     sums_KBLSZ: tl.tensor, grad_BLKZ: tl.tensor, grad_row: int, grad_token: int, length: int, rows: int, size: int,
     SPLITS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store dB and dC, the sums of the splits' parts, for TOKENS tokens and BLOCK entries of the axis Z.
+    """Store dB and dC (the sums of the splits' parts) for TOKENS tokens and BLOCK entries of the axis Z.
 
-    Axis Z has all groups' states; its size is `size`. Axis K has dB, then dC. Grid: blocks of tokens, blocks of Z, rows
-    for dB followed by rows for dC.
+    Axis Z has all groups' states; its size is `size`. Axis K has dB, then dC. Grid: (blocks of tokens, blocks of Z,
+    2 * rows). On the grid's last axis, the rows for dB precede the rows for dC.
     """
     kind, row = tl.program_id(2) // rows, (tl.program_id(2) % rows).to(tl.int64)
     token_T = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -268,12 +268,11 @@ def step_gradients(
     blocks: int, PARTS: tl.constexpr, LOG_DECAYS: tl.constexpr, ITSELF: tl.constexpr, CHUNK: tl.constexpr,
     HEADS: tl.constexpr, BLOCKS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the gradient of dt for HEADS heads in a chunk, and the chunk's partial sums for A, D and dt_bias.
+    """Store the gradient of dt for HEADS heads in a chunk, and the chunk's terms in the gradients of A, D and dt_bias.
 
-    The other inputs are the terms of `token_gradients`, and `through`, which is exp(S_T) dh . h in `blocks` parts, at
-    most BLOCKS. With LOG_DECAYS, dt
-    holds g, so the gradient of dt is dg, and no gradients of A and dt_bias are stored. With ITSELF, the gradients of
-    `step` and `own_step` are stored too. Grid: chunks, head blocks, rows.
+    Inputs are the outputs of `token_gradients`, and `through`, which holds exp(S_T) dh . h as `blocks` partial sums (at
+    most BLOCKS). With LOG_DECAYS, dt holds g, so the gradient of dt is dg, and no gradients of A and dt_bias are
+    stored. With ITSELF, the gradients of `step` and `own_step` are stored too. Grid: (chunks, head blocks, rows).
     """
     chunk, row, rows = tl.program_id(0), tl.program_id(2).to(tl.int64), tl.num_programs(2).to(tl.int64)
     token_T = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -325,7 +324,7 @@ def _decay_gradients(
     gain_TH: tl.tensor, loss_TH: tl.tensor, pairs_TH: tl.tensor, through_H: tl.tensor, there_TH: tl.tensor, apart: int,
     PARTS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return dg_t, the sum of four terms, which are loaded from pointers except `through`.
+    """Return dg_t, the sum of four terms; the arguments `gain_TH`, `loss_TH` and `pairs_TH` are pointers.
 
     `gain` is summed over tokens from t on, and `loss` over tokens before t. `through` is the same for all tokens.
     `pairs` consists of PARTS partial sums, whose distance in memory is `apart` elements.

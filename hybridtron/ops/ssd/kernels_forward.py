@@ -1,7 +1,7 @@
 """Triton kernels for the forward pass of the SSD scan.
 
 The scan is h_t = exp(g_t) h_{t-1} + v_t B_t^T, y_t = h_t C_t + D x_t, with g = delta A and v = delta x. It is computed
-in chunks of tokens. Let S_i be g summed over the chunk's tokens up to i, S_T g summed over the full chunk, and h the
+in chunks of tokens. S_i is g summed over the chunk's tokens up to i, S_T is g summed over the full chunk, and h is the
 state before the chunk. Four kernels run one after another:
 
     decays          delta, S and the factors exp(S_i), exp(S_T - S_i), exp(S_T)
@@ -48,9 +48,9 @@ def decays(
     heads: int, DOCUMENTS: tl.constexpr, LOG_DECAYS: tl.constexpr, ITSELF: tl.constexpr, CHUNK: tl.constexpr,
     HEADS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store a chunk's decays for HEADS heads. Grid: chunks, head blocks, rows.
+    """Store a chunk's decays for HEADS heads. Grid: (chunks, head blocks, rows).
 
-    The outputs, one number per token i, and for `whole` one per chunk:
+    The outputs have a number for each token i; only `whole` has a number for each chunk:
 
         delta       the step
         high, low   two numbers whose sum is S_i
@@ -102,7 +102,7 @@ def _steps(
     dt_TH: tl.tensor, dt_bias_H: tl.tensor, A_H: tl.tensor, there_TH: tl.tensor, heads_there: tl.tensor,
     LOG_DECAYS: tl.constexpr,
 ) -> tuple:  # fmt: skip
-    """Return delta in fp32 and g in float64; the pointer `dt_TH` is replaced by the loaded dt."""
+    """Return delta in fp32 and g in float64; the arguments `dt_TH`, `dt_bias_H` and `A_H` are pointers."""
     dt_TH = tl.load(dt_TH, mask=there_TH, other=0.0).to(tl.float32)
     if LOG_DECAYS:
         delta_TH = tl.where(there_TH, 1.0, 0.0)
@@ -130,7 +130,7 @@ def _border_documents(
 
 @triton.jit
 def product(left: tl.tensor, right: tl.tensor, PRODUCT: tl.constexpr, PRECISION: tl.constexpr) -> tl.tensor:
-    """Return the matrix product of two tiles, cast to the dtype PRODUCT before; accumulation is in fp32."""
+    """Cast two tiles to the dtype PRODUCT, and return their matrix product, accumulated in fp32."""
     left = left.to(PRODUCT)  # pyrefly: ignore[bad-argument-type]
     right = right.to(PRODUCT)  # pyrefly: ignore[bad-argument-type]
     return tl.dot(left, right, input_precision=PRECISION)
@@ -248,7 +248,7 @@ def chunk_states(
     """Store sum_t weight_t left_t right_t^T for each chunk, in `states`.
 
     In the forward pass, left is x, right is B, and weights are multiplied by delta (STEPS). In the backward pass, left
-    is dy, right is C, and STEPS is off. Grid: chunks, heads times slices of N, rows. A program computes a tile
+    is dy, right is C, and STEPS is off. Grid: (chunks, heads * slices of N, rows). A program computes a tile
     (BLOCK_P, SLICE).
     """
     slices: tl.constexpr = BLOCK_N // SLICE
@@ -280,12 +280,13 @@ def pass_states(
 ) -> None:  # fmt: skip
     """Replace every chunk's addition in `states` by the state before the chunk; store the state after the row in `end`.
 
-    The state before the row is `start`, or zeros without START. Grid: blocks of a state, heads, rows.
+    The state before the row is `start`, or zeros without START. Grid: (blocks of a state, heads, rows).
 
     With REVERSED, the recurrence runs over state gradients, from the last chunk to the first. On entry, `states` holds
-    the chunks' additions to the gradient, and `start` the gradient of the state after the row. `states` is replaced by
-    dh, the gradient of the state after each chunk, and `end` gets the gradient of the state before the row. `before`
-    holds the states h before the chunks. The output `through` gets the sum of exp(S_T) dh h over the block's entries.
+    the chunks' additions to the gradient, and `start` holds the gradient of the state after the row. `states` is
+    replaced by dh, the gradient of the state after each chunk, and `end` gets the gradient of the state before the row.
+    `before` holds the states h before the chunks. The output `through` gets the sum of exp(S_T) dh h over the block's
+    entries.
     """
     block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     value_S = block * BLOCK + tl.arange(0, BLOCK)
@@ -318,7 +319,7 @@ def outputs(
     ITSELF: tl.constexpr, P: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, OWN: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store y for OWN tokens and one head. Grid: parts with OWN tokens each, heads, rows.
+    """Store y for OWN tokens and one head. Grid: (parts with OWN tokens each, heads, rows).
 
     The loop over slices of N accumulates C_o . B_t and h C_o.
     """

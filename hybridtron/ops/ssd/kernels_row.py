@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybridtron.ops.kernel_launch import ceil_div, heads_side_by_side, last_side_by_side, power_of_2
 
-MAX_STRIDE = 2**23  # elements between tokens: offsets inside a chunk, which has up to 128 tokens, are int32
+MAX_STRIDE = 2**23  # maximum elements between tokens, since offsets inside a chunk (up to 128 tokens) are int32
 
 
 @functools.cache
@@ -76,7 +76,7 @@ class SSDRow(NamedTuple):
     x, B, C and dt may have any strides over rows and tokens. All other tensors are contiguous.
 
     For `decay_scan`, x, B and C hold v, k and q, dt holds the log decays, and A and dt_bias are None. `step` is the
-    factor by which later tokens see a token, and `own_step` the factor by which a token sees itself. Either both are
+    factor by which later tokens see a token, and `own_step` is the factor by which a token sees itself. Either both are
     given or both are None.
     """
 
@@ -141,7 +141,7 @@ class SSDRow(NamedTuple):
         return self.dt_BLH if self.documents_BL is None else self.documents_BL
 
     def grid(self, per_chunk: int, programs: int) -> tuple[int, int, int]:
-        """Return a grid with three axes: chunks times `per_chunk`, then `programs`, then rows."""
+        """Return the grid (chunks * `per_chunk`, `programs`, rows)."""
         return self.chunks * per_chunk, programs, self.x_BLHP.shape[0]
 
     def lengths(self) -> tuple[int, int, int]:

@@ -1,6 +1,6 @@
 """Mamba-2's scan by the mamba-ssm package's Triton kernels, which support initial states and document boundaries.
 
-Tested only against a stand-in for the package, and never measured on a GPU.
+The tests use a stand-in for the package. The package itself was not tested or measured on a GPU.
 
 Legend: B rows (sequences in a batch), L tokens, H heads, P head size, G groups, N state size.
 """
@@ -18,7 +18,7 @@ from hybridtron.ops.documents import document_starts
 from hybridtron.ops.ssd.reference import SSDInputs
 
 PACKAGE = "mamba_ssm.ops.triton.ssd_combined"
-CHUNK = 256  # tokens, as in the package's own models
+CHUNK = 256  # tokens per chunk, as in the package's own models
 
 
 def _unsupported_reason(inputs: SSDInputs) -> str | None:

@@ -18,7 +18,7 @@ from hybridtron.ops.native.tensors import Tokens
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.ssd.reference import DecayInputs, SSDInputs, initial_state
 
-UNIT = 256  # maximum channels (heads times P) per unit of work; its heads share C B^T, which every unit computes once
+UNIT = 256  # maximum channels (heads * P) per unit of work; a unit's heads share C B^T, so it is computed once per unit
 
 
 class SSDTask(ctypes.Structure):

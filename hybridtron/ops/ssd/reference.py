@@ -13,7 +13,7 @@ mixers in which the two are independent, as in Mamba-3. There the outputs of lat
 head h belongs to group h // (H / G). Where a new document begins, the state is set to zero before the first token.
 
 The projections, the convolution and the gated norm around the scan are in `hybridtron/mixers`. Mamba-2's code has
-optional limits of delta. They are left out here, since no published model sets them.
+optional limits for delta. They are left out here, since no published model sets them.
 
 Legend: B rows (sequences in a batch), L tokens, H heads, P head size, G groups, N state size.
 """

@@ -1,4 +1,4 @@
-"""SwiGLU's gate: the op `swiglu` and its implementations, the preferred one first."""
+"""The elementwise part of SwiGLU: silu(multiplier * gate) * up."""
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.swiglu import native, recomputed, reference, triton

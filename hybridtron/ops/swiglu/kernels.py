@@ -1,12 +1,12 @@
-"""Triton kernels for SwiGLU's gate: each reads its inputs once and writes its outputs once.
+"""Triton kernels for the elementwise part of SwiGLU: each kernel reads its inputs once and writes its outputs once.
 
     g = m gate,   s = sigmoid(g),   y = g s up
     grad gate = m grad_y up s (1 + g (1 - s)),   grad up = grad_y g s
 
-m is the configured multiplier. `gate_kernels` has the code that this op shares with `geglu`. Checked on an H200
-(benchmarks/gpu.md).
+m is the configured multiplier. `gate_kernels` has the code that this op shares with `geglu`. The kernels were checked
+on an H200 (benchmarks/gpu.md).
 
-Legend: R rows (all leading axes flattened), F channels of gate and of up, 2F channels of `gate_up`.
+Legend: R rows (all leading axes flattened), F channels for gate and for up, 2F channels in `gate_up`.
 """
 
 from __future__ import annotations

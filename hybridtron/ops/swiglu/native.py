@@ -1,4 +1,4 @@
-"""SwiGLU's gate by C++ compiled for this CPU (`native/swiglu.cpp`); only the input is saved for the backward pass."""
+"""The elementwise part of SwiGLU by C++ compiled for this CPU (`native/swiglu.cpp`); it saves only its input."""
 
 from __future__ import annotations
 

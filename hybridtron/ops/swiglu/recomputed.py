@@ -1,4 +1,4 @@
-"""SwiGLU's gate in torch, with only gate and up saved for the backward pass.
+"""The elementwise part of SwiGLU in torch; only gate and up are saved for the backward pass.
 
 Plain autograd would also save silu(multiplier * gate).
 """

@@ -1,4 +1,4 @@
-"""SwiGLU's gate, the elementwise part of the MLP.
+"""The elementwise part of SwiGLU, an MLP with a gate.
 
     y = silu(multiplier * gate) * up,   silu(g) = g * sigmoid(g)
 

@@ -1,4 +1,4 @@
-"""SwiGLU's gate by our own Triton kernels (`kernels`). Checked on an H200 (benchmarks/gpu.md)."""
+"""The elementwise part of SwiGLU by this project's Triton kernels, checked on an H200 (benchmarks/gpu.md)."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ the backward pass their successors' weights and gradients; other programs read t
 gradient of `mix` is a sum over all tokens: every program stores each stream's sum over its tokens, and `sum_kernels`
 adds them up. There are no atomics, so results are deterministic. Numbers are computed in fp32.
 
-Legend: S streams, L tokens, B rows (sequences in the batch), D channels, R tokens of all rows (index t B + b for token
-t in row b), Q tiles along R.
+Legend: S streams, L tokens, B rows (sequences in the batch), D channels, R tokens of all rows (token t in row b has the
+index t * B + b), Q tiles along R.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _TokenMix(torch.autograd.Function):
         inputs = TokenMixInputs(*saved)
         grads = tuple(grad.contiguous() for grad in grads)
         streams = len(grads)
-        of_streams = grads + grads[:1] * (MOST_STREAMS - streams)  # no kernel reads the additional ones
+        of_streams = grads + grads[:1] * (MOST_STREAMS - streams)  # no kernel reads the additional tensors
         grid = _grid(inputs)
         grad_x_LBD = torch.empty_like(inputs.x_LBD)
         grad_change = None if inputs.change_SLBD is None else torch.empty_like(inputs.change_SLBD)
@@ -128,7 +128,7 @@ def _forward(
     streams_SLBD: tl.tensor, length: int, rows: int, channels: int, STREAMS: tl.constexpr, TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store all streams of a tile. Grid: tiles along R, tiles along D."""
+    """Store all streams of a tile. Grid: (tiles along R, tiles along D)."""
     index_R = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     d = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     tokens = length * rows
@@ -146,7 +146,7 @@ def _stream_gradients(
     grad_x: tl.tensor, of_first: tl.tensor, difference: tl.tensor, continued_R: tl.tensor, index_R: tl.tensor,
     d: tl.tensor, tokens: int, rows: int, channels: int, STREAM: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Store one stream's gradients of `change` and `mix`; return `grad_x` and `of_first` with its terms added.
+    """Store one stream's gradients of `change` and `mix`; return `grad_x` and `of_first` with the stream's terms added.
 
     `continued` is True at tokens whose successor is in the same document; `of_first` is the predecessors' gradient.
     """
@@ -174,9 +174,10 @@ def _backward(
     grad_x_LBD: tl.tensor, grad_change_SLBD: tl.tensor, grad_first_BD: tl.tensor, sums_SQD: tl.tensor, length: int,
     rows: int, channels: int, STREAMS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store all gradients of a tile; that of `mix` as a partial sum. Grid: tiles along R, tiles along D.
+    """Store all gradients of a tile. Grid: (tiles along R, tiles along D).
 
-    `grad_0` to `grad_4` are the streams' gradients, of which the first STREAMS are read.
+    The gradient of `mix` is stored as a partial sum. `grad_0` to `grad_4` are the streams' gradients, of which the
+    first STREAMS are read.
     """
     index_R = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     d = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)

@@ -1,6 +1,6 @@
 """Token mixing by torch's operations in the inputs' dtypes, for CPUs and for torch.compile.
 
-If the dtypes differ, torch computes in the wider one, and the streams are cast to x's.
+If the dtypes differ, torch computes in the wider dtype, and the streams are cast to x's dtype.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class SequenceShard:
     def reaches_B(self) -> Tensor:
         """True for rows in which the shard's first token belongs to the row's first document.
 
-        An initial state of the row belongs to the same document.
+        Only in these rows can the row's initial state reach the shard, because it belongs to the first document.
         """
         return self.behind_B == self.first
 
@@ -75,15 +75,16 @@ class SequenceShard:
 class SeqInfo:
     """Positions and documents of a batch's tokens.
 
-    positions_BL: int64 position of each token. With `isolate` it counts from the start of the token's document, with
-        `join` from the start of the text that the row continues.
-    documents_BL: each token's document index within its row, from 0; None with `join`. A mixer's initial state belongs
-        to the row's first document, and its final state to the row's last document.
+    positions_BL: int64 position of each token. With `isolate` it counts from the start of the token's document. With
+        `join` it counts from the start of the text that the row continues.
+    documents_BL: index of each token's document in its row, counted from 0; None with `join`. A mixer's initial state
+        belongs to the row's first document, and its final state belongs to the row's last document.
     key: seed for the random choices of a training step, equal under every parallel layout; None outside training, where
         nothing is random.
-    carried: whether the caller uses the mixers' final states. If False, mixers need not copy keys and values for them.
-    boundaries_E: offsets in the flattened rows where documents begin, from `document_boundaries`. If None, an op
-        that needs boundaries computes them, and the host then waits for the GPU.
+    carried: whether the caller uses the mixers' final states. If False, mixers need not copy keys and values for these
+        states.
+    boundaries_E: offsets in the flattened batch at which documents begin, then the batch's end; `document_boundaries`
+        computes them. If None, an op that needs boundaries computes them, and the host then waits for the GPU.
     shard: this rank's sequence shard; None if each rank has full rows.
     """
 
@@ -103,10 +104,10 @@ class SeqInfo:
         return self._rope[head_dim, rope]
 
     def rope_in_row(self, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of rotary angles by index in the row, not by position in the document.
+        """Return cos and sin of rotary angles for indices in the row, instead of positions in the document.
 
-        Each has shape (B, L + 1, head_dim / 2): one index more than the row has tokens. Both are computed once per
-        batch.
+        Each has shape (B, L + 1, head_dim / 2): there is one index more than the row has tokens. Both are computed once
+        per batch.
         """
         if (head_dim, base, dtype) not in self._rope:
             rows, length = self.positions_BL.shape
@@ -122,7 +123,7 @@ class SeqInfo:
     def spans(self) -> list[list[tuple[int, int]]]:
         """Return the (begin, end) token indices for each row's documents; computed once per batch.
 
-        If the tensors are on a GPU, the first call waits for it.
+        If the tensors are on a GPU, the first call waits for the GPU.
         """
         if not self._spans:
             rows, length = self.positions_BL.shape
@@ -142,7 +143,7 @@ class SeqInfo:
     def with_boundaries(self) -> SeqInfo:
         """Return a copy with document boundaries and spans computed.
 
-        Call this method while the tensors are on the CPU. If they are on a GPU, the host waits for it.
+        Call this method while the tensors are on the CPU. If they are on a GPU, the host waits for the GPU.
         """
         if self.documents_BL is None:
             boundaries_E = None
@@ -153,10 +154,10 @@ class SeqInfo:
         return prepared
 
     def map(self, change: Change) -> SeqInfo:
-        """Return a copy with `change` applied to positions and documents, to select rows or tokens.
+        """Select rows or tokens: return a copy with `change` applied to positions and documents.
 
-        The copy has no boundaries, spans and angles, because these differ after a selection. They are computed when
-        they are needed. The copy has no sequence shard either.
+        The copy has no boundaries, spans or angles, because these differ after a selection. They are computed when they
+        are needed. The copy has no sequence shard either.
         """
         if self.documents_BL is None:
             documents_BL = None
@@ -193,8 +194,8 @@ class Batch:
     tokens_BL: input tokens
     labels_BL: the token to predict at each position
     mask_BL: whether the label counts in the loss
-    continues_B: whether a row's first token continues the document with which the previous row at this batch index
-        ended; None if no row continues a document
+    continues_B: whether a row continues the last document of the previous batch's row at the same batch index; None if
+        no row continues a document
     """
 
     tokens_BL: Tensor
@@ -204,7 +205,7 @@ class Batch:
     continues_B: Tensor | None = None
 
     def map(self, change: Change) -> Batch:
-        """Return a copy with `change` applied to every tensor, to select rows."""
+        """Select rows: return a copy with `change` applied to every tensor."""
         return self._changed(change, self.seq.map(change))
 
     def moved(self, move: Change) -> Batch:
@@ -267,7 +268,7 @@ def step_key(seed: int, step: int, turn: int, first_row: int) -> int:
     """Derive the key for a micro-batch (`SeqInfo.key`).
 
     seed: the phase's seed
-    turn: index along the sequence of the batch that `Batch.chunks` returned
+    turn: index of the micro-batch among the consecutive chunks that `Batch.chunks` returned
     first_row: index of the micro-batch's first row in the global batch
     """
     return seed_of(seed, f"{step}/{turn}/{first_row}")

@@ -1,7 +1,7 @@
 """Checks that a phase's data and its initial weights have equal vocabularies.
 
-A token id from another vocabulary would mean another text than the weights have learned. `run.accept_data_changes`
-turns the check off.
+The weights have learned what each token id means. In another vocabulary the same id stands for another text.
+`run.accept_data_changes` turns the check off.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ dtype (uint16 or uint32), and computes inputs, labels, mask and positions there.
 which rows a step has, so checkpoints store no state of DALI. On a machine without a GPU the same pipeline runs on the
 CPU.
 
-Suffixes in tensor names give the axes: B rows, L input tokens in a row, T = L + 1 tokens with the last label.
+Suffixes in tensor names give the axes: B rows, L input tokens in a row, T = L + 1 tokens including the last label.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ QUEUE_DEPTH = 2  # batches that DALI computes ahead
 
 
 def dali_batches(steps: Iterator[RowArrays], documents: Documents) -> Iterator[Batch]:
-    """Yield the batch from each step's rows, on the device."""
+    """Yield each step's batch on the device, computed from the step's rows."""
     first = next(steps, None)
     if first is None:
         return

@@ -5,7 +5,7 @@
     train/SOURCE/index.json             index of an MDS dataset, as mosaicml-streaming writes it; each sample holds a
                                         document's tokens, and a loss mask if not every token counts in the loss
     train/SOURCE/PART/shard.00000.mds   the dataset's shards; named .mds.zstd if they are compressed
-    train/SOURCE/lengths.npy            uint32, tokens in each document; each document's last token is eos
+    train/SOURCE/lengths.npy            number of tokens in each document, as uint32; the last token is always eos
     validation/SOURCE/...               the same files for the held-out documents
 
 Documents are stored without regard to `seq_len`, so phases with different `seq_len` can read the same folder. Nothing
@@ -26,10 +26,10 @@ from hybridtron.data.manifest import DIGEST, DataManifest, FolderError
 from hybridtron.safe_open import Unreadable, path_inside, read_regular
 from hybridtron.storage.digest import digest_of
 
-MAX_MANIFEST_BYTES = 2**30  # bytes: four million shards
-MAX_INDEX_BYTES = 2**28  # bytes of one source's index.json: half a million shards
+MAX_MANIFEST_BYTES = 2**30  # bytes, enough for four million shards
+MAX_INDEX_BYTES = 2**28  # bytes of one source's index.json, enough for half a million shards
 MAX_TOKENIZER_BYTES = 2**28  # bytes; a vocabulary of 256 thousand entries takes 2**25
-MIN_VOCABULARY = 300  # 256 bytes, eos, and a few merges
+MIN_VOCABULARY = 300  # entries for the 256 bytes, for eos, and for a few merges
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class TokenFolder:
     def verified(self, name: str) -> bytes:
         """Return the bytes of a file; raise FolderError if its digest differs from the manifest.
 
-        name: tokenizer.json, or a source's index.json or lengths.npy; shards are read by `mds/store.py`
+        name: path in the folder: tokenizer.json, or a source's index.json or lengths.npy; `mds/store.py` reads shards
         """
         digest, size = self.manifest.beside[name]
         try:

@@ -113,7 +113,7 @@ class Loader:
         """Mean number of tokens that a recurrent state sees before it is reset.
 
         States are reset at document boundaries with `data.documents=isolate`, and at row boundaries with
-        `data.order=windows`. Without either, the number is infinite.
+        `data.order=windows`. If neither applies, the number is infinite.
         """
         if self.order.documents is Documents.isolate:
             per_token = self.sources.documents_per_token
@@ -134,14 +134,15 @@ class Loader:
     def _cut(self, batch: Batch, shards: list[RowShard] | None) -> list[Batch]:
         """Split a step's rows into micro-batches.
 
-        A lane's row in a step has `order.chunks` times seq_len tokens, and a micro-batch has `order.together` of these
-        chunks. The micro-batches with all lanes' first chunks precede those with the next chunks.
+        In a step, a lane reads `order.chunks` chunks with seq_len tokens each. A micro-batch has `order.together` of a
+        lane's chunks in each row. First come the micro-batches with the first chunks of all lanes, then those with the
+        next chunks.
 
         shards: each row's place in its full row; None if rows are full
         """
         rows = self.order.micro_batch
         turns = self.order.chunks // self.order.together
-        if shards is not None:  # `_Rows` returns each chunk as a row, with the first chunks of all lanes at first
+        if shards is not None:  # `_Rows` returns each chunk as a row; the first chunks of all lanes come first
             firsts = range(0, len(shards), rows)
             return [
                 with_shard(group, shards[first : first + rows], self.shard_index)
@@ -177,13 +178,13 @@ class Loader:
         return prefetched(map(self._rows.__getitem__, steps), self.ahead.steps)
 
     def _by_workers(self, steps: range) -> Iterator[StepRows]:
-        """Yield each step's rows, read by worker processes to which torch's DataLoader sends the steps' numbers.
+        """Yield each step's rows. Worker processes read them; torch's DataLoader sends each worker its steps' numbers.
 
         Workers send rows as numpy arrays through a pipe. If they sent tensors, DataLoader would write each tensor to a
         file in shared memory.
 
-        No `timeout` is set, because only without a timeout DataLoader checks every few seconds that its workers live.
-        If a worker hangs, the run's watchdog ends the run.
+        No `timeout` is set, because only without a timeout does DataLoader check every few seconds that its workers
+        live. If a worker hangs, the run's watchdog ends the run.
         """
         loader: DataLoader[Any] = DataLoader(
             self._rows,
@@ -219,7 +220,7 @@ def _worker_context() -> BaseContext:
 
 def _begin(_: int) -> None:
     faulthandler.register(STACKS)
-    end_with_parent()  # torch ends a worker with the fork server, but not with the training process
+    end_with_parent()  # torch ends a worker when the fork server ends, but not when the training process ends
 
 
 def _as_it_is(rows: Any) -> Any:

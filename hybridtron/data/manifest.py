@@ -2,7 +2,7 @@
 
 A token is learned if it counts in the loss as a label. Loss masks mark the learned tokens; in a folder without masks
 all tokens are learned. The JSON for a shard without masks has no field `learned`. So the manifest for a folder without
-masks is equal, byte for byte, to one by the last hybridtron versions that had no masks.
+masks has the same bytes as a manifest from early versions of hybridtron, which had no masks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from hybridtron.storage.digest import digest_of
 FORMAT = 2
 SPLITS = ("train", "validation")
 DTYPES = ("uint16", "uint32")
-USUAL = (
-    2**20
-)  # assumed size of a manifest, an index or a tokenizer in bytes, from which its download's time limit follows
+USUAL = 2**20  # assumed size in bytes of a manifest, index or tokenizer; it determines the download's time limit
 DIGEST = "xxh3_128"  # name of the hash algorithm in MDS indexes
 _COMPRESSION = re.compile(r"(zstd|zip|gz|bz2|br|snappy)(:\d+)?")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -98,7 +96,7 @@ class SourceSplit:
         return sum(shard.tokens if shard.learned is None else shard.learned for shard in self.shards)
 
     def faults(self) -> Iterator[str]:
-        """Yield a message for each shard with impossible values, and one if a digest is not a string."""
+        """Yield a message for each shard with impossible values, and a message if a digest is not a string."""
         if not (isinstance(self.index, str) and isinstance(self.lengths, str)):
             yield "the digest of index.json or of lengths.npy is not a string"
         for number, shard in enumerate(self.shards):
@@ -187,7 +185,7 @@ class DataManifest:
 
     @cached_property
     def beside(self) -> dict[str, tuple[str, int]]:
-        """The digest and the size in bytes for every file that is not a shard, by its path in the folder.
+        """Files other than shards: path in the folder -> (digest, size in bytes).
 
         Only the size of lengths.npy is exact: a 128-byte header, then 4 bytes per document. The manifest does not store
         the sizes of tokenizer.json and index.json, so USUAL stands for them.
@@ -200,7 +198,7 @@ class DataManifest:
         return files
 
     def shards(self) -> Iterator[tuple[str, DataShard]]:
-        """Yield (folder, shard) for every shard; the folder is a source's, for example train/web."""
+        """Yield (folder, shard) for every shard; `folder` is the folder of the shard's source, such as train/web."""
         for split, sources in self.splits.items():
             for source, of_source in sources.items():
                 yield from ((f"{split}/{source}", shard) for shard in of_source.shards)

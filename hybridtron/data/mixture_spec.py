@@ -1,7 +1,7 @@
 """The sources that a phase reads, with their folders and weights.
 
-A source is a named part of a folder with prepared tokens. The sources and weights are those in `data.mixture`. Without
-a mixture, a phase reads all sources in the folder `data.path`, and each source's weight is its token count.
+A source is a named part of a folder with prepared tokens. `data.mixture` gives the sources and weights. Without a
+mixture, a phase reads all sources in the folder `data.path`, and each source's weight is its token count.
 `problems.py` checks whether the sources fit the phase.
 """
 
@@ -13,8 +13,8 @@ from typing import NamedTuple
 from hybridtron.config.schema import DataConfig, IngredientConfig
 from hybridtron.data.folder import FolderError, TokenFolder
 
-# Minimum weight in a mixture, as a fraction of the sum of all weights. It limits memory and time of order/mixture.py,
-# which computes the sources of up to 2 / MIN_SHARE rows at a time, in seconds and about 100 MB.
+# Minimum weight in a mixture, as a fraction of the sum of all weights. It limits the memory and time that
+# order/mixture.py needs to compute the sources of up to 2 / MIN_SHARE rows at a time: about 100 MB and some seconds.
 MIN_SHARE = 1e-7
 Opened = Callable[[str], TokenFolder]
 
@@ -44,7 +44,10 @@ class MixtureSource(NamedTuple):
         return of_source.tokens
 
     def learned(self, split: str) -> int | None:
-        """Return the number of tokens that count in the loss as labels; None if all do, because there are no masks."""
+        """Return the number of the split's tokens that count in the loss as labels.
+
+        None if all tokens count because there are no masks, or if the split does not contain the source.
+        """
         of_source = self.folder.manifest.splits[split].get(self.source)
         if of_source is None:
             return None
@@ -81,7 +84,7 @@ class NamedSource(NamedTuple):
 
     name: its name in the mixture; empty for all sources of the folder
     place: its folder, with its name in the folder if that differs from `name`
-    share: fraction of the phase's tokens
+    share: fraction of the phase's tokens that are read from this source
     """
 
     name: str

@@ -33,7 +33,7 @@ RECIPES_PATHS = ("data/tokens", "data/slimpajama", "data/phi", "data/language", 
 
 
 def data_problems(plan: RunPlan) -> list[Problem]:
-    """List the problems in all phases' data. Data at a URL is not checked here, but when a phase opens it."""
+    """List the problems in all phases' data. Data at a URL is not checked here, but only when a phase opens it."""
     opened: dict[str, TokenFolder] = {}
 
     def opened_once(path: str) -> TokenFolder:
@@ -44,7 +44,8 @@ def data_problems(plan: RunPlan) -> list[Problem]:
     problems: dict[str, Problem] = {}
     for phase in plan.phases:
         for problem in _phase_problems(phase, opened_once):
-            # Without the clause about the phase, equal problems of several phases are equal. Only the first is kept.
+            # If several phases have the same problem, the messages differ only in the clause that names the phase.
+            # Only the first of these problems is kept.
             problems.setdefault(problem.message.replace(_reader(phase), ""), problem)
     return list(problems.values())
 
@@ -134,8 +135,8 @@ def _is_recipes_path(path: str) -> bool:
 def _unmade_problems(phase: ResolvedPhase) -> list[Problem]:
     """Return a problem if an embedded corpus that does not exist yet will be too small for data.epochs.
 
-    The corpus's byte count is taken for its token count. Every token except eos has at least one byte, so the true
-    number of epochs is not smaller than the estimate, apart from eos tokens.
+    The corpus's byte count is used as the estimate of its token count. Every token except eos has at least one byte, so
+    the true number of epochs is not smaller than the estimate, apart from eos tokens.
     """
     data = phase.data
     try:

@@ -34,8 +34,7 @@ class RowArrays(NamedTuple):
     documents_BT: each token's document index in its row, from 0
     base_BT: a token's position in its document minus its index in the row
     learned_BT: whether a token counts in the loss when it is a label; True for all tokens if no source has loss masks
-    continues_B: whether a row's first token continues the document with which the previous row at this batch index
-        ended
+    continues_B: whether a row continues the last document of the previous step's row at the same batch index
     """
 
     tokens_BT: np.ndarray

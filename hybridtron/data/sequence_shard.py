@@ -39,7 +39,7 @@ class RowShard:
     """One rank's shard in one chunk.
 
     row: document spans with the shard's tokens and the next token
-    number: the index that the shard's first document has among the documents in the lane's row
+    number: index of the shard's first document among the documents in the lane's row
     spans: each document's (begin, end) token indices in the full chunk
     behind: how many tokens before the shard in the chunk belong to the same document as the shard's first token
     unbroken: whether all tokens in the shard belong to one document
@@ -92,7 +92,7 @@ def shard_of_row(row: RowSpans, begin: int, length: int, shard_index: ShardIndex
 
 
 def _between(placed: tuple[int, Span], start: int, first: int, stop: int) -> tuple[int, Span]:
-    """Return the part of a span that has row indices from `first` to before `stop`.
+    """Return the part of a span whose row indices are at least `first` and below `stop`.
 
     placed: the source's index, and the span
     start: row index at which the span begins

@@ -55,7 +55,7 @@ def side_by_side(
             yield from ((index, message) for message in work(task))
             yield index, None
         return
-    context = multiprocessing.get_context("spawn")  # workers share no state with this process, but its `sys.path`
+    context = multiprocessing.get_context("spawn")  # workers share nothing with this process except its `sys.path`
     crew: dict[Connection, BaseProcess] = {}
     waiting = enumerate(tasks)
     try:
@@ -86,8 +86,9 @@ def side_by_side(
 
 @contextmanager
 def unheard(signals: Collection[signal.Signals]) -> Iterator[None]:
-    """Block signals during a `with` block that starts processes. The processes inherit this, so they never get them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # before the resource tracker starts and inherits it
+    """Block signals while processes are started. The processes inherit the signal mask, so they never get them."""
+    # Set before the resource tracker starts, because the tracker inherits the mask too.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         resource_tracker.ensure_running()  # unblocks SIGINT and SIGTERM in this process, so block them again
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -97,7 +98,7 @@ def unheard(signals: Collection[signal.Signals]) -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """Start a thread that ends this process when the parent process ends. A killed parent could not end it."""
+    """Start a thread that ends this process when the parent process ends. A killed parent can't end this process."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()

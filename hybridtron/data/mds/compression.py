@@ -1,9 +1,9 @@
 """Compression and decompression of data shards, with a limit on the decompressed size.
 
 Untrusted data of a hundred kilobytes can decompress to gigabytes. So decompression must stop at the size that the
-manifest gives. gz, bz2 and br decompress at most a given number of bytes. For zstd and snappy, the compressed data
-states its decompressed size, and the algorithm enforces this size. The stated size must equal the manifest's before
-decompression begins.
+manifest gives. Decompression of gz, bz2 and br can stop after any number of bytes. For zstd and snappy, the compressed
+data states its decompressed size, and the algorithm enforces this size. The stated size must equal the manifest's
+before decompression begins.
 
 This project compresses shards with zstd only. The other algorithms occur in MDS folders that other programs wrote.
 """
@@ -26,7 +26,7 @@ MAX_SHARD_BYTES = 2**32  # an MDS shard stores byte offsets in 32 bits
 USUAL_LEVEL = 3  # default level of zstd, as in mosaicml-streaming
 _PACKAGES = {"zstd": "zstd", "br": "brotli", "snappy": "python-snappy"}  # names for pip
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
-_RLE = 1  # type of a zstd block that stores one byte, and the number of repetitions in place of the block's size
+_RLE = 1  # type of a zstd block that stores one repeated byte; its header gives the repetitions, not the stored size
 
 
 def compress_bytes(compression: str, data: bytes) -> bytes:
@@ -111,7 +111,7 @@ def _stated_by_zstd(data: bytes) -> int:
     """
     if data[:4] != _ZSTD_MAGIC or len(data) < 6:
         raise ValueError("can't be decompressed: it does not start with a zstd header")
-    # Bits of the frame header's descriptor, from the highest:
+    # Fields of the frame header's descriptor, from its highest bits, each with its number of bits:
     #   2  width of the stated size
     #   1  single segment: there is no window descriptor
     #   2  not used here

@@ -73,11 +73,11 @@ def read_column(entry: dict[str, Any], name: str, data: bytes) -> Iterator[tuple
     """Yield a column's value, and the offset at which the sample ends, for each sample in a shard.
 
     entry: the shard's entry in index.json
-    name: the column's name; its encoding must be `str`, or an `ndarray`, which is returned flattened
+    name: the column's name. Its encoding must be `str` or `ndarray`; arrays are yielded flattened.
     data: the decompressed shard
 
-    Raises ValueError if the shard is damaged. Callers must refuse columns with other encodings, some of which are
-    pickles that can run any program.
+    Raises ValueError if the shard is damaged. Callers must refuse columns with other encodings: some are
+    pickles, which can run any program.
     """
     number = entry["column_names"].index(name)
     sizes = entry["column_sizes"]
@@ -128,7 +128,7 @@ def wrong_samples(offsets: np.ndarray, lengths: np.ndarray, itemsize: int, size:
     begins = offsets[:-1].astype(np.int64)
     ends = offsets[1:].astype(np.int64)
     tokens = lengths.astype(np.int64)
-    # bytes of a column beside its elements: its size, its header byte, and its dimension
+    # bytes of a column in addition to its elements: its size, its header byte, and its dimension
     overhead = WORD + 1 + np.select([tokens < 2**8, tokens < 2**16], [1, 2], 4)
     needed = overhead + tokens * itemsize + masked * (overhead + tokens)
     fits = (ends - begins == needed) & (ends <= size)

@@ -44,8 +44,8 @@ class _Mapped(NamedTuple):
 
     offsets: byte offsets at which the samples begin, and at which the shard ends
     lengths: how many tokens each document has
-    first_document: number that the shard's first document has within the source
-    inode: inode that `file` had when mapped, which shows later whether the cache has evicted or replaced the file
+    first_document: index of the shard's first document in the source
+    inode: inode of `file` when it was mapped; if it differs later, the cache has evicted or replaced the file
     """
 
     data: mmap
@@ -68,7 +68,7 @@ class DocumentStore:
         self._where = f"{split}/{source}"
         place = folder.remote or str(folder.path.resolve())
         self._entry = CacheEntry(cache, place)
-        self._remote = None  # where shards are fetched from; None if shards are read in place
+        self._remote = None  # store from which shards are fetched; None if they are read in place
         if folder.remote is not None or manifest.compression is not None:
             check_limit(folder, cache)
             self._remote = remote_of(place, cache.patience)
@@ -90,7 +90,7 @@ class DocumentStore:
         return bisect_right(self._ends, document)
 
     def read(self, document: int, first: int, count: int) -> np.ndarray:
-        """Return `count` tokens of a document from its token `first`, as a view into the memory-mapped shard.
+        """Return `count` tokens of a document, starting at its token `first`, as a view into the mapped shard.
 
         A caller that keeps the tokens must copy them. Tokens are not compared with the vocabulary size here. Callers
         compare the tokens in many spans at once, and then call `check` to find the faulty span.
@@ -218,7 +218,7 @@ class DocumentStore:
             raise DataError(f"{self._shard_name(shard)} {error}") from error
 
     def _drop_maps(self) -> None:
-        """Unmap the least recently used shards until one more fits, and every shard that the cache has evicted.
+        """Unmap every shard that the cache has evicted, and the least recently used shards until another shard fits.
 
         The disk space of an evicted file is freed only when the file is unmapped.
         """

@@ -3,7 +3,7 @@
 Opening a folder checks only shard sizes, and training checks only the shards that it reads. Verification reads every
 file, reports all faults, and changes nothing. It checks:
 
-- the tokenizer, index.json and lengths.npy for each source
+- the folder's tokenizer.json, and each source's index.json and lengths.npy
 - each shard's digest, compressed and decompressed
 - the samples' offsets and sizes
 - each document's tokens: ids within the vocabulary, eos at the end, and mask entries 0 or 1

@@ -1,7 +1,7 @@
 """Rows with `data.order=lanes`, for truncated backpropagation through time: each lane reads complete documents.
 
 A lane is one row index in the batch. Each lane has its own endless stream, in which documents are complete. In step t a
-lane reads the L + 1 tokens from position t L in its stream: L inputs, and the label for the last input. The training
+lane reads the L + 1 tokens from position t * L in its stream: L inputs, and the label for the last input. The training
 loop carries a recurrent state from a lane's row to its next row, and resets the state where a document starts. So the
 state has seen all previous tokens in the current document, and no other tokens. No document is left out, and no row is
 padded.
@@ -9,9 +9,9 @@ padded.
 Documents are dealt to the lanes in rounds of about T tokens. Round m has three steps:
 
 1. Take documents from each source. The source's documents form an endless stream, and w_s is the fraction of all tokens
-   that source s contributes. The round takes the documents from the first document boundary at or after token w_s m T
-   to the first document boundary at or after token w_s (m + 1) T. With one source, and T equal to the tokens in an
-   epoch, a round is an epoch.
+   that source s contributes. The round takes the documents from the first document boundary at or after token
+   w_s * m * T to the first document boundary at or after token w_s * (m + 1) * T. With one source, and T equal to the
+   tokens in an epoch, a round is an epoch.
 2. Interleave the documents from all sources evenly into one list.
 3. Cut this list at document boundaries into one part for each lane, and append the parts to the lanes' streams in
    random order. Parts are sized such that the lanes' streams become equally long, as far as possible. A lane whose
@@ -53,7 +53,7 @@ class Lanes:
     """Rows with `data.order=lanes`.
 
     weights: each source's weight, in the order of `streams`
-    shuffle_tokens: tokens per round; an epoch of all sources if that is smaller
+    shuffle_tokens: tokens per round; if an epoch of all sources has fewer tokens, a round has that number of tokens
     joined: whether each lane counts as one document, so that token positions never restart
     """
 
@@ -165,7 +165,7 @@ def _level(filled: np.ndarray, volume: int) -> int:
     filled: current length of each lane's stream
     """
     # If the tokens fill exactly the k shortest lanes, the level h satisfies: sum over these lanes of (h - filled_i) =
-    # volume, so h = (volume + sum of filled_i) / k. Lane k, in ascending order, is among them if raising all shorter
+    # volume, so h = (volume + sum of filled_i) / k. Lane k, in ascending order, is filled too if raising all shorter
     # lanes to its length needs at most `volume` tokens. The level is rounded up to a whole token.
     filled = np.sort(filled)
     before = np.cumsum(filled) - filled

@@ -1,9 +1,9 @@
 """The source of each training row in a mixture, computed for any row without going through earlier rows.
 
 A phase's rows are divided into blocks with K rows each. Let w_s be the weight for source s as a fraction of all
-weights, and W_s = w_1 + ... + w_s. If n is a multiple of K, source s has round(W_s n) - round(W_(s-1) n) rows among the
-first n rows. This differs from w_s n by less than one row. K is the smallest multiple of the rows in a step that is at
-least 2 / (the smallest w_s), so that every block has a row from every source.
+weights, and W_s = w_1 + ... + w_s. If n is a multiple of K, source s has round(W_s * n) - round(W_(s-1) * n) rows among
+the first n rows. This number differs from w_s * n by less than one row. K is a multiple of the number of rows in a
+step: the smallest multiple that is at least 2 / (the smallest w_s), so that every block has a row from every source.
 
 Within a block each source's rows are spread evenly: if a source has c rows there, its row j gets the key (j + 1/2) / c,
 for j from 0, and all rows are sorted by their keys. Then each step's rows are shuffled.
@@ -67,8 +67,8 @@ class Mixture:
         self._boundaries = cumulated(weights)
         smallest = min(end - begin for begin, end in pairwise(self._boundaries))
         self._rows_per_step = rows_per_step
-        # Each of the two roundings has an error of at most 1/2. So a source with weight w has at least w K - 1 of K
-        # rows, which is at least 1 for K >= 2 / w.
+        # Each of the two roundings has an error of at most 1/2. So a source with weight w has at least w * K - 1
+        # of K rows, which is at least 1 for K >= 2 / w.
         self._rows_per_block = -(-(2 << GRID_BITS) // (smallest * rows_per_step)) * rows_per_step
         self._seed = seed
         self._block = lru_cache(maxsize=2)(self._laid_out)

@@ -3,7 +3,8 @@
 A lane is a position in the batch; in each step it reads one or more chunks, one after another. With
 `data.order=windows` (`windows.py`), rows are shuffled windows from packed documents. With `data.order=lanes`
 (`lanes.py`), each lane reads one document after another, so that recurrent states can be carried from step to step
-(truncated backpropagation through time)."""
+(truncated backpropagation through time).
+"""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ class PhaseOrder:
         return self.global_batch // self.chunks
 
     def lanes_in(self, step: int) -> int:
-        """Return how many lanes a step reads: fewer than `lanes` while the batch grows."""
+        """Return how many lanes have a row in a step: fewer than `lanes` while the batch grows."""
         if self.batch_ramp is None:
             return self.lanes
         return self.batch_ramp.rows(step)

@@ -4,8 +4,8 @@ In each epoch the data shards are shuffled and grouped into blocks of whole shar
 tokens. Each block's documents are shuffled. So a reader uses the shards from one or two blocks at a time, and only the
 document lengths for these blocks are in memory. Every part of the order is a pure function of (seed, position).
 
-A shuffle sorts random words from Philox, because numpy guarantees their values in all versions. The values from numpy's
-`Generator` methods may change.
+A shuffle sorts random 64-bit numbers from numpy's Philox, because numpy guarantees that their values stay equal in all
+versions. The values from numpy's `Generator` methods may change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hybridtron.data.mds.store import DocumentStore
 
 
 class Span(NamedTuple):
-    """`count` tokens in a document, from its token `first`.
+    """`count` consecutive tokens in a document, starting at its token `first`.
 
     document: the document's number within the source, counted shard by shard
     """
@@ -34,8 +34,8 @@ class RowSpans(NamedTuple):
     """A row's tokens.
 
     spans: (source index, span) pairs, whose tokens are concatenated
-    position: position that the row's first token has in the document that the lane reads; 0 with `data.order=windows`,
-        where each row starts with position 0
+    position: position of the row's first token in the document that its lane reads; always 0 with
+        `data.order=windows`
     """
 
     spans: list[tuple[int, Span]]
@@ -50,7 +50,7 @@ def permutation(count: int, seed: int, purpose: str, *numbers: int) -> np.ndarra
 
 
 def cut(documents: np.ndarray, ends: np.ndarray, start: int, count: int) -> list[Span]:
-    """Return the spans for `count` tokens from offset `start` in contiguous documents; fewer if the documents end.
+    """Return the spans for `count` tokens from offset `start`, or for fewer tokens if the contiguous documents end.
 
     documents: each document's number
     ends: token offset at which each document ends
@@ -72,7 +72,7 @@ class _Blocks(NamedTuple):
 
     shards: the shards' indices, in shuffled order
     cuts: block k has the shards shards[cuts[k] : cuts[k + 1]]
-    starts: block k has the epoch's tokens from starts[k] to before starts[k + 1]
+    starts: block k has the epoch's tokens from starts[k] up to, but not including, starts[k + 1]
     """
 
     shards: np.ndarray
@@ -83,7 +83,8 @@ class _Blocks(NamedTuple):
 class DocumentStream:
     """Endless token stream from one source: every document, epoch after epoch, shuffled in blocks.
 
-    seed: None to keep the files' order. Two sources with equal seeds and sizes would be shuffled in the same way.
+    seed: seed of the shuffles; None to keep the files' order. Each source needs its own seed, because sources with
+        equal seeds and sizes are shuffled in the same way.
     """
 
     def __init__(self, source: DocumentStore, shuffle_tokens: int = 1, seed: int | None = None) -> None:

@@ -11,7 +11,7 @@ about `shuffle_tokens` inputs per group. The rows of a group read the group's wi
 A row's group is computed directly, without going through earlier rows. Let an epoch have T tokens. The first window
 that begins in epoch e is window ceil(e * T / L), and window r begins in epoch floor(r * L / T). If n windows begin in
 an epoch, the epoch has about n * L / shuffle_tokens groups. Let g be the number of groups. Group k begins with the
-epoch's window floor(k * n / g). Window i of the epoch is therefore in group k, the largest k with
+epoch's window floor(k * n / g). So the epoch's window i is in the group with the largest k such that
 floor(k * n / g) <= i. This condition is the same as k * n < (i + 1) * g, so k = floor(((i + 1) * g - 1) / n).
 """
 

@@ -46,7 +46,7 @@ class Input:
 
     files: the input's files; for a shard in an MDS folder, first index.json and then the shard's file
     shard: the shard's index in an MDS index.json; 0 for other formats
-    texts: bytes in all documents; None to add up the files' sizes
+    texts: total size of the documents in bytes; None to use the total size of the files
     """
 
     format: str
@@ -78,7 +78,7 @@ class Input:
         return self.texts
 
     def stamps(self) -> list[list[int]]:
-        """Return each file's size and mtime. If a file is changed, one of these changes."""
+        """Return each file's size and mtime. A change of a file changes at least one of the two."""
         return [[status.st_size, status.st_mtime_ns] for status in (file.stat() for file in self.files)]
 
 
@@ -87,7 +87,7 @@ class Learned(NamedTuple):
 
     spans: (begin, end) character indices
     apart: whether the text is split at the spans' boundaries before it is tokenized
-    special: whether a special token's name in the text is encoded as the special token, or as ordinary characters
+    special: True to encode a special token's name in the text as the special token, False to encode its characters
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -98,7 +98,7 @@ class Learned(NamedTuple):
 class Document(NamedTuple):
     """A text, or a document that another program has tokenized.
 
-    where: file and line, for example, for messages
+    where: the document's place for messages, such as a file and a line
     learned: the characters in a text that count in the loss, or 1 or 0 for each token; None if everything counts
     """
 
@@ -152,7 +152,7 @@ class Tally:
     remarks: list[str] = field(default_factory=list)
 
     def accept(self, content: str | np.ndarray) -> bool:
-        """Count a document as empty if it has nothing or only white space, and return False; else return True."""
+        """Return True if a document has content; if it has only white space or nothing, count it as empty."""
         empty = not len(content) or (isinstance(content, str) and content.isspace())
         self.empty += empty
         return not empty

@@ -1,4 +1,7 @@
-"""The registry of input formats. For each file, formats are tried in this order; docs/extending.md adds a format."""
+"""The registry of input formats. For each file, formats are tried in this order.
+
+docs/extending.md shows how to add a format.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from hybridtron.data.prepare.formats import inputs_of, known_formats
 from hybridtron.data.prepare.input_tokens import MDS_INDEX
 
 TEXT_FILES = 1000  # maximum number of text files in one input
-TEXT_BYTES = 2**26  # bytes of text files at which an input is complete
+TEXT_BYTES = 2**26  # an input with text files is complete when they have this number of bytes
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class _Search:
         else:
             before, deep, after = pattern.partition("/**/")
         if not deep:
-            yield from glob.glob(pattern)  # noqa: PTH207  it skips hidden files
+            yield from glob.glob(pattern)  # noqa: PTH207  glob.glob skips hidden files
             return
         while after.startswith("**/"):
             after = after.removeprefix("**/")

@@ -1,7 +1,7 @@
 """Documents from files with token ids: Megatron's indexed data sets, lit-gpt's packed files, and MDS shards.
 
-MDS shards may also hold text. The formats are decoded here, so the packages that wrote the files are not needed. It
-can't be checked which tokenizer made the token ids. `tokenized.py` checks that they are in the given vocabulary.
+MDS shards may also hold text. The formats are decoded here, so the packages that wrote the files are not needed. The
+files do not say which tokenizer made the token ids. `tokenized.py` checks only that the ids are in the vocabulary.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PACKED_MAGIC = b"LITPKDS"
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_HEADER = struct.Struct("<QBQQ")  # version, dtype code, number of sequences, number of document boundaries
 PACKED_HEADER = struct.Struct("<QBQ")  # version, dtype code, number of tokens
-DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # dtype by code, in both formats
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # code -> dtype, in both formats
 CUT = (
     "a packed file marks documents only by a separator, so its first and its last document may be parts of longer "
     "documents; each part counts as a document"
@@ -163,16 +163,16 @@ def mds_files(index: Path) -> list[Files]:
 
 
 def mds_shards(index: Path) -> list[dict[str, Any]]:
-    """Return the entries in an MDS folder's index.json; raise InputError if it is not such an index."""
+    """Return the entries in an MDS folder's index.json; raise InputError if the file is not an MDS index."""
     try:
         return _parsed_index(index, index.stat().st_mtime_ns)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{index} is not the index of an MDS folder: {error!r}", code="unreadable") from error
 
 
-@lru_cache(
-    maxsize=2
-)  # `mds_shards` is called for every shard; the mtime is an argument, so a changed file is read again
+# The parsed index is cached, because `mds_shards` is called for every shard. The mtime is an argument, so that a
+# changed file is read again.
+@lru_cache(maxsize=2)
 def _parsed_index(index: Path, _: int) -> list[dict[str, Any]]:
     shards = json.loads(read_regular(index, MAX_INDEX_BYTES))["shards"]
     if not all(isinstance(info, dict | None) for shard in shards for info in (shard["raw_data"], shard["zip_data"])):

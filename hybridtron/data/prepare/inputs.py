@@ -104,7 +104,7 @@ def _lines(contents: BufferedIOBase) -> Iterator[bytes]:
 
 
 def _of_record(record: object, reading: InputOptions) -> tuple[str, Learned | None, str]:
-    """Return a JSON object's text, the characters that count in the loss (None: all), and the name of its source.
+    """Return a JSON object's text, the characters that count in the loss (None if all do), and the name of its source.
 
     Raises ValueError if the object is malformed.
     """

@@ -1,9 +1,9 @@
 """The learned characters of a JSON line: those that count in the loss, while the model reads the full text.
 
-Option `--learn` selects how a JSON line marks them:
+The option `--learn` selects how a JSON line marks them:
 
     spans        {"text": "2 + 2 = 4.", "spans": [[8, 9]]}
-                 learned: characters 8 to before 9 of the text
+                 learned: the characters text[8:9]
     completion   {"prompt": "2 + 2 =", "completion": " 4"}
                  learned: the completion
     messages     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}

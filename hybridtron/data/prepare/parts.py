@@ -26,7 +26,7 @@ from hybridtron.data.prepare.vocabulary import Vocabulary
 from hybridtron.data.prepare.writer import SHARD_SIZE, PartRecord, PartWriter, Records
 from hybridtron.storage.durable import put, sync
 
-BATCH = 2**20  # characters that are tokenized at once, which takes about 100 bytes of memory for each
+BATCH = 2**20  # number of characters that are tokenized at once; each takes about 100 bytes of memory
 MAX_DOCUMENTS = 2**12  # maximum number of documents that are tokenized at once
 TOKENS = "tokens"  # name of the folder, inside the work folder, that is renamed to the output
 
@@ -75,7 +75,7 @@ class Finished(NamedTuple):
 
     stamps: each input file's size and mtime
     tallies: entry counts for each input
-    records: the part's shards, by split and source
+    records: SPLIT/SOURCE -> the part's shards for this source
     """
 
     stamps: list[list[int]]
@@ -90,7 +90,7 @@ def part_name(number: int) -> str:
 def write_part(job: PrepareJob, number: int) -> Iterator[tuple[int, int]]:
     """Write a part and its record.
 
-    Yields (input bytes read, tokens written) from time to time; each counts from the previous yield.
+    Yields (input bytes read, tokens written) from time to time; both count from the previous yield.
     """
     settings = job.settings
     inputs = job.parts[number]

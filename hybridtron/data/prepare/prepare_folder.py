@@ -157,7 +157,7 @@ def _check_learn(inputs: Sequence[Input], vocabulary: Vocabulary, learn: str | N
 
 
 def _plan(job: PrepareJob) -> dict[str, Any]:
-    """Return the arguments that must equal those in the interrupted preparation to resume it."""
+    """Return the arguments that must be unchanged when an interrupted preparation is resumed."""
     inputs = [[data_input.format, data_input.shard, *map(str, data_input.files)] for data_input in job.inputs]
     tokenizer = f"{job.vocabulary.name} ({digest_of(job.vocabulary.json.encode())[:12]})"
     chosen = {"tokenizer": tokenizer, "eos": job.vocabulary.eos_token, "separator": job.vocabulary.separator}
@@ -169,7 +169,7 @@ def _plan(job: PrepareJob) -> dict[str, Any]:
 
 
 def _identity(job: PrepareJob) -> str:
-    """Return a digest of the arguments that determine a folder, with the inputs' file names and sizes."""
+    """Return a digest of the arguments that determine a folder; inputs count by file name and size."""
     inputs = [[[file.name, file.stat().st_size] for file in data_input.files] for data_input in job.inputs]
     return digest_of(json.dumps(_plan(job) | {"inputs": inputs}).encode())
 

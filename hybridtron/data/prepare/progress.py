@@ -17,7 +17,7 @@ REPORT_INTERVAL_S = 30.0  # seconds between two lines if stderr is not a termina
 class PrepareProgress:
     """Display of a preparation's progress.
 
-    Bytes and inputs include those that an interrupted preparation has finished. Tokens are those from this process.
+    Counts of bytes and inputs include the work that an interrupted preparation has finished. Token counts do not.
     """
 
     def __init__(self, job: PrepareJob, finished: Collection[int]) -> None:

@@ -1,7 +1,7 @@
 """Renders a chat template in a process of its own, which runs `template_program.py` for many conversations.
 
-A template that computes too long, takes too much memory or crashes ends only this process. For the next conversation a
-new process is started.
+If a template computes too long, takes too much memory or crashes, only this process ends. A new process is started for
+the next conversation.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class TemplateProcess:
         """Render messages; return the text, and the length of the rendering for each cut.
 
         prompt: whether the text ends with the start of the assistant's next message
-        cuts: pairs (n, prompt); each is a request to render also the first n messages. The length is None if this
+        cuts: pairs (n, prompt); for each pair, the first n messages are also rendered. The length is None if this
             rendering is not a prefix of the text.
 
         Raises ValueError with the reason if the template fails or exceeds its limits.
@@ -119,7 +119,7 @@ class TemplateProcess:
             self.lost += 1
             self._drop()
             raise ValueError(_why(code)) from error
-        except BaseException:  # end the process, so that its late answer is not taken for the next request's
+        except BaseException:  # end the process, so that its late answer is not read as the next request's answer
             self._drop()
             raise
 

@@ -1,6 +1,6 @@
 """Tokenizes documents, and computes the loss mask of documents that mark learned characters.
 
-Learned characters and tokens are those that count in the loss. A token is learned if its last character is learned:
+Characters and tokens are learned if they count in the loss. A token is learned if its last character is learned:
 
 - A token that begins before a learned span and ends inside the span is learned.
 - A token that begins inside a learned span and ends after the span is not learned, because it would teach the text that
@@ -99,7 +99,7 @@ def _until_eos(tokens: np.ndarray, mask: np.ndarray | None, vocabulary: Vocabula
 
 
 def _check_ids(content: np.ndarray, where: str, vocabulary: Vocabulary) -> np.ndarray:
-    """Return another program's tokens as int64; raise InputError if one is outside the vocabulary."""
+    """Return another program's tokens as int64; raise InputError if a token is outside the vocabulary."""
     tokens = content.astype(np.int64).reshape(-1)
     bad_tokens = tokens[(tokens < 0) | (tokens >= vocabulary.size)]
     if len(bad_tokens):

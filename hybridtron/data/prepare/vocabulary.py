@@ -52,7 +52,7 @@ class Vocabulary:
     def with_offsets(self, special: bool) -> Tokenizer:
         """Return a tokenizer whose offsets include a token's leading spaces.
 
-        special: whether a special token's name in a text is encoded as the special token, or as ordinary characters
+        special: True to encode a special token's name in a text as the special token, False to encode its characters
         """
         return _tokenizer_with_offsets(self.json, special)
 
@@ -201,7 +201,7 @@ def _config(file: Path) -> dict:
 
 
 def _named(configs: list[dict], key: str) -> str | None:
-    """Return a special token from the first configuration that has the key, as a string or as {"content": ...}."""
+    """Return a special token's text from the first configuration that has it as a string or as {"content": TEXT}."""
     for values in configs:
         token = values.get(key)
         if isinstance(token, dict):

@@ -176,7 +176,7 @@ def write_folder(
 def _with_masks(
     where: str, documents: Iterable[Sequence[int] | np.ndarray], masks: Iterable[np.ndarray] | None
 ) -> Iterator[tuple[Sequence[int] | np.ndarray, np.ndarray | None]]:
-    """Yield each document with its mask; raise ValueError if their numbers or lengths differ."""
+    """Yield each document with its mask; raise ValueError if their numbers differ, or if a mask does not fit."""
     if masks is None:
         yield from ((document, None) for document in documents)
         return

@@ -1,8 +1,8 @@
 """The Hugging Face model class for models that no class in transformers fits.
 
 Importing this package registers the class with AutoConfig, AutoModel and AutoModelForCausalLM. The other files in this
-folder are shipped with each exported model of this class, where hybridtron need not be installed. They import nothing
-from hybridtron except each other and `mixers_hybridtron`. `interop/shipped_code.py` generates `mixers_hybridtron` from
+folder are shipped with each exported model of this class, which runs without hybridtron. They import nothing from
+hybridtron except each other and `mixers_hybridtron`. `interop/shipped_code.py` generates `mixers_hybridtron` from
 the code of hybridtron's mixers, for this package and for each exported model.
 """
 

@@ -1,6 +1,6 @@
 """Configuration for a language model made from residual sub-layers: a pattern of letters, and each letter's options.
 
-Each letter in the pattern, such as `M-W-`, is one sub-layer: norm, mixer, addition to the residual stream. A mixer is
+In a pattern such as `M-W-`, each letter is one sub-layer: norm, mixer, addition to the residual stream. A mixer is
 attention, a state-space recurrence or an MLP.
 """
 
@@ -11,7 +11,8 @@ from typing import Any
 import transformers
 
 NEEDED = (5, 23)
-if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < NEEDED:  # before a later import fails
+# Checked here, because with an older version a later import would fail without naming the cause.
+if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < NEEDED:
     raise ImportError(
         f"this model needs transformers {NEEDED[0]}.{NEEDED[1]} or newer, not {transformers.__version__}: "
         f"pip install 'transformers>={NEEDED[0]}.{NEEDED[1]}'"

@@ -1,17 +1,17 @@
 """A residual sub-layer: its norm, and a mixer from `mixers_hybridtron.py` that computes with this model's weights.
 
 A mixer is attention, a state-space recurrence or an MLP. Its *spec*, a dataclass, lists the weights that the mixer
-computes with. This model stores the weights under other names, often those in a known Hugging Face model, and may fuse
-or split them. The spec's `exported_names` maps each stored weight's name to the mixer's weights whose rows it
-concatenates. A stored weight may hold rows from several mixer weights, and a mixer weight may consist of rows from
-several stored weights.
+computes with. This model stores the weights under other names, often the names in a known Hugging Face model, and may
+fuse or split them. The spec's `exported_names` maps each stored weight's name to the names of the mixer's weights that
+the stored weight concatenates. A stored weight may hold rows from several mixer weights, and a mixer weight may consist
+of rows from several stored weights.
 
 The mixer's projections call this model's layers, so that adapters such as LoRA can wrap these layers. All other weights
 are passed to the mixer at each call.
 
 In the code, `theirs` is a stored weight's name, and `ours` are names of weights in the mixer.
 
-Legend: B sequences in the batch, L tokens, D width, H query heads, G key/value heads, K head size.
+Legend: B sequences in the batch, L tokens, D model width, H query heads, G key/value heads, K head size.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from .mixers_hybridtron import (
 )
 
 ATTENTION = "attention"  # attribute of a mixer: the function that computes its attention
-# attribute of a module: from the name of each weight, other than projections, to a list with one entry (rule of
-# initialization, shape) for each of the mixer's weights that it concatenates
+# Attribute of a module, a mapping: name of a stored weight -> [(rule of initialization, shape)], with an entry for each
+# mixer weight that the stored weight concatenates. Projections are not listed.
 STARTS = "starts"
 
 
@@ -72,7 +72,7 @@ class SeqOnDevices:
 
 
 class HybridtronLinear(nn.Linear):
-    """A projection without bias; if the projection has a bias, the mixer adds it."""
+    """The matrix of a projection. If the projection has a bias, the mixer adds it."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
@@ -103,7 +103,7 @@ class HybridtronMixer(nn.Module):
         self.layer_idx = layer_idx
         self.is_causal = True
         self.place, self.in_fp32 = spec, list[str]()
-        # by stored weight: input and output of each layer that has already run in this forward pass
+        # stored weight -> (input, output) of its layer, for layers that have already run in this forward pass
         self._once: dict[str, tuple[Tensor, Tensor]] = {}
         with torch.device("meta"):
             mixer = make_mixer(spec, sizes, SINGLE_RANK)
@@ -111,7 +111,7 @@ class HybridtronMixer(nn.Module):
         self._first = (first or self,)  # in a tuple for the same reason
         table = spec.parameters(sizes)
         names = spec.exported_names(sizes)
-        # from the name of a weight's part to the name of the weight, both in the mixer
+        # name of a weight's part -> name of the weight, both in the mixer
         of_key = {key: name for name, weight in table.items() for key in weight.stored(name)}
         # stored weights that the first sub-layer holds for this one
         self._elsewhere = {theirs for theirs, ours in names.items() if first and table[of_key[ours[0]]].shared}
@@ -167,7 +167,7 @@ class HybridtronMixer(nn.Module):
         return [name for name, value in vars(self._mixer[0]).items() if isinstance(value, Declared)]
 
     def _layer(self, theirs: str) -> nn.Module:
-        """Return the module with the stored weight `theirs`: in this sub-layer, or in the first one with its letter."""
+        """Return the module that holds `theirs`: in this sub-layer, or in the first sub-layer with the same letter."""
         if theirs in self._elsewhere:
             holder = self._first[0]
         else:
@@ -187,7 +187,7 @@ class HybridtronMixer(nn.Module):
         return torch.cat(parts)
 
     def _project(self, name: str, x: Tensor) -> Tensor:
-        """Apply one of the mixer's projections to x by this model's layers, with outputs in the mixer's order.
+        """Apply a projection of the mixer to x with this model's layers; return outputs in the mixer's order.
 
         Several projections may need the same layer. The layer's output for x is kept until the end of the forward pass,
         so the layer runs once.
@@ -250,8 +250,8 @@ def configured_attention(layer: HybridtronMixer, inputs: AttentionInputs) -> Ten
         return (attention_reference if chosen == "eager" else attention)(inputs)
     borders = {}
     if (starts_BL := document_starts(inputs.documents_BL)) is not None:
-        # the kernels treat the batch as one concatenated sequence; `starts` has the index in it at which each document
-        # begins, and at the end the number of all tokens
+        # The kernels treat the batch as one concatenated sequence. `starts` has each document's first index in this
+        # sequence, and then the number of all tokens.
         starts_BL = torch.cat((torch.ones_like(starts_BL[:, :1]), starts_BL[:, 1:]), dim=1)
         starts = F.pad(starts_BL.flatten().nonzero().flatten(), (0, 1), value=starts_BL.numel()).int()
         length = starts_BL.shape[1]
@@ -295,7 +295,7 @@ class HybridtronLayer(GradientCheckpointingLayer):
         x_BLD, fed_BLD, normed_BLD  the three values that the previous sub-layer returned
         places                      the tokens' positions and documents, on each device
         embedded_BLD                the token embedding, which a feeder reads
-        cache                       the HybridtronCache with this sub-layer's state, which is replaced; None: no cache
+        cache                       the HybridtronCache whose state for this sub-layer is replaced; None for no cache
 
         The second value is None unless this sub-layer is a feeder. The third value, which a parallel branch reads, is
         None after a feeder.

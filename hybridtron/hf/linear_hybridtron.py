@@ -66,7 +66,7 @@ def gather_input(x: Tensor, tensor: OneProcess) -> Tensor:
 
 @dataclass(frozen=True)
 class SplitProduct:
-    """A projection whose output is split along its channels into parts with these sizes; without sizes, not split."""
+    """A projection, and the sizes of the parts into which its output channels are split; empty for no split."""
 
     projection: Callable[[Tensor], Tensor]
     sizes: Sequence[int]
@@ -78,7 +78,7 @@ SplitProjection = SplitProduct
 def project_all(
     x: Tensor, tensor: OneProcess, *projections: Callable[[Tensor], Tensor] | SplitProjection
 ) -> tuple[Tensor, ...]:
-    """Apply several projections to one input; return their outputs, with a SplitProjection's output in its parts."""
+    """Apply several projections to one input; return their outputs. A SplitProjection has an output for each part."""
     cuts = [item if isinstance(item, SplitProjection) else SplitProjection(item, ()) for item in projections]
     outputs = ((cut.projection(x), cut.sizes) for cut in cuts)
     return tuple(part for y, sizes in outputs for part in (y.split(sizes, -1) if sizes else (y,)))

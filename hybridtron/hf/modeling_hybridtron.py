@@ -15,7 +15,7 @@ Attention, convolutions and states see nothing before the document's first token
 may come before or after a row's tokens, and counts as a separate document. If a row is to be continued from a cache,
 its last token must not be padding.
 
-Legend: B rows, L tokens, S tokens including those that the cache has seen, D width, V vocabulary.
+Legend: B rows, L tokens, S tokens including cached tokens, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class HybridtronPreTrainedModel(PreTrainedModel):
 def places_of(
     batch: int, length: int, seen: int, device: torch.device, attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> tuple[SeqInfo, Tensor | None]:
-    """Return the positions and documents of the new tokens, and a mask (B,): True if a row's cached tokens are padding.
+    """Return the new tokens' positions and documents, and a mask (B,): True if all cached tokens of a row are padding.
 
     The mask is None if no token is padding. `length` counts the new tokens per row, and `seen` the cached tokens.
     """

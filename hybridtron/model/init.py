@@ -38,7 +38,7 @@ def initialise(model: LanguageModel, seed: int) -> None:
 
 
 def starting_value(init: Init, shape: tuple[int, ...], seed: int, name: str) -> Tensor:
-    """Return the full initial weight, in fp32 on the CPU."""
+    """Return the full initial weight on the CPU, in fp32 if that is torch's default dtype."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     match init:

@@ -32,9 +32,9 @@ from hybridtron.parallel.vocabulary import Head, embedding, gather_vocabulary
 class ModelSlice:
     """The part of the model to build: a range of sub-layers, and one tensor-parallel shard of each.
 
-    layers    the sub-layers' indices; None: all
-    first     the part has the embedding
-    last      the part has the final norm and the head
+    layers    the sub-layers' indices; None for all
+    first     True if the part has the embedding
+    last      True if the part has the final norm and the head
     tensor    the tensor-parallel ranks
     meshes    for each weight family (so far only the dense weights), the ranks that shard and replicate its weights
     """
@@ -60,9 +60,9 @@ class ModelOut(NamedTuple):
     """A stage's output, the states after the last token, and the mixers' auxiliary losses by name.
 
     The last stage outputs logits (L, B, V) for this rank's vocabulary shard. With `logits=False`, it outputs the normed
-    and scaled residual stream (L, B, D) instead; `linear(stream, output_weight())` gives the logits. The stages before
-    it output the residual stream (L, B, D). If a sub-layer reads the embedding, they output stream and embedding
-    concatenated, (2 L, B, D).
+    and scaled residual stream (L, B, D) instead; `linear(stream, output_weight())` gives the logits. The other stages
+    output the residual stream (L, B, D). If a sub-layer reads the embedding, they output the stream and the embedding,
+    concatenated to (2 * L, B, D).
     """
 
     output: Tensor
@@ -126,7 +126,7 @@ class LanguageModel(nn.Module):
         """Run this stage. `x_LBD` is the residual stream from the previous stage; None in the first stage.
 
         `logits=False` is for callers that multiply by the head's weight themselves, such as a fused loss. If a
-        sub-layer reads the embedding, `x_LBD` has the shape (2 L, B, D): the residual stream for the L tokens, then
+        sub-layer reads the embedding, `x_LBD` has the shape (2 * L, B, D): the residual stream for the L tokens, then
         their embedding.
         """
         embedded_LBD = None
@@ -169,7 +169,7 @@ class LanguageModel(nn.Module):
         return self.head()
 
     def cast(self, dtype: torch.dtype) -> LanguageModel:
-        """Convert the weights to `dtype`. Weights that the table marks as fp32, such as A_log, stay at least fp32."""
+        """Convert the weights to `dtype`. Weights that the table marks as fp32, such as A_log, get at least fp32."""
         for name, weight in self.named_parameters():
             wide = torch.promote_types(dtype, torch.float32)
             weight.data = weight.data.to(wide if self.table[name].fp32 else dtype)

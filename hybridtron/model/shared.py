@@ -14,7 +14,7 @@ from hybridtron.architecture.table import Architecture
 
 
 def share_weights(layers: nn.ModuleDict, arch: Architecture) -> nn.ModuleDict:
-    """Replace each shared module in these sub-layers by a single object, and return the objects by letter.
+    """Make all sub-layers of a letter refer to one object for each shared module; return letter -> shared modules.
 
     `layers` maps each sub-layer's index in the full model, as a string, to the sub-layer.
     """

@@ -13,8 +13,8 @@ Two kinds of sub-layer differ from this scheme:
     feeder             reads the stream concatenated with the token embedding. Its output y is not added to the stream:
                        only the next sub-layer reads it, as norm(x + y)
     parallel branch    (option `beside`) shares the previous sub-layer's norm: x + mixer_1(norm(x)) + mixer_2(norm(x)),
-                       where mixer_1 is the previous sub-layer's and mixer_2 the branch's. The branch's output is added
-                       to the pending tensor
+                       where mixer_1 belongs to the previous sub-layer and mixer_2 belongs to the branch. The branch's
+                       output is added to the pending tensor
 
 The stream may have a higher precision (fp32) than the inputs and outputs of mixers, because a norm's output has the
 dtype of the norm's weight. States are arguments and results, keyed by the sub-layer's index in the model; no state is
@@ -43,7 +43,7 @@ from hybridtron.ops.norm import AddRMSNormInputs, add_rms_norm
 from hybridtron.parallel.linear import TensorGroup
 
 States = dict[int, State]
-"""One state per sub-layer, by its index in the full model; sub-layers without a state have {}.
+"""Sub-layer's index in the full model -> its state, which is {} for sub-layers without a state.
 
 If the states passed to the stack lack an entry for a sub-layer, this sub-layer starts from a zero state.
 """
@@ -106,7 +106,7 @@ class SubLayerInputs(NamedTuple):
 class ResidualOut(NamedTuple):
     """The stream with the mixer's output pending, the mixer's new state, and its auxiliary losses.
 
-    `normed_LBD` is the mixer's input if the next sub-layer is a parallel branch, which reads the same input, else None.
+    `normed_LBD` is the mixer's input, which a parallel branch that follows reads. It may be None if no branch follows.
     """
 
     stream: ResidualStream
@@ -118,7 +118,7 @@ class ResidualOut(NamedTuple):
 class Residual(nn.Module):
     """A residual sub-layer around any mixer, with a norm before or after the mixer.
 
-    With `shows_norm`, it also returns the mixer's input, which the next sub-layer, a parallel branch, reads.
+    With `shows_norm`, it also returns the mixer's input, because the next sub-layer is a parallel branch that reads it.
     """
 
     def __init__(
@@ -242,8 +242,8 @@ class Stack(nn.ModuleDict):
     """The sub-layers of one stage, by their index in the full model.
 
     With `recompute=layer`, every sub-layer saves only its input and runs again in the backward pass, from the same
-    initial state. With `recompute=selective`, only sub-layers with a state are recomputed, such as attention; MLPs save
-    their activations. The activations of the first `offload` sub-layers wait in host memory for the backward pass
+    initial state. With `recompute=selective`, only sub-layers with a state, such as attention, are recomputed. MLPs
+    save their activations. The activations of the first `offload` sub-layers wait in host memory for the backward pass
     (`model/offload.py`).
     """
 

@@ -41,16 +41,16 @@ class UpdateRule(ABC):
 
         weight <- (1 - lr * weight_decay) * weight - lr * direction
 
-    An optimizer with options of its own has a section in `optim` with the optimizer's name. Its class is called with
-    the section's options.
+    An optimizer with options of its own has a section in `optim` with the optimizer's name. The optimizer's class is
+    called with the section's options.
     """
 
     supports_mup: ClassVar[bool] = False  # with the learning rates of model.mup, one learning rate fits all widths
     in_megatron: ClassVar[bool] = False  # True if Megatron's own optimizer takes the step instead of `direction`
     matrix_stage: MatrixStage | None = None  # second stage, which needs full matrices
-    # the keys of `optim` that this optimizer reads, among those that not every optimizer reads
+    # keys of `optim` that this optimizer reads, but not every optimizer
     reads: ClassVar[frozenset[str]] = frozenset({"betas", "eps"})
-    # the keys of `optim`, with dots, that are decays of running averages in the state
+    # keys in `optim`, such as `muon.momentum`, whose values are decays of running averages in the state
     decays: ClassVar[tuple[str, ...]] = ("betas",)
 
     @abstractmethod
@@ -84,7 +84,7 @@ class UpdateRule(ABC):
 
 
 class MatrixStage(ABC):
-    """Second stage of an update rule: from a full matrix of first results to the matrix's direction.
+    """Second stage of an update rule, which turns a full matrix of first-stage results into the matrix's direction.
 
     A weight that is fused from several matrices is cut into them. Each matrix is processed on one rank, its owner. The
     ranks send their entries to the owner, and the owner sends their directions back (`parallel/matrix_owners.py`).
@@ -106,7 +106,7 @@ class MatrixStage(ABC):
 
     @abstractmethod
     def scale(self, rows: int, columns: int) -> float:
-        """Return the factor by which the direction of a matrix, or of a head, with this shape is multiplied."""
+        """Return the factor for the direction of a matrix, or of a head, with this shape."""
 
 
 def like(weight: Parameter) -> Parameter:

@@ -1,6 +1,6 @@
 """Muon (Jordan et al., 2024): momentum whose singular values are set to about 1, with AdamW for all other weights.
 
-A matrix W with m rows and n columns, its gradient G and its momentum M:
+Let W be a matrix with m rows and n columns. Let G be its gradient, and let M be its momentum:
 
     M <- mu M + (1 - mu) G
     U = mu M + (1 - mu) G, or M without Nesterov's look-ahead
@@ -48,14 +48,14 @@ POLAR_EXPRESS: tuple[Polynomial, ...] = (
 )
 """Polynomials of the first steps of Polar Express.
 
-Each minimizes the largest error, on the interval into which the earlier polynomials map [0.001, 1]. The interval's
-lower end is raised to 0.024 of the upper end. A test computes the coefficients.
+Each polynomial minimizes the largest error on the interval into which the earlier polynomials map [0.001, 1]. The
+interval's lower end is raised to at least 0.024 of the upper end. A test computes the coefficients.
 """
 LIMIT: Polynomial = (1.875, -1.25, 0.375)
 """Polynomial of all later steps of Polar Express: the best polynomial on a tiny interval around 1."""
 
 MARGIN = 1.01
-"""Divisor before each step with a polynomial of POLAR_EXPRESS: rounding can make singular values larger than 1."""
+"""Divisor of the matrix before each step in POLAR_EXPRESS, because rounding can make singular values exceed 1."""
 
 TINY = 1e-30
 """Smallest divisor of a matrix, so that a zero matrix has a zero direction."""

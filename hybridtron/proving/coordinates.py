@@ -1,13 +1,13 @@
 """Coordinate check of muP: sizes of activations, and of their changes in a few AdamW steps, for several widths.
 
 Under muP (`architecture/mup.py`) the outputs of all sub-layers and the logits change by the same amount at every width,
-so that a learning rate has the same effect at every width. The check trains models of one family, which differ in their
-widths alone, on the same random tokens. After each step it compares the outputs with those of the first step. The
-number that counts is the slope: the change of an output's logarithm by the logarithm of the width. A slope of 0.5 means
-that a change doubles if the width grows by four.
+so that a learning rate has the same effect at every width. The check trains models of one family, which differ only in
+their widths, on the same random tokens. After each step it compares the outputs with the outputs before the first step.
+The number that counts is the slope d log(change) / d log(width). A slope of 0.5 means that a change doubles if the
+width is multiplied by four.
 
-The models are small: the pattern is shortened to its first sub-layers, in which every letter occurs, and so is the
-vocabulary. AdamW is torch's, with the learning rates and the weight decay of the parameter table.
+The models are small: the pattern is cut to its first sub-layers such that every letter still occurs, and the vocabulary
+is reduced. AdamW is torch's, with the learning rates and the weight decay of the parameter table.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from hybridtron.problems import ConfigError
 from hybridtron.proving.steps import plain_adamw
 
 FLAT = 0.25
-"""Largest absolute slope of a change that counts as flat: half of 0.5, the smallest slope of a missing rule."""
+"""Largest absolute slope of a change that counts as flat: half of 0.5, the smallest slope from a missing rule."""
 VOCABULARY = 16
 """Largest vocabulary of the models.
 
-With a larger one, few pairs of token and logit are those of a token and its label, whose changes add up over the width.
-The changes of all other pairs are random sums, which shrink with the width.
+At each token, only the change of its label's logit adds up over the width. The changes of the other logits are random
+sums, which shrink with the width. With a larger vocabulary, nearly all changes would be of this kind.
 """
 ROWS = 4
 LENGTH = 64  # tokens in a row
@@ -51,7 +51,7 @@ LOGITS = "logits"
 
 @dataclass(frozen=True)
 class Coordinate:
-    """Root mean square of an output, and of its change since the first step, at one width and step.
+    """Root mean square of an output, and of its change since the first step began, at one width and step.
 
     output: `stream`, `logits`, or a letter with its kind of mixer, such as `W attention`
     step: number of AdamW steps before the measurement
@@ -66,7 +66,7 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class Slope:
-    """Slope of an output's change: logarithm of the change by logarithm of the width.
+    """Slope of an output's change: d log(change) / d log(width).
 
     last: slope after the last step
     largest: largest of the slopes after each step
@@ -80,9 +80,9 @@ class Slope:
     def verdict(self) -> str:
         """`flat`, `grows` or `shrinks`.
 
-        A change that grows at any step grows: later steps may hide the growth, because the loss is near its minimum at
-        large widths. A change that shrinks in the first steps only is flat: the first changes of logits are random
-        sums, until the head has learned.
+        A change that grows with the width at any step counts as growing: later steps may hide the growth, because the
+        loss is near its minimum at large widths. A change that shrinks only in the first steps counts as flat: the
+        changes of logits are random sums until the head has learned.
         """
         if self.largest > FLAT:
             return "grows"
@@ -94,7 +94,7 @@ class Slope:
 def family_member(model: ModelConfig, width: int) -> ModelConfig:
     """Return the model of the same family with another width, a short pattern and a small vocabulary.
 
-    Raises ConfigError if a number of heads would not be whole.
+    Raises ConfigError if a number of heads would not be an integer.
     """
     arch = architecture(model)
     share = Fraction(width, model.width)
@@ -114,7 +114,7 @@ def family_member(model: ModelConfig, width: int) -> ModelConfig:
 
 
 def short_pattern(arch: Architecture) -> str:
-    """Return the pattern's first sub-layers, up to the last letter's first occurrence, as a pattern."""
+    """Return the shortest beginning of the pattern that has every letter. Inseparable sub-layers stay together."""
     last = max(arch.letters.index(letter) for letter in set(arch.letters))
     stop = next(indices.stop for indices in arch.inseparable if last in indices)
     return "".join(arch.letters[:stop])
@@ -162,7 +162,7 @@ def _rms(values: Tensor) -> float:
 
 
 def _outputs(model: LanguageModel, tokens_BL: Tensor) -> dict[str, Tensor]:
-    """Return the outputs of the sub-layers, stacked by letter, the last stream and the logits."""
+    """Return the mixers' outputs (a stacked tensor for each letter), the last stream and the logits, by name."""
     mixed: dict[str, list[Tensor]] = {}
     streams: list[Tensor] = []
     hooks = [model.norm.register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0]))]

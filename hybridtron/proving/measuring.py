@@ -108,7 +108,7 @@ def now() -> float:
 
 
 def processor_time() -> bool:
-    """Return whether processor time is measured, and not wall-clock time.
+    """Return whether processor time is measured instead of wall-clock time.
 
     Processor time is measured on a CPU with one thread, because other processes on the machine do not change it.
     """
@@ -227,7 +227,7 @@ def times(ratio: float) -> str:
 
 
 def per_token(measured: Mapping[int, Timings], form: str) -> list[str]:
-    """Return a form's time per token at each sequence length, as a multiple of this time at the first length."""
+    """Return a form's time per token at each sequence length, divided by its time per token at the first length."""
     per_length = [timings[form].fastest / length for length, timings in measured.items()]
     return [times(seconds / per_length[0]) for seconds in per_length]
 

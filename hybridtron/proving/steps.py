@@ -63,8 +63,9 @@ class Steps:
 def plain_adamw(model: LanguageModel, config: Config, lr: float, fused: bool = False) -> torch.optim.AdamW:
     """Return torch's own AdamW with the recipe's settings.
 
-    The weights are grouped by their factor of the learning rate, and by the parameter table's weight decay. Weights
-    without weight decay decay only with `optim.decay_all`. The decay in a step does not depend on the factor.
+    The weights are grouped by their learning-rate factor and weight decay in the parameter table. Weights that the
+    table excludes from weight decay are decayed only with `optim.decay_all`. The decay in a step does not depend on the
+    factor.
     """
     optim = config.optim
     grouped: dict[tuple[float, float], list[nn.Parameter]] = {}

@@ -164,7 +164,7 @@ def serial_step(config: Config, precision: AuditPrecision, move: int = 0) -> Ste
 
 
 def _add_up(model: LanguageModel, batches: Sequence[Batch], z_loss: float) -> tuple[float, int, dict[str, float]]:
-    """Run all batches forward and backward. The accumulated gradients belong to the sum over all tokens' losses.
+    """Run all batches forward and backward, and accumulate the gradients of the loss summed over all tokens.
 
     Return three items: the mean cross entropy over tokens, the token count, and the mean auxiliary losses by name.
     """

@@ -101,9 +101,9 @@ RANKING_OF_EVERY_RANK: Replaced = {
 
 
 def _inside_shares(inputs: TokenMixInputs) -> tuple[Tensor, ...]:
-    """Mix tokens as if a document began in the middle of the sequence, whose token then has no predecessor.
+    """Mix tokens as if a document began in the middle of the sequence: the token there then has no predecessor.
 
-    The middle is the boundary between the tokens of two sequence-parallel ranks.
+    With two sequence-parallel ranks, the middle is the boundary between the ranks' tokens.
     """
     length, rows, _ = inputs.x_LBD.shape
     halves_BL = (torch.arange(length, device=inputs.x_LBD.device) >= length // 2).int().expand(rows, -1)

@@ -40,13 +40,13 @@ ADAPTED = {
     "adapters-dropout": replace(ADAPTERS, dropout=0.3),
     "adapters-dora": replace(ADAPTERS, dora=True),
 }
-"""Adapter settings by the architecture's name. Every projection has an adapter, and frozen weights."""
+"""Architecture's name -> adapter settings. Every projection has an adapter, and frozen weights."""
 MULTIPLIED: dict[str, dict[str, Any]] = {
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     "falcon-h1": {"embedding_multiplier": 3.0, "logits_scaling": 0.5},
     "mup": {"mup": MupConfig(16)},
 }
-"""Settings by the architecture's name: multipliers of the embedding, of sub-layer outputs and of the logits; muP."""
+"""Architecture's name -> settings: multipliers for the embedding, sub-layer outputs and logits, or muP."""
 VOCABULARY = 96  # divisible by 2, 3, 4, 6 and 8 ranks
 LR = 1e-2
 OPTIM = OptimConfig(eps=1e-3, clip=0.05, z_loss=1e-3)
@@ -134,7 +134,7 @@ ARCHITECTURES = {
     "falcon-h1": "kvjGvWjpk",
     "mup": "M-SFDq-",
 }
-"""Patterns by the architecture's name. The number of sub-layers is odd, so that stages have different sizes.
+"""Architecture's name -> pattern. The number of sub-layers is odd, so that stages have different sizes.
 
 Append new architectures at the end: the options of a case depend on the architecture's index, and the audit finds some
 planted bugs only with certain options.
@@ -143,7 +143,7 @@ BLOCKS = {
     "s": {"kind": "shared_attention", "heads": 4, "hidden": 48, "rank": 3, "adapt_attention": True},
     "t": {"kind": "shared_span", "heads": 4, "hidden": 48, "rank": 3, "chunk": [4, 8], "block": 2, "blocks": 2},
 }
-"""Options by letter. Sub-layers with one of these letters share their weights with all sub-layers of this letter."""
+"""Letter -> options, for letters whose sub-layers all share the same weights."""
 PARALLEL = {
     "k": {
         **{"kind": "mamba2", "state": 4, "head_dim": 4, "norm": False, "output_multiplier": 0.5},
@@ -152,7 +152,7 @@ PARALLEL = {
     "j": {"kind": "swiglu", "hidden": 48, "gate_multiplier": 0.75, "output_multiplier": 1.5},
     "p": {"kind": "swiglu", "hidden": 48, "beside": True},
 }
-"""Options by letter, for Falcon-H1: sub-layers with multipliers, and an MLP as a parallel branch.
+"""Letter -> options, for Falcon-H1: sub-layers with multipliers, and an MLP as a parallel branch.
 
 `beside` makes a sub-layer a parallel branch of the previous sub-layer.
 """
@@ -308,7 +308,7 @@ SHRUNK: dict[str, dict[str, int]] = {
     "swiglu": {"hidden": VOCABULARY},
     "squared_relu": {"hidden": VOCABULARY},
 }
-"""Small option values, by the mixer's kind. To save time, they replace a recipe's values; the same code runs."""
+"""Mixer's kind -> small option values. They replace a recipe's values to save time; the same code runs."""
 
 
 def shrunk(config: Config, data: int) -> Config:

@@ -155,7 +155,7 @@ def _twice_under_sequence_parallelism(self: ParallelBranch, inputs: SubLayerInpu
 
 
 def _settled_before_the_last(self: Stack, *inputs: Any) -> StackOut:
-    """Return a stage's output; if the last sub-layer is a parallel branch, without this branch's output."""
+    """Return a stage's output. If the last sub-layer is a parallel branch, its output is left out."""
     out = _stack(self, *inputs)
     last = list(self.values())[-1]
     if isinstance(last, ParallelBranch):

@@ -1,7 +1,7 @@
 """Selects the audit's cases from the command line, compares them, and prints the table.
 
 The audit compares a training step in a parallel layout with the same step on one process. A case is a small model in
-one layout. Each case is compared in float64 and in fp32, on GPUs in fp32 only.
+one layout. Each case is compared in float64 and in fp32. On GPUs it is compared only in fp32.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ from hybridtron.proving.chaos.training_run import (
 
 POLL_INTERVAL_S = 0.02
 MAX_REASON_CHARACTERS = 150  # longer reasons are shortened; run/outcome.json and rank-N.log have the full reason
-HEADER = ("after step", "fault", "what was hit", "how the run ended", "after", "resumed from")  # of the faults' table
+# columns of the table that lists the faults
+HEADER = ("after step", "fault", "what was hit", "how the run ended", "after", "resumed from")
 
 
 class FaultRunFailed(Exception):

@@ -100,8 +100,8 @@ def arguments_of(data: Path, steps: int, layout: str) -> tuple[str, ...]:
 def write_data(path: Path) -> None:
     """Write a prepared folder with synthetic documents.
 
-    In a document, each token exceeds the previous token by 1, 2 or 3, modulo the token count. This distance is the same
-    in the whole document. About one token in eight is then replaced by a random token.
+    In a document, each token exceeds the previous token by 1, 2 or 3, modulo VOCAB - 1. This distance is the same in
+    the whole document. About one token in eight is then replaced by a random token.
     """
     import numpy as np
     from tokenizers import Tokenizer, models
@@ -160,7 +160,7 @@ class ProcessStart:
         return [worker for rank in self.ranks for server in children(rank.pid) for worker in children(server)]
 
     def kill(self) -> None:
-        """Kill the processes of all ranks with their data workers, stopped processes included."""
+        """Kill the processes of all ranks and their data workers, including stopped processes."""
         for rank in self.ranks:
             with suppress(ProcessLookupError):
                 os.killpg(rank.pid, signal.SIGKILL)

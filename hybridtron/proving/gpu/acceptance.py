@@ -78,7 +78,7 @@ def steps(folder: Path, gpus: int = 1) -> list[AcceptanceStep]:
 def run_command(command: Sequence[str], log: Path, limit_s: float) -> int:
     """Run a command with its output in the file `log`, and return the command's exit code.
 
-    If the command took too long, the exit code is 124, as the program `timeout` returns it. If the command can't be
+    If the command took too long, the exit code is 124, like that of the program `timeout`. If the command can't be
     started, the exit code is NO_PROGRAM.
     """
     with log.open("w") as file:
@@ -115,7 +115,7 @@ def run_acceptance(folder: Path, cards: Path | None, launch: Launch = run_comman
 
 
 def copy_interrupted(whole: Path, resumed: Path) -> None:
-    """Copy a run's folder without the last checkpoint, as if the run had been interrupted before it."""
+    """Copy a run's folder without the last checkpoint, as if the run had been interrupted before that."""
     if resumed.exists():
         shutil.rmtree(resumed)
     if not whole.is_dir():

@@ -83,9 +83,9 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "adapter dropout=0.2": {"dropout": 0.2},
     "adapter dora=True": {"dora": True},
 }
-TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 3e-2}  # limits on the relative error, by dtype
+TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 3e-2}  # dtype -> limit on the relative error
 FURTHER_OFF = {("kda heads=2", torch.bfloat16): 0.1}
-"""Larger tolerances, by mixer and dtype.
+"""(mixer, dtype) -> larger tolerance.
 
 With two heads, A_log has two elements. The gradient of each element is a sum over all tokens, in which rounding errors
 add up: the relative error was 0.084 on an H200.
@@ -210,7 +210,8 @@ Call = tuple[Op, Any]
 def _by_content(budget: Budget, sizes: ModelSizes, length: int, dtype: torch.dtype) -> SparseInputs:
     """Return random inputs for sparse attention, with the bins and scores that select keys.
 
-    A mixer computes bins and scores from its input. Rounding could then change the selected keys and thus the outputs.
+    A mixer would compute bins and scores from its input, with rounding errors that could change the selected keys and
+    thus the outputs.
     """
     q, k, v = (torch.randn(ROWS, length, n, dtype=dtype).requires_grad_() for n in (16, 16, sizes.width))
     documents = (torch.arange(length) >= length // 3).long().expand(ROWS, -1)
@@ -244,8 +245,8 @@ def mixer_error(
 
     The sum whose gradients are compared excludes the output for each document's first token. The first token reads only
     itself, so its output may be near 0. A norm then enlarges the output until it is as large as other outputs, and
-    multiplies the gradient by the same factor. In one case, this gradient was 30 times as large as the gradients of
-    other tokens, and so was its rounding error.
+    multiplies the gradient by the same factor. In one case, this gradient and its rounding error were 30 times as large
+    as those of other tokens.
     """
     boundary = length - length // 3
     documents_BL = torch.stack([(torch.arange(length) >= boundary).int(), torch.zeros(length, dtype=torch.int32)])

@@ -42,7 +42,7 @@ PARTS = {
     "kernels": f"{BENCHMARKS}.kernels",
     "fp8": f"{__package__}.speed",
 }
-"""Module by the part's name. The module's function with the part's name runs the part and fills the report."""
+"""Part's name -> module. In the module, the function with the part's name runs the part and fills the report."""
 ROUNDS = 7  # repetitions of every time measurement
 
 

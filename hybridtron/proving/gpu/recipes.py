@@ -1,4 +1,4 @@
-"""Runs a few steps with every recipe on this device, for its verification card: losses, speed and memory.
+"""Runs a few steps with every recipe on this device, for the verification cards: losses, speed and memory.
 
 A verification card is a file in benchmarks/cards with a recipe's measured results, and with the results of a rehearsal
 (a training step that is simulated without a GPU).
@@ -34,7 +34,7 @@ from hybridtron.resources import pages
 
 STEPS = 3  # number of timed steps; the fastest step determines the speed
 LINES_WRITTEN = ("command", "commit", "versions", "gpu", "losses", "peak_gb", "waits", "tokens_per_second", "mfu")
-SYNCHRONIZES = "synchronizing CUDA operation"  # part of torch's warning
+SYNCHRONIZES = "synchronizing CUDA operation"  # part of torch's warning about a synchronization
 QUICK = ("laptop", "mamba2_laptop")
 SHORT = ("phases.0.seq_len=128", "phases.0.global_batch=2", "phases.0.micro_batch=1")
 BESIDE = ("mamba-ssm", "causal-conv1d", "flash-attn", "transformer-engine", "fla-core")
@@ -89,7 +89,7 @@ def fitting(name: str, quick: bool) -> list[str]:
 
 
 def take_steps(settings: list[str]) -> dict[str, Any]:
-    """Run one recipe's steps, and return the measurements for its verification card, by the keys LINES_WRITTEN."""
+    """Run one recipe's steps, and return the measurements for its verification card, with the keys LINES_WRITTEN."""
     recipe = settings[0].removeprefix("recipe=")
     options = settings[1:]
     config = load_checked(settings)
@@ -120,7 +120,7 @@ def take_steps(settings: list[str]) -> dict[str, Any]:
 
 @contextmanager
 def host_waits() -> Iterator[list[str]]:
-    """Record torch's warnings about synchronizations, by which the host waits for the device, in the block.
+    """Record the warnings that torch gives in the block when the host waits for the device (synchronizes).
 
     Yield a list, which is empty while the block runs, and gets the warnings' texts when the block ends.
     """

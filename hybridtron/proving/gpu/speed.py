@@ -36,7 +36,7 @@ def measure(report: BenchReport, title: str, wanted: Sequence[tuple[str, int]], 
     """Add a table with a row for each recipe in each precision.
 
     `wanted` has pairs: a recipe, and the number of sequences in a micro-batch. If a recipe can't run in a precision on
-    this device, the table has no row for them, and a note in the report gives the reason.
+    this device, the table lacks this row, and a note in the report gives the reason.
     """
     cells = []
     for name, rows in wanted:

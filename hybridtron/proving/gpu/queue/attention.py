@@ -1,4 +1,4 @@
-"""Times causal attention at the shapes of two recipes: full with each of torch's kernels, windowed with our op.
+"""Times causal attention at two recipes' shapes: full attention with torch's kernels, windowed with our op.
 
 Each recipe's shape is timed in both ways. In training, gdn_hybrid_412m uses full attention, and samba_421m uses a
 window of 2048 tokens.
@@ -21,8 +21,8 @@ from hybridtron.proving.gpu.queue.machine import fastest
 from hybridtron.proving.gpu.queue.rows import Recorder, Row, reason
 
 BACKENDS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
-# by recipe: sequences, tokens, heads, and channels per head
-# as suffixes of variable names, these axes are B, L, H (G for keys and values), K
+# recipe -> (sequences, tokens, heads, channels per head)
+# In variable names, the suffixes for these axes are B, L, H (or G for keys and values) and K.
 SHAPES = {"gdn_hybrid_412m": (8, 4096, 8, 128), "samba_421m": (8, 4096, 12, 128)}
 WINDOW = 2048
 

@@ -16,7 +16,7 @@ Letters for sizes:
     D   channels in the norm
     G   groups; for the delta rule, decays per head
 
-The keys of the tables of sizes, such as `32x512 H4 K128 V256`, write K and V for N and P of the linear attention ops.
+In the sizes' names for linear attention, such as `32x512 H4 K128 V256`, the letters K and V stand for N and P.
 """
 
 from __future__ import annotations
@@ -224,4 +224,4 @@ CONTESTS = {
         CONV_SIZES, (1, 32, 16), conv_inputs, by(causal_conv, TRITON), by(causal_conv, "causal-conv1d")
     ),
 }
-"""Comparisons, by the names of the op and of the other package."""
+"""`OP, PACKAGE` -> comparison of our op with the other package's op."""

@@ -1,7 +1,7 @@
 """Digest of the code that a part measures: it changes when a measurement could change.
 
-A part is a group of measurements on a GPU. Patterns in the part name the package's files that it measures. The digest
-excludes two things:
+A part is a group of measurements on a GPU. Each part lists path patterns for the package's files that it measures. The
+digest excludes two things:
 
 - comments, docstrings and blank lines, so that results stay valid when only these change
 - files with CPU implementations
@@ -24,7 +24,7 @@ from hybridtron.resources import PACKAGE, shipped
 
 CPU_ALONE = ("ops/native/*", "ops/*/native.py", "ops/*/onednn.py")
 DIGITS = 12
-STRING = re.compile("[rRuU]?[\"']")  # how a string begins that is neither bytes nor formatted
+STRING = re.compile("[rRuU]?[\"']")  # beginning of a string that is neither bytes nor formatted
 BASE = re.compile(r"^  - /recipe/(\S+)$", re.MULTILINE)
 
 

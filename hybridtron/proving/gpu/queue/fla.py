@@ -72,7 +72,8 @@ def delta(inputs: DeltaInputs) -> Tensor:
 def ssd(inputs: SSDInputs) -> Tensor:
     """Compute ssd_scan as gated linear attention with one decay per head.
 
-    C, B and dt x take the roles of queries, keys and values. A group's B and C are repeated for each head in the group.
+    C, B and dt * x take the roles of queries, keys and values. A group's B and C are repeated for each head in the
+    group.
     """
     x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, _, _ = inputs
     delta_BLH = step_sizes(dt_BLH, dt_bias_H)

@@ -1,4 +1,4 @@
-"""Profiles a step: a table with times by kernel, and the fraction of time in which the device is idle.
+"""Profiles a step: a table with the time of each kernel, and the fraction of time in which the device is idle.
 
 The profiler names a Triton kernel after its Python function, and several ops have functions with the same name, such as
 `_backward`. Therefore each launch of our kernels is recorded with its op. The GPU runs kernels in the order in which

@@ -1,4 +1,4 @@
-"""Measures the machine: other load, settings that serialize launches, and upper bounds for speeds in other parts."""
+"""Measures the machine: other load, settings that serialize launches, and upper bounds for other parts' speeds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUERIES = {
     "gpu": "--query-gpu=name,driver_version,pstate,clocks.sm,clocks.mem,power.draw,power.limit,utilization.gpu",
     "processes": "--query-compute-apps=pid,used_memory",
 }
-# beginnings of the names of environment variables that are recorded
+# An environment variable is recorded if its name begins with one of these texts.
 SETTINGS = ("CUDA_", "TORCH", "PYTORCH_", "TRITON_", "NVIDIA_", "CUBLAS_", "OMP_")
 COPIED = 2**31  # bytes in the copy that is timed
 LAUNCHES = 2000  # number of tiny kernels whose launches are timed
@@ -40,7 +40,7 @@ def machine(record: Recorder) -> None:
     for name, query in QUERIES.items():
         with record.case(name) as row:
             row["lines"] = query_gpu(query)
-            row["own"] = str([os.getpid(), os.getppid()])  # ids of our processes; all other ids are other load
+            row["own"] = str([os.getpid(), os.getppid()])  # ids of our processes; all other processes are other load
     with record.case("compiler") as row:
         row["key"] = compiler_key()
         row["as in the carried cache"] = row["key"] == record.modelled.get("compiler")

@@ -60,7 +60,7 @@ def of_cards(part: QueuePart, known: Sequence[PartAttempt]) -> str:
 
 
 def cards(part: QueuePart, known: Sequence[PartAttempt]) -> list[str]:
-    """Return the card that the list names for a part, then all other cards with attempts at the part."""
+    """Return the card for which a part is planned, then all other cards with attempts at the part."""
     return list(dict.fromkeys([part.card, *(attempt.begin["card"] for attempt in known if attempt.part == part.name)]))
 
 

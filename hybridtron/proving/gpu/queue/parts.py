@@ -33,12 +33,12 @@ RECIPES = {
     "samba_421m": (8, 4096),
     "samba_1.3b": (4, 4096),
 }
-"""Number of sequences in one micro-batch, and of tokens in a sequence, by recipe. benchmarks/gpu.md has these sizes.
+"""Recipe -> (sequences in one micro-batch, tokens in a sequence). benchmarks/gpu.md has these sizes.
 
 Recipes for which the rehearsal's times were least accurate come first.
 """
 FP8_RECIPE = "samba_1.7b_padded"
-FP8_ROWS = (2, 4096)  # number of sequences in one micro-batch, and of tokens in a sequence
+FP8_ROWS = (2, 4096)  # (sequences in one micro-batch, tokens in a sequence)
 FLA = "fla-core"
 MAMBA_SSM = "mamba-ssm"
 CONV1D = "causal-conv1d"
@@ -137,9 +137,9 @@ PARTS = (
     _package_step("samba_421m", 75),
     QueuePart("fp8", _FP8, "fp8:fp8", 120, PARTS_OF_STEPS, FP8_RECIPE, (TE,)),
 )
-"""Parts in order. After the part `machine`, those parts come first that show how a step's time is spent.
+"""The parts in order. First comes `machine`. Parts that show how a step's time is spent come before most other parts.
 
-All parts without compiled packages (mamba-ssm, causal-conv1d, transformer-engine) together take about ten minutes.
+The parts that need no compiled package (mamba-ssm, causal-conv1d, transformer-engine) together take about ten minutes.
 """
 
 

@@ -48,7 +48,7 @@ def read(folder: Path) -> list[Row]:
 
 
 def reason(error: BaseException) -> str:
-    """Return an exception's name and how its message begins, short enough for a row."""
+    """Return an exception's name and the beginning of its message, short enough for a row."""
     return f"{type(error).__name__}: {error}"[:WHY_CHARACTERS]
 
 

@@ -45,8 +45,8 @@ class PartState:
 def state_of(part: QueuePart, card: str, known: Sequence[PartAttempt]) -> PartState:
     """Return a part's state on a card.
 
-    The state is that of the last successful attempt with the current digest, or else of the last attempt with this
-    digest. Without such an attempt the part is undone.
+    The last successful attempt with the current digest determines the state. If no attempt with this digest was
+    successful, the last of these attempts determines the state. Without such an attempt the part is undone.
     """
     card_attempts = [attempt for attempt in known if attempt.part == part.name and attempt.begin["card"] == card]
     current = [attempt for attempt in card_attempts if attempt.begin["digest"] == part.digest]

@@ -48,7 +48,7 @@ TINY = {
     "samba_1.3b": ("model.pattern=M-W-", *WINDOWS),
     FP8_RECIPE: ("model.pattern=M-W-", *WINDOWS),
 }
-"""Settings by recipe, for tiny models whose steps are fast on a CPU."""
+"""Recipe -> settings for a tiny model whose steps are fast on a CPU."""
 
 
 def settings(recipe: str, precision: str = "bf16", tiny: bool = False) -> list[str]:
@@ -76,7 +76,7 @@ def build_engine(config: Config) -> Iterator[Steps]:
 
 
 def others() -> list[str]:
-    """Return the ops with Triton kernels of our own, but another package's kernels by default."""
+    """Return the ops that have Triton kernels of our own, but use another package's kernels by default."""
     with_ours = [name for name, op in OPS.items() if any(form.name == TRITON for form in op.implementations)]
     device = compute_device().type
     return [name for name in with_ours if OPS[name].choice(device)[0] in ("mamba-ssm", "causal-conv1d")]

@@ -33,13 +33,13 @@ from pathlib import Path
 from hybridtron.storage.digest import digest_of
 from hybridtron.storage.retry import Damaged, RetryPolicy, StorageError
 
-_ENTRY_NAME_LENGTH = 16  # an entry's name is this many first characters of a digest
+_ENTRY_NAME_LENGTH = 16  # number of a digest's first characters that form an entry's name
 _POLL_S = 0.05  # seconds between two attempts to take a lock or to reserve space
 
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Settings of the cache: folder, maximum size in bytes (None: unlimited), and retry policy for downloads."""
+    """Settings of the cache: folder, maximum size in bytes (None for no limit), and retry policy for downloads."""
 
     folder: Path
     limit: int | None = None
@@ -75,14 +75,14 @@ class CacheEntry:
     def __init__(self, options: CacheOptions, dataset: str) -> None:
         self.options = replace(options, folder=options.folder.absolute())
         self.root = self.options.folder / digest_of(dataset.encode())[:_ENTRY_NAME_LENGTH]
-        # marks by key; in memory too, because a mark's file may be impossible to write
+        # key -> mark; kept in memory too, because a mark's file may be impossible to write
         self._marks: dict[str, list[int | str]] = {}
 
     def open(self, path: Path, key: str, size: int, digest: str) -> mmap.mmap:
         """Map a file into memory; raise Damaged if its size or digest is wrong.
 
         The digest is computed at the first opening. Then a mark records the file's size, mtime, inode and digest, and
-        the digest is not computed again until one of them changes. Every opening sets the mark's own mtime to the
+        the digest is not computed again until one of these changes. Every opening sets the mark's own mtime to the
         current time. A symbolic link raises OSError.
         """
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:

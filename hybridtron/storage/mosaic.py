@@ -23,7 +23,7 @@ from hybridtron.requirements import missing
 from hybridtron.storage.retry import RetryPolicy, StorageError
 
 PACKAGE = "streaming"
-# URL scheme: arguments for `pip install` that install the store's client
+# URL scheme -> arguments for `pip install` that install the store's client
 CLIENTS = {
     "gs": "google-cloud-storage",
     "oci": "oci",
@@ -54,7 +54,7 @@ class MosaicStore:
     def bring(self, name: str, into: Path) -> Path:
         """Download an object to the local file `into`, and return `into`.
 
-        This is one attempt. Its duration is not limited, only each wait for the network. A client whose download has
+        This is one attempt. Its duration is not limited, but each wait for the network is. A client whose download has
         failed is not used again.
         """
         if self._owner != os.getpid():  # a forked process must not use its parent's connections

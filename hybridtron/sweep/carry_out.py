@@ -25,7 +25,7 @@ from hybridtron.sweep.grid import Sweep, SweepRun
 from hybridtron.train import outcome
 from hybridtron.train.jsonl import read_lines, read_record, write_whole
 
-STARTED = "sweep.json"  # file in the sweep's folder with the settings of all runs, by the run's name
+STARTED = "sweep.json"  # file in the sweep's folder: run's name -> the run's settings
 LOGS = "logs"
 TRAIN = (sys.executable, "-m", "hybridtron", "train")
 POLL_INTERVAL_S = 0.2  # seconds between checks for processes that have ended
@@ -36,7 +36,7 @@ TAIL = 2**16  # bytes read from the end of metrics.jsonl to find the last step
 class EndedRun:
     """A run that ended after `seconds`, or could not be started.
 
-    `fault` is the reason of a failure, and empty for a finished run.
+    `fault` is the reason for a failure; it is empty for a finished run.
     """
 
     run: SweepRun

@@ -45,7 +45,7 @@ class SweepRun:
     name: the run's name, made from the variant and the values
     variant: the variant's name; empty if the file has no variants
     values: the run's value for each key in the grid
-    settings: all arguments for `hybridtron train`: shared settings, those of the variant, and values from the grid
+    settings: arguments for `hybridtron train`: shared settings, the variant's settings, and values from the grid
     start: name of the run whose weights this run starts from; None if the weights are initialized
     best: True to start from the best checkpoint of run `start`, False to start from its newest checkpoint
     """
@@ -76,7 +76,7 @@ class Sweep:
 class Variant:
     """A variant: settings under a name, and optionally the variant `start` from whose weights the runs start.
 
-    If `best` is set, the runs start from the best checkpoints, else from the newest.
+    If `best` is set, the runs start from the best checkpoints, otherwise from the newest checkpoints.
     """
 
     name: str
@@ -163,7 +163,7 @@ class _File:
         return {key: [_text(value) for value in values] for key, values in grid.items()}
 
     def metrics(self) -> tuple[str, ...]:
-        """Parse the names of metrics; without them in the file, return the default metrics."""
+        """Parse the names of metrics; return the default metrics if the file names none."""
         names = self.parts.get("metrics", list(DEFAULT_METRICS))
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise self.wrong("metrics", "wrong-type", f"is {names!r}, {METRICS}")
@@ -250,5 +250,5 @@ def _short_names(keys: list[str]) -> dict[str, str]:
 
 
 def _name(variant: str, parts: list[str]) -> str:
-    """Join a variant's name and texts such as `seed=0` with hyphens to a run's name, which is a valid folder name."""
+    """Join a variant's name and texts such as `seed=0` with hyphens into a run's name, which is a valid folder name."""
     return re.sub(r"[^\w.=,+-]+", "_", "-".join([variant] * bool(variant) + parts)) or "run"

@@ -94,7 +94,7 @@ def header(sweep: Sweep) -> list[str]:
 
 
 def cells(sweep: Sweep, point: Point) -> list[str]:
-    """Return the cells in a point's row in the table, in `header`'s order."""
+    """Return the cells of a point's table row, in the order of `header`."""
     if any(run.variant for run in sweep.runs):
         variant = [point.variant]
     else:

@@ -1,7 +1,7 @@
 """Batch size of each step, in rows (sequences): `global_batch`, or fewer rows during the ramp at a phase's start.
 
-A ramp has several batch sizes, from ramp.start in increments of ramp.step to just below global_batch. Each batch size
-is used for an equal part of ramp.tokens, rounded up to whole steps. Steps and rows count from the phase's start.
+A ramp's batch sizes are ramp.start, ramp.start + ramp.step, and so on, below global_batch. Each batch size is used for
+an equal part of ramp.tokens, rounded up to whole steps. Steps and rows are counted from the phase's start.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hybridtron.config.units import parse_tokens
 
 @dataclass(frozen=True)
 class BatchRamp:
-    """Batch sizes over a phase.
+    """Batch sizes of the steps in a phase.
 
-    stairs: pairs (step count, rows in each step) for the ramp's batch sizes, in order
-    rows_at_last: rows in each step after the ramp, which is global_batch
+    stairs: a pair (step count, rows in each step) for each batch size in the ramp, in order
+    rows_at_last: rows in each step after the ramp (global_batch)
     """
 
     stairs: tuple[tuple[int, int], ...]
@@ -43,7 +43,7 @@ class BatchRamp:
         return self.rows_at_last
 
     def rows_before(self, step: int) -> int:
-        """Return how many rows steps 0 to `step` - 1 have in total."""
+        """Return the total number of rows in the steps before `step`; the phase's first step is step 0."""
         total = 0
         for steps, rows in self.stairs:
             total += min(step, steps) * rows
@@ -51,7 +51,7 @@ class BatchRamp:
         return total + step * self.rows_at_last
 
     def steps_for(self, rows: int) -> int:
-        """Return the smallest number of steps, from the phase's start, that together read at least `rows` rows."""
+        """Return how many steps, counted from the phase's start, are needed to read `rows` rows."""
         done = 0
         for steps, size in self.stairs:
             if rows <= steps * size:

@@ -1,12 +1,12 @@
 """Check a configuration by all rules that field types cannot express, and list all problems at once.
 
 The limits on a single key are declared at the key's field (`limits.py`). The functions here and in `checks/` check
-rules between several keys. Rules that need the data are in `data/problems.py`: the data must be readable, fit the
+rules that involve several keys. Rules that need the data are in `data/problems.py`: the data must be readable, fit the
 vocabulary and suffice for the run. The checks run before torch is imported and before a process group exists.
 
 A phase may change some sections in the configuration. These sections are checked for each phase with the phase's
-values. A rule then names a key in the run's section, such as `optim.clip`. If the phase has changed the key,
-`ResolvedPhase.key` replaces the name by the phase's own key, such as `phases.1.optim.clip`.
+values. A rule then reports a problem under the run's key, such as `optim.clip`. If the phase has changed this key, the
+problem must name the phase's own key instead, such as `phases.1.optim.clip`. `ResolvedPhase.key` returns this key.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def check(plan: RunPlan, world_size: int | None = None) -> list[Problem]:
 def _as_trained(phase: ResolvedPhase, world_size: int | None) -> Iterator[Problem]:
     """List problems in the sections that a phase may change, with this phase's values.
 
-    Problems have keys from the run's sections. `check` replaces them by the phase's own keys.
+    The problems name keys in the run's sections. `check` replaces these keys by the phase's own keys.
     """
     longest = max((settings.seq_len for settings in phase.config.phases if settings.seq_len > 0), default=sys.maxsize)
     of_model = model_problems(phase.model, longest)
@@ -99,7 +99,7 @@ def _as_trained(phase: ResolvedPhase, world_size: int | None) -> Iterator[Proble
 def _adapter_dropout(phase: ResolvedPhase, adapters: AdaptersConfig) -> Iterator[Problem]:
     """Report dropout in adapters if a rank's micro-batch has as many rows as tokens per row.
 
-    The dropout's random mask distinguishes the axis of rows and the axis of tokens by their lengths.
+    The function that draws the random mask distinguishes the row axis from the token axis by their lengths.
     """
     if (context := phase.config.parallel.context) < 1:
         return  # the limit of parallel.context reports this
@@ -116,7 +116,7 @@ def require(plan: RunPlan, world_size: int | None = None) -> None:
 
 
 def warnings(plan: RunPlan) -> list[str]:
-    """List settings that have no effect, or a surprising effect, with a sentence for each.
+    """Return a sentence for each setting that has no effect or a surprising effect.
 
     The configuration must have passed `check`.
     """
@@ -199,7 +199,7 @@ def _profile(plan: RunPlan) -> Iterator[Problem]:
 
 
 def _validation(run: RunConfig, phases: list[PhaseConfig]) -> Iterator[Problem]:
-    """Report `run.eval_tokens` if it is less than one row of the longest evaluated length."""
+    """Report `run.eval_tokens` if it is smaller than the longest evaluated row."""
     times = max(run.eval_lengths, default=1)
     longest = max((phase.seq_len for phase in phases), default=0) * times
     with suppress(ValueError):  # the limit of run.eval_tokens reports this

@@ -6,7 +6,11 @@ from enum import StrEnum
 
 
 class Source(StrEnum):
-    """Token source: a corpus that ships with Python, or a prepared folder, local or at a URL."""
+    """Source of the training tokens.
+
+    - embedded: text that ships with Python
+    - folder: a prepared folder, on the local disk or at a URL
+    """
 
     embedded = "embedded"
     folder = "folder"
@@ -26,8 +30,8 @@ class Documents(StrEnum):
 class Order(StrEnum):
     """Order in which training reads the tokens.
 
-    - windows: each row is a window with `seq_len` tokens, and the windows from packed documents are shuffled
-    - lanes: each row position in the batch is a lane, which reads complete documents, one after another, over the steps
+    - windows: packed documents are cut into windows with `seq_len` tokens; each row is a window, in shuffled order
+    - lanes: each row position in the batch is a lane, which over the steps reads complete documents, one after another
     """
 
     windows = "windows"
@@ -49,7 +53,7 @@ class DecaySchedule(StrEnum):
 
 
 class LrPiece(StrEnum):
-    """A phase's part in the learning-rate schedule.
+    """Relation between a phase's learning rate and the previous phase's.
 
     - rewarm: a new schedule, which warms up from the previous phase's last rate to the phase's `lr`
     - carry_on: the previous phase's schedule continues, as if both phases were a single phase
@@ -71,7 +75,7 @@ class Moments(StrEnum):
 class Export(StrEnum):
     """Model class for an export in Hugging Face's format.
 
-    - auto: a class from transformers if a class fits the model, else as custom
+    - auto: native if a class from transformers fits the model, else custom
     - native: a class from transformers; the export fails if no class fits
     - custom: this package's class, whose source files are in the export
     """
@@ -85,11 +89,11 @@ class Precision(StrEnum):
     """Number format for weights and activations. Reductions, norms and recurrent states stay in fp32.
 
     With an fp8 format, the matmuls in the large projections use FP8, and everything else uses bf16. FP8 tensors have
-    scale factors, which are computed from the largest absolute values:
+    scale factors, which follow from a largest absolute value:
 
-    - fp8_delayed: in the tensor over the last steps
-    - fp8_current: in the current tensor
-    - fp8_block: in each tile of the current tensor
+    - fp8_delayed: a scale factor for each tensor, from the tensor's largest value in the last steps
+    - fp8_current: a scale factor for each tensor, from the tensor's largest value now
+    - fp8_block: a scale factor for each tile of a tensor, from the tile's largest value now
     """
 
     fp32 = "fp32"
@@ -111,16 +115,15 @@ FP8_MULTIPLES = {Precision.fp8_delayed: 16, Precision.fp8_current: 16, Precision
 
 
 class StateMode(StrEnum):
-    """Initial recurrent state for a training row.
+    """Initial state of each row in training.
 
     A lane is one row position in the batch over all steps.
 
     - zero: zeros
     - random: Gaussian noise with standard deviation `states.sigma`
     - fitted: Gaussian noise with the mean and variance of earlier rows' final states
-    - passing: the final state of the lane's previous row, although the previous row is from another document
-    - tbtt: the final state of the lane's previous row, which the current row continues (truncated backpropagation
-      through time)
+    - passing: the final state of the lane's previous row, although that row is from another document
+    - tbtt: the final state of the lane's previous row, which the row continues (truncated backpropagation through time)
     """
 
     zero = "zero"
@@ -142,8 +145,8 @@ class Recompute(StrEnum):
     """Activation recomputation in the backward pass.
 
     - none: no recomputation
-    - selective: only sub-layers that mix tokens, such as attention and recurrences, not MLPs
-    - layer: all sub-layers
+    - selective: recompute sub-layers that mix tokens, such as attention and recurrences, but not MLPs
+    - layer: recompute all sub-layers
     """
 
     none = "none"

@@ -17,7 +17,7 @@ from hybridtron.limits import above, at_least, matching
 class Runtime(StrEnum):
     """Program that starts containers."""
 
-    pyxis = "pyxis"  # SLURM's plugin pyxis, through options of srun
+    pyxis = "pyxis"  # a plugin of SLURM, which adds container options to srun
     apptainer = "apptainer"
 
 
@@ -34,7 +34,7 @@ class ContainerConfig:
 
     image: str | None = None  # path or URL of the image; null: no container
     runtime: Runtime = Runtime.pyxis  # program that starts the container: pyxis (a plugin of srun) or apptainer
-    # OUTSIDE:INSIDE; the run's folder and the working folder are always mounted
+    # folders to mount, as OUTSIDE:INSIDE; the run's folder and the working folder are always mounted
     mounts: Annotated[list[str], matching(r"/[^:,]*:/[^:,]*(:\w+)?", "/OUTSIDE:/INSIDE")] = field(default_factory=list)
 
 
@@ -44,8 +44,10 @@ class ChecksConfig:
 
     disk_gb: Annotated[float, at_least(0)] = 10.0  # minimum free space, in GB, of the disk with the run's folder
     shared_gb: Annotated[float, at_least(0)] = 1.0  # minimum free space, in GB, of /dev/shm
-    clock_s: Annotated[float, above(0)] = 5.0  # largest deviation, in seconds, of a node's clock from the median
-    fabric: list[str] = field(default_factory=list)  # devices of /sys/class/infiniband that must have an active port
+    # maximum difference, in seconds, between a node's clock and the median of all nodes' clocks
+    clock_s: Annotated[float, above(0)] = 5.0
+    # names of InfiniBand devices, as in /sys/class/infiniband, that must have an active port
+    fabric: list[str] = field(default_factory=list)
     # run a small all-reduce inside each node and over all nodes, which also tests that all ranks can connect
     all_reduce: bool = True
     # minimum bus bandwidth, in GB/s, of the all-reduce inside a node; null: no minimum
@@ -61,7 +63,7 @@ class ClusterConfig:
     """A SLURM cluster, its nodes, and options of its jobs. Null means SLURM's default, or an unknown value."""
 
     name: str = "local"  # name of the cluster in tables
-    # dense bf16 peak of one device in TFLOPS, the reference for MFU, also with FP8
+    # peak rate of one device in TFLOPS, for dense bf16 matmuls; MFU is relative to this rate, even with FP8
     peak_tflops: Annotated[float | None, above(0)] = None
     memory_gb: Annotated[float | None, above(0)] = None  # memory of one device in GB
     partition: str | None = None  # sbatch's --partition; null: SLURM's default
@@ -74,7 +76,7 @@ class ClusterConfig:
     processes_per_node: Annotated[int, at_least(1)] = 1  # processes of a node without GPUs
     # CPU cores of each process, including cores for the workers of its data loader
     cpus_per_process: Annotated[int | None, at_least(1)] = None
-    memory: str | None = None  # sbatch's --mem, memory of a node; "0": all memory of the node
+    memory: str | None = None  # sbatch's --mem: memory to allocate on each node; "0": all memory of the node
     # further options of sbatch, such as --constraint=h100
     sbatch: Annotated[list[str], matching("-.*", "an option such as --constraint=h100")] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)  # modules for `module load`

@@ -27,7 +27,7 @@ from hybridtron.problems import ConfigError, Problem
 def model_of(configs: Path, choice: Choice) -> DictConfig:
     """Return the model in configs/model/NAME.yaml, or else the section `model` of the recipe NAME.
 
-    `configs` is the package's folder; the user's ./configs is searched too. `choice` has the name.
+    NAME is `choice.name`. `configs` is the package's folder, which is searched before the user's ./configs.
     """
     for folder in (configs, own_folder(configs)):
         if folder is not None and (file := folder / "model" / f"{choice.name}.yaml").is_file():
@@ -56,8 +56,8 @@ def _composed_once(
 
     folders: the package's configs/ and, if it exists, the user's ./configs
     choices: a choice for each group that is not left at its default
-    files: path, modification time and size of each file that Hydra may read; only part of the cache's key, so that
-        edited files are read again
+    files: path, modification time and size of each file that Hydra may read. They are used only as a part of the
+        cache's key, so that edited files are read again
     """
     store = _store_with_schema()
     for choice in choices:

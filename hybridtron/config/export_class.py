@@ -1,8 +1,8 @@
 """Find the class of transformers that can represent a model exactly, for an export in Hugging Face's format.
 
-`hf_compat.py` compares the model's sub-layers with each class; this file adds the embedding, the head and multipliers.
-A model that fits no class is exported with this package's class in `hf/`, which supports every registered mixer. The
-code that writes exports is in `interop/`. Nothing here needs torch or transformers.
+`hf_compat.py` compares the model's sub-layers with each class; this file compares the embedding, the head and the
+multipliers. A model that fits no class is exported with this package's class in `hf/`, which supports every registered
+mixer. The code that writes exports is in `interop/`. Nothing here needs torch or transformers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hybridtron.problems import Unusable
 from hybridtron.requirements import installed, missing
 
 SHIPPED = "HybridtronForCausalLM"  # this package's class, whose source files become part of the export
-RECORD = "hybridtron_export.json"  # file in each export that names the exported checkpoint
-TRANSFORMERS = (5, 23)  # minimum version: earlier versions compute Mamba-2's grouped norm as a single group
+RECORD = "hybridtron_export.json"  # file that each export contains; it names the exported checkpoint
+TRANSFORMERS = (5, 23)  # minimum version; earlier versions normalize all groups of Mamba-2's grouped norm as one group
 
 
 class CannotExport(Unusable):
@@ -81,7 +81,7 @@ def _beside(arch: Architecture, name: str) -> str | None:
 UNTIED = ("NemotronHForCausalLM",)
 """Classes whose head can't be tied to the embedding."""
 TIED = ("Zamba2ForCausalLM",)
-"""Classes that need a head tied to the embedding: without, transformers silently does not share their shared layers."""
+"""Classes whose head must be tied to the embedding. Else transformers silently does not share their shared layers."""
 MULTIPLIED: dict[str, Collection[str]] = {
     **dict.fromkeys(("GraniteForCausalLM", "GraniteMoeHybridForCausalLM"), MULTIPLIERS),
     "FalconH1ForCausalLM": ("embedding_multiplier", "logits_scaling"),

@@ -1,9 +1,9 @@
 """Compare a model's sub-layers with the classes of transformers, to find a class for an export.
 
-A sub-layer is one residual step in the model: a mixer (attention or a recurrence) or an MLP, with its norm. It fits a
-class only if all its options have exactly the values that the class implements. Unless stated otherwise, the functions
-return the first difference as a text whose subject "it" or "its" is the model, or None if they find no difference.
-`export_class.py` compares the embedding, head and multipliers.
+A sub-layer is one residual step in the model: a mixer (attention or a recurrence) or an MLP, with its norm. A sub-layer
+fits a class only if all its options have exactly the values that the class implements. Unless stated otherwise, the
+functions return a text about the first difference, or None if they find no difference. In these texts, "it" and "its"
+refer to the model. `export_class.py` compares the embedding, head and multipliers.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ OF_FEW_CLASSES = {
     "output_multiplier": 1.0,
     "beside": False,
 }
-"""Options of sub-layers that few classes support, with the values that all other classes need."""
+"""Sub-layer option that few classes support -> the value that all other classes need."""
 
 
 def halves(arch: Architecture) -> tuple[Sequence[MixerSpec], Sequence[MixerSpec]]:
-    """Return the sub-layers at even indices, and those at odd indices.
+    """Return the sub-layers at even indices, and the sub-layers at odd indices.
 
-    If mixers and MLPs alternate, the first are the mixers and the second are the MLPs.
+    If mixers and MLPs alternate, these are the mixers and the MLPs.
     """
     return arch.specs[::2], arch.specs[1::2]
 
@@ -108,7 +108,8 @@ def _attention(
 def _llama(arch: Architecture, norm_eps: float, windowed: bool, scaled: bool = False) -> str | None:
     """Check for Llama-like models: pairs of attention with rotary positions and a SwiGLU MLP.
 
-    With `windowed` the attention must have a window, else it must not. `scaled` means the same as in `_attention`.
+    The attention must have a window if `windowed` is True, and no window otherwise. `scaled` means the same as in
+    `_attention`.
     """
     mixers = halves(arch)[0]
     misfit = _pairs(arch) or _only(mixers, AttentionSpec) or _attention(mixers[0], scaled=scaled)
@@ -149,7 +150,7 @@ def _bamba(arch: Architecture, norm_eps: float) -> str | None:
 def _mamba2_hybrid(
     arch: Architecture, norm_eps: float, part: bool = False, scaled: bool = False
 ) -> tuple[str | None, AttentionSpec | None]:
-    """Check the common rules for Granite's hybrid and Bamba: pairs of a mixer and an MLP, with Mamba-2 and attention.
+    """Check the common rules for Granite's hybrid and Bamba: pairs of a mixer (Mamba-2 or attention) and an MLP.
 
     Returns (first difference or None, the attention spec or None). `part` and `scaled` mean the same as in
     `_attention`.
@@ -202,7 +203,7 @@ def _nemotron_h(arch: Architecture, norm_eps: float) -> str | None:
 
 
 def _delta(arch: Architecture) -> tuple[list[GatedDeltaNetSpec], list[AttentionSpec]]:
-    """Return the Gated DeltaNet mixers and the attention mixers; two empty lists if there are other mixers too."""
+    """Return the Gated DeltaNet mixers and the attention mixers; two empty lists if the model has other mixers too."""
     mixers = halves(arch)[0]
     recurrent = [spec for spec in mixers if isinstance(spec, GatedDeltaNetSpec)]
     attention = [spec for spec in mixers if isinstance(spec, AttentionSpec)]
@@ -215,7 +216,7 @@ def _delta_hybrid(arch: Architecture, qk_norm: str, gate: bool, norm_after: bool
     """Check the common rules for OLMo-Hybrid and Qwen3-Next: Gated DeltaNet and attention, each followed by an MLP.
 
     qk_norm, gate: values that the attention's options must have
-    norm_after: True if the norms of attention, and of the MLPs that follow attention, must be after the sub-layer
+    norm_after: True if attention, and each MLP after attention, must have its norm after the sub-layer, not before it
     """
     recurrent, attention = _delta(arch)
     if not recurrent or not attention:
@@ -234,7 +235,10 @@ def _delta_hybrid(arch: Architecture, qk_norm: str, gate: bool, norm_after: bool
 
 
 def _olmo_hybrid(arch: Architecture, norm_eps: float) -> str | None:
-    """Check for OLMo-Hybrid: Gated DeltaNet and attention; attention and the MLP after it have norms after them."""
+    """Check for OLMo-Hybrid: Gated DeltaNet and attention, each followed by an MLP.
+
+    Attention, and each MLP after attention, has its norm after the sub-layer.
+    """
     if misfit := _delta_hybrid(arch, "all", gate=False, norm_after=True):
         return misfit
     recurrent, attention = _delta(arch)

@@ -139,7 +139,7 @@ def to_plain(config: Config) -> dict[str, Any]:
 
 
 def values_by_key(config: Config) -> dict[str, Any]:
-    """Return every value in the configuration by its dotted key, such as `phases.0.seq_len`."""
+    """Return dotted key, such as `phases.0.seq_len` -> value, for every value in the configuration."""
     return dict(_plain_leaves(to_plain(config)))
 
 
@@ -181,7 +181,7 @@ _Dumper.add_representer(str, _text)
 
 
 def choices_of(group: str, configs: Path = CONFIGS) -> list[str]:
-    """Return the names that a group has in `configs`. The group `model` also has the recipes' names."""
+    """Return the names of a group's files in `configs`. For the group `model`, recipes' names are included."""
     files = (str(p.relative_to(configs / group).with_suffix("")) for p in (configs / group).rglob("*.yaml"))
     recipes = (p.name.removesuffix(".yaml") for p in (configs / "recipe").glob("*.yaml"))
     return sorted({*files, *(recipes if group == "model" else ())})
@@ -265,7 +265,7 @@ def _mix(config: DictConfig, mixture: str, entry: str, value: Any) -> None:
 
     mixture: key of the mixture, such as `data.mixture`
     entry: entry to set, such as `code.weight`, which may be new; if empty, `value` replaces the full mixture
-    value: the new value; None in place of a mixture removes all sources
+    value: the new value; None for the full mixture removes all sources
     """
     value = {} if value is None and not entry else value
     if not entry:
@@ -278,8 +278,8 @@ def _mix(config: DictConfig, mixture: str, entry: str, value: Any) -> None:
 def _value(text: str, is_text: bool) -> Any:
     """Parse a value with Hydra's grammar.
 
-    If `is_text`, the key needs a string. Then a value that the grammar rejects, or parses as a number or a list, is
-    returned as it is written: `(M-)*2` for `model.pattern`.
+    If `is_text`, the key needs a string. A text that the grammar rejects, or parses as a number or a list, is then
+    returned unchanged, such as `(M-)*2` for `model.pattern`.
     """
     try:
         value = OverridesParser.create().parse_override(f"value={text}").value()
@@ -293,7 +293,7 @@ def _value(text: str, is_text: bool) -> Any:
 
 
 def _typed(config: Any, found: list[Problem]) -> Config:
-    """Convert to `Config`. Raises ConfigError with the problems in `found` and the problems from the conversion."""
+    """Convert to `Config`. Raises ConfigError if `found` contains problems, or if the conversion finds more."""
     typed = None
     try:
         found += list(_unusable(config))

@@ -1,9 +1,9 @@
 """Shapes of the learning rate after the warm-up; `optim.schedule` names a shape.
 
-A shape maps a step's position in the schedule to a number from 0 to 1: 1 stands for the peak rate, 0 for the final rate
-(`optim.final_lr` times the peak), and other numbers interpolate linearly between these rates. A schedule covers a phase
-and all following phases with `lr_piece: carry_on`. To add a shape, write a function and add an entry to `SHAPES`
-(docs/extending.md). Nothing here needs torch.
+A shape maps a step's position in the schedule to a number from 0 to 1. The number 1 stands for the peak rate, 0 for the
+final rate (`optim.final_lr` times the peak), and other numbers interpolate linearly between these rates. A schedule
+starts with a phase, and continues through the phases directly after it that have `lr_piece: carry_on`. To add a shape,
+write a function and add an entry to `SHAPES` (docs/extending.md). Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LrPosition:
-    """A step's position in its schedule, in tokens.
+    """A step's position in its schedule, in tokens. The time before the warm-up (`optim.hold`) is not counted.
 
-    tokens: tokens from the schedule's start, after `optim.hold`, to the step's end
+    tokens: tokens from the schedule's start to the step's end
     warmup: length of the warm-up, which is at the schedule's start
-    whole: the schedule's length without `optim.hold`
+    whole: the schedule's length
     decay: length of the decay at the schedule's end (`optim.decay`); 0 for shapes without `uses_decay`
     """
 
@@ -29,7 +29,7 @@ class LrPosition:
     decay: int = 0
 
     def progress_since(self, start: int) -> float:
-        """Return the fraction of the tokens from `start` to the schedule's end that have been read, from 0 to 1."""
+        """Return the progress since `start`: 0 at or before `start`, and 1 at the schedule's end."""
         return min(max((self.tokens - start) / max(self.whole - start, 1), 0.0), 1.0)
 
 

@@ -2,8 +2,9 @@
 
 In the schema, null for a key of a phase means that the phase does not override the run's value. A config.yaml that a
 run has written contains many such nulls, and can be used as a recipe. But users write `mixture: null` into a phase or
-into `data` in order to remove a mixture. So here such a null is replaced by an empty mixture. This must happen before
-Hydra's result is merged into the schema, since after that a null can't be distinguished from a missing key.
+into `data` in order to remove a mixture. The functions here replace a user's `mixture: null` by an empty mixture. This
+must happen before Hydra's result is merged into the schema, since after that a null can't be distinguished from a
+missing key.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from hybridtron.config.suggestions import unresolved
 from hybridtron.problems import ConfigError
 
 MIXTURE = "mixture"
-# keys of a phase's section `data`; a dictionary with all these keys was written by a run, so null means no override
+# keys of a phase's section `data`; a section with all these keys was written by a run, so its nulls mean no override
 WRITTEN = {"source", "path", MIXTURE, "documents", "order", "epochs"}
 
 
 @dataclass
 class ComposedConfig(Config):
-    """The schema into which Hydra merges recipes. Sections with a mixture accept any value, so that nulls stay."""
+    """The schema into which Hydra merges recipes. Sections with a mixture accept any value, so that nulls are kept."""
 
     data: Any = MISSING
     phases: Any = MISSING
@@ -60,9 +61,9 @@ def without_null_mixtures(value: Any) -> Any:
 
 
 def remove_null_mixtures(config: DictConfig, key: str, value: Any) -> None:
-    """Empty the mixtures in `config` that `value`, a new value for `key`, sets to null.
+    """Remove all sources from each mixture in `config` that the new `value` for `key` sets to null.
 
-    Merging `value` alone would not remove their entries.
+    If `value` were only merged into `config`, the sources would remain.
     """
     for name, entry in value.items() if isinstance(value, dict) else ():
         if name == MIXTURE and entry is None:

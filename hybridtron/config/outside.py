@@ -4,7 +4,7 @@ A group is a subfolder of the package's configs/, such as recipe/, cluster/ or d
 group by its name: `recipe=laptop`. Users can choose their own files in two ways:
 
 - by a path: `recipe=./mine.yaml`
-- by a name: if the current folder contains configs/recipe/mine.yaml, then `recipe=mine`; other groups likewise
+- by a name: `recipe=mine` chooses the file configs/recipe/mine.yaml in the current folder, and likewise in other groups
 
 If the package and the user have different files for the same name, a run can't use this name. Nothing here needs torch.
 """
@@ -30,9 +30,9 @@ from hybridtron.safe_open import read_regular
 
 OWN = Path("configs")  # the user's folder of configuration files, in the current folder
 COMPLETE = "complete.txt"
-"""File that marks a copy of the package's configs/ which already contains the user's files.
+"""File that marks a copy of the package's configs/ to which the user's files were added.
 
-Jobs on a cluster use such a copy, and then ./configs is not read.
+Jobs on a cluster use such a copy, and do not read ./configs.
 """
 
 MAX_YAML_BYTES = 2**20  # maximum size of a user's file
@@ -66,7 +66,7 @@ class OutsideFile:
 
     @property
     def package(self) -> str:
-        """Section of the configuration to which the file's keys belong, as in its line `# @package SECTION`.
+        """Section of the configuration to which the file's keys belong: SECTION in its line `# @package SECTION`.
 
         Without such a line, a recipe's keys are top-level keys (`_global_`), and the keys of a file in any other group
         belong to the section with the group's name.
@@ -80,10 +80,13 @@ class OutsideFile:
 
 
 def own_folder(configs: Path) -> Path | None:
-    """Return the user's folder ./configs, or None if it must not be read.
+    """Return the user's folder ./configs, or None if no such folder must be read.
 
-    It is read only in addition to the package's configs/, so the result is None if `configs` is another folder. It is
-    also None if ./configs does not exist or is the package's folder, or if `configs` is marked as COMPLETE.
+    The result is None in three cases:
+
+    - `configs` is not the package's own configs/; ./configs is read only in addition to that folder
+    - `configs` is marked as COMPLETE
+    - ./configs does not exist, or is the package's configs/ itself
     """
     folder = OWN.absolute()
     if (
@@ -249,7 +252,7 @@ def copy_into(configs: Path, own: Path | None, files: Collection[OutsideFile]) -
 
 
 def _copy_own(configs: Path, own: Path) -> None:
-    """Copy the user's files whose names the package's groups do not have."""
+    """Copy the user's files, except for files with a name that already exists in the copy's group."""
     for group in groups_of(configs):
         for name in files_of(own, group):
             target = configs / group / f"{name}.yaml"

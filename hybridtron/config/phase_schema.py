@@ -88,7 +88,7 @@ class PhaseMuonConfig:
 class PhaseOptimConfig:
     """A phase's overrides for `optim`; null: no override."""
 
-    # the optimizer of this phase; its state starts at zero if the previous phase had another; null: optim.name
+    # optimizer of the phase; null: optim.name; its state starts at zero if the previous phase had another optimizer
     name: str | None = None
     schedule: str | None = None
     hold: str | None = None
@@ -144,15 +144,15 @@ class PhaseConfig:
     precision: PhasePrecisionConfig = field(default_factory=PhasePrecisionConfig)
     # options that override model.layers in this phase; null removes an option
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # name patterns of the weights to train, such as layers.*.mixer.*; null: all weights, or with adapters those of the
-    # adapters' preset
+    # name patterns of the weights to train, such as layers.*.mixer.*; null: all weights, or in a model with adapters,
+    # only the weights that the adapters' preset trains
     train: list[str] | None = None
     # low-rank adapters on frozen weights; null: model.adapters
     adapters: AdaptersConfig | None = None
-    init_from: str | None = None  # checkpoint, or run's folder, whose weights the phase starts from; as run.weights
+    init_from: str | None = None  # checkpoint or run whose weights the phase starts from, named as in run.weights
     moments: Moments = Moments.keep  # the optimizer's moments: keep those of the previous phase, or reset them
-    # export the model at the end of the phase to RUN/export/NAME in the format of Hugging Face: native: with a class of
-    # transformers; custom: with this package's class; auto: native if a class fits, else custom; null: no export
+    # export the model to RUN/export/NAME at the end of the phase, in Hugging Face's format; native: uses a class of
+    # transformers; custom: uses this package's class; auto: native if a class fits, else custom; null: no export
     export: Export | None = None
 
     @property

@@ -1,9 +1,9 @@
 """Divide the model's sub-layers among pipeline stages, and count data-parallel ranks.
 
 A sub-layer is one residual step in the model: a mixer or an MLP, with its norm. There are pipeline * virtual_pipeline
-stages of consecutive sub-layers. Variables in the code call a stage "chunk". Stage c runs on pipeline rank
-c % pipeline, as the rank's virtual stage c // pipeline (Megatron's interleaved schedule). So a micro-batch passes every
-rank's first virtual stage in turn, then every rank's second virtual stage, and so on.
+stages of consecutive sub-layers. In variables' names, a stage is a "chunk". Stage c runs on pipeline rank c % pipeline,
+as the rank's virtual stage c // pipeline (Megatron's interleaved schedule). So a micro-batch passes every rank's first
+virtual stage in turn, then every rank's second virtual stage, and so on.
 
 Bars (|) in `model.pattern` mark stage boundaries. Without bars, the stages are balanced: the division minimizes the
 most expensive stage's cost, and among such divisions it minimizes the sum of squared costs. Every stage gets at least
@@ -102,7 +102,7 @@ def stage_problems(arch: Architecture, parallel: ParallelConfig) -> list[Problem
 
 
 def shared_homes(arch: Architecture, stages: Sequence[range]) -> dict[str, list[int]]:
-    """Return, for each pattern letter with shared weights, the stages that have sub-layers with this letter.
+    """Return letter -> indices of the stages with its sub-layers, for letters whose sub-layers share weights.
 
     Letters whose sub-layers are all in a single stage are left out.
     """
@@ -180,7 +180,7 @@ def balanced(costs: Sequence[int], chunks: int) -> tuple[int, ...]:
 def _chunks_needed(sums: Sequence[int], limit: int) -> int:
     """Count the chunks if each chunk is filled greedily up to a sum of `limit`.
 
-    `sums` are the cumulative sums of the costs, from 0.
+    `sums` are the cumulative sums of the costs; the first is 0.
     """
     needed = at = 0
     while at < len(sums) - 1:
@@ -199,8 +199,9 @@ def data_parallel(parallel: ParallelConfig, world_size: int) -> int:
 def with_overlap(parallel: ParallelConfig, copies: int) -> ParallelConfig:
     """Replace None in `overlap_grad_reduce` and `overlap_param_gather` by true or false.
 
-    `copies` counts the ranks with the same weights. With virtual stages, None becomes false for `overlap_param_gather`:
-    Megatron would gather a stage's weights in one message with several dtypes, which the backend gloo delivers wrongly.
+    `copies` is the number of ranks that hold the same weights. With virtual stages, None becomes false for
+    `overlap_param_gather`, since Megatron would gather a stage's weights in one message with several dtypes. The
+    backend gloo delivers such messages wrongly.
     """
     reduce = parallel.overlap_grad_reduce
     gather = parallel.overlap_param_gather

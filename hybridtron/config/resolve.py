@@ -49,7 +49,7 @@ class ResolvedPhase:
     """A phase with its effective settings.
 
     index: the phase's index in `phases`, from 0
-    settings: the entry in `phases`, such as name, lengths and learning rates, with overrides
+    settings: the phase's entry in `phases`: name, lengths, learning rates, overrides and so on
     config: the run's configuration with the phase's overrides for model, optim and precision; checkpoints store it
     data, states: the run's sections with the phase's overrides
     parsed: the architecture of the phase's model; None if the model is invalid, which `check` reports
@@ -95,8 +95,8 @@ class ResolvedPhase:
     def trained(self) -> Sequence[str] | None:
         """Name patterns for the trained weights; None if all weights are trained.
 
-        In a model with adapters, these are the patterns for three groups: the adapters, the weights that the adapters'
-        preset trains too, and the phase's `train`.
+        In a model with adapters, the patterns match three groups: the adapters, the other weights that the adapters'
+        preset trains, and the weights in the phase's `train`.
         """
         adapters = self.model.adapters
         named = self.settings.train
@@ -124,7 +124,7 @@ class ResolvedPhase:
 
     @property
     def keeps_optimizer(self) -> bool:
-        """True if the previous phase has the same optimizer, or there is none.
+        """True if the previous phase has the same optimizer, or if there is no previous phase.
 
         If False, the state of the previous phase's optimizer is discarded before the phase starts.
         """
@@ -132,17 +132,18 @@ class ResolvedPhase:
 
     @property
     def documents(self) -> Documents:
-        """Treatment of several documents in a row: `data.documents`, or if that is null, a default.
+        """Treatment of several documents in a row: `data.documents`, or a default if that key is null.
 
         The default is `join` if rows start from noise or from another document's state, else `isolate`. Isolation
-        resets the state to zero at each document boundary, so the initial state would affect only the first document.
+        would reset the state to zero at each document boundary, so the initial state would affect only the first
+        document.
         """
         joined = self.states.mode in (*NOISE, StateMode.passing)
         return self.data.documents or (Documents.join if joined else Documents.isolate)
 
     @property
     def order(self) -> Order:
-        """Data order: `data.order`, or if that is null, lanes for states.mode=tbtt, else windows."""
+        """Data order: `data.order`. If that key is null: lanes for states.mode=tbtt, else windows."""
         return self.data.order or (Order.lanes if self.states.mode is StateMode.tbtt else Order.windows)
 
     @property
@@ -162,7 +163,7 @@ class ResolvedPhase:
 
     @property
     def carried_kinds(self) -> list[StateKind]:
-        """State kinds with which rows start: `states.carry`; if that is null, all kinds for tbtt, else ssm."""
+        """State kinds that rows start with: `states.carry`. If that key is null: all kinds for tbtt, else only ssm."""
         if self.states.carry is not None:
             return self.states.carry
         if self.states.mode is StateMode.tbtt:
@@ -182,7 +183,7 @@ class ResolvedPhase:
 
     @cached_property
     def end_step(self) -> int:
-        """The run's step count at the phase's end, rounded up so that the phase reads `settings.tokens` tokens."""
+        """The run's step count at the phase's end, rounded up: the phase reads at least `settings.tokens` tokens."""
         rows = -(-parse_tokens(self.settings.tokens) // self.settings.seq_len)
         return self.start_step + self.batch_ramp.steps_for(rows)
 
@@ -224,9 +225,9 @@ class ResolvedPhase:
 
         If the phase does not override the value, this is `key` itself. Else it is the phase's own key, for example:
 
-            optim.clip              phases.1.optim.clip
-            model.layers.W          phases.1.layers.W, if the phase overrides any option of W
-            model.layers.W.window   phases.1.layers.W.window
+            optim.clip             ->  phases.1.optim.clip
+            model.layers.W         ->  phases.1.layers.W, if the phase overrides any option of W
+            model.layers.W.window  ->  phases.1.layers.W.window
         """
         section, _, name = key.partition(".")
         if section in _SECTIONS and _sets(getattr(self.settings, section), name):
@@ -244,7 +245,8 @@ class ResolvedPhase:
 def resolve(config: Config, known: Sequence[Architecture] = ()) -> tuple[ResolvedPhase, ...]:
     """Return a run's resolved phases, in order. The configuration need not have been checked.
 
-    Phases with equal models share one architecture. An architecture in `known` is used for phases with its model.
+    Phases with equal models share one architecture. If `known` contains an architecture for a phase's model, it is
+    reused.
     """
     phases: list[ResolvedPhase] = []
     architectures = list(known)
@@ -353,7 +355,7 @@ Changes = PhaseDataConfig | PhaseStatesConfig | PhaseOptimConfig | PhasePrecisio
 
 
 def _with(options: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return a letter's options, an entry in `model.layers`, with a phase's changes.
+    """Return the options of a letter in `model.layers` with a phase's changes.
 
     Options that are dictionaries are merged recursively. A change to null removes the option.
     """
@@ -399,7 +401,7 @@ def _overlaid(base: Base, changes: Changes) -> Base:
 
 
 def _sets(changes: Changes, name: str) -> bool:
-    """Return True if a phase's section overrides the key `name`, in which dots lead into the value of a field."""
+    """Return True if a phase's section overrides the key `name`, which may have dots: `muon.momentum`."""
     first, _, rest = name.partition(".")
     value = getattr(changes, first, None)
     if isinstance(value, PhaseMuonConfig):

@@ -53,7 +53,7 @@ def read_saved(path: Path) -> DictConfig:
         ]
         merged = OmegaConf.unsafe_merge(
             pickle.loads(_defaults()), values
-        )  # unsafe_merge may reuse its arguments' nodes, which are new here
+        )  # unsafe_merge may reuse its arguments' nodes; nothing else uses these nodes
     except OmegaConfBaseException as error:
         if error.full_key:
             where = f"{path}: {error.full_key}"
@@ -101,7 +101,7 @@ def spelled_secrets(values: Any, key: str = "") -> Iterator[Problem]:
 
 
 def _without_unread(values: Any) -> Any:
-    """Remove the keys in NAMES_CODE and DROPPED."""
+    """Remove the keys in NAMES_CODE, and the keys in DROPPED if their value is 1."""
     if not isinstance(values, DictConfig):
         return values
     for section, names in NAMES_CODE.items():
@@ -127,7 +127,7 @@ def references(config: Any) -> Iterator[tuple[str, str]]:
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield (dotted key, parent section, name in the section) for every value that is not a section.
 
-    A list is a section whose names are its indices.
+    A list is treated as a section; the names in it are its indices.
     """
     if node._is_none() or node._is_missing():
         return

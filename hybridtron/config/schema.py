@@ -68,7 +68,7 @@ class DataConfig:
     # windows: shuffled rows of packed documents; lanes: each lane reads complete documents, one after another; null:
     # lanes for states.mode=tbtt, else windows
     order: Order | None = None
-    # number of tokens that are shuffled together; data shards with about twice as many tokens are in use at a time
+    # number of tokens that are shuffled together; the data shards in use hold about twice this number of tokens
     shuffle: Annotated[str, TOKENS] = "1B"
     feed: Feed = (
         Feed.torch
@@ -80,7 +80,7 @@ class DataConfig:
     cache: Annotated[str, possible_path] = "data/cache"  # folder for downloaded and decompressed shards
     # size limit of the cache in bytes, such as 500GB; null: no limit
     cache_limit: Annotated[str | None, readable_by(parse_bytes)] = None
-    # time limit in seconds of one attempt to download a file; for large files, of each MiB
+    # time limit in seconds of one attempt to download a file; if a file has more MiB, one second for each MiB
     timeout: Annotated[float, above(0)] = 60.0
     retries: Annotated[int, at_least(0)] = 2  # further attempts after a failed download
 
@@ -93,14 +93,14 @@ class StatesConfig:
     # another document; tbtt: the final state of the lane's previous row, from the same document
     mode: StateMode = StateMode.zero
     carry: list[StateKind] | None = (
-        None  # kinds of state that rows start with: ssm, conv, kv; null: ssm, for tbtt all kinds
+        None  # kinds of state that rows start with: ssm, conv, kv; null: all kinds for mode=tbtt, else ssm
     )
     # indices of the sub-layers whose initial states are set by mode; null: all sub-layers that have states
     layers: list[int] | None = None
     sigma: Annotated[float, at_least(0)] = 1.0  # for mode=random: standard deviation of the noise
-    # for mode=fitted: decay of the moving mean and variance of final states at each step
+    # for mode=fitted: decay at each step of the moving averages of the final states' mean and variance
     beta: Annotated[float, below_one("such as 0.1")] = 0.1
-    # for mode=passing: fraction of rows that start from zero
+    # for mode=passing: fraction of rows that start from zero states
     dropout: Annotated[float, below_one("such as 0.1")] = 0.1
     chunks: int = 1  # for mode=tbtt: chunks of seq_len tokens that each lane reads in one step
     through_time: bool = False  # for mode=tbtt: backpropagate through all chunks of a step
@@ -111,27 +111,28 @@ class OptimConfig:
     """The optimizer, a phase's learning-rate schedule, gradient clipping, and refused steps."""
 
     name: Annotated[str, one_of(OPTIMIZERS)] = "adamw"  # the optimizer, a name in hybridtron/optimizers
-    # AdamW's beta_1 and beta_2; for name=muon: those of the weights that AdamW updates
+    # AdamW's beta_1 and beta_2; for name=muon: beta_1 and beta_2 for the weights that AdamW updates
     betas: Annotated[list[float], below_one("such as 0.9 and 0.95")] = field(default_factory=lambda: [0.9, 0.95])
     eps: Annotated[float, above(0)] = 1e-8  # AdamW's epsilon
     # decoupled weight decay of matrices, convolutions, embedding and head
     weight_decay: Annotated[float, at_least(0)] = 0.1
-    # constant: weight_decay in every step; lr: weight_decay times the step's learning rate divided by the peak rate
+    # constant: weight_decay in every step; lr: weight_decay * (the step's learning rate / the peak rate)
     weight_decay_schedule: DecaySchedule = DecaySchedule.constant
     decay_all: bool = False  # also decay norms, biases, A_log, D and dt_bias
     clip: Annotated[float, above(0)] = 1.0  # maximum global gradient norm; larger gradients are scaled down
     # shape of the learning rate after the warm-up; wsd: constant, then linear decay
     schedule: Annotated[str, one_of(SHAPES)] = "cosine"
-    hold: Annotated[str, A_SHARE] = (
-        "0"  # length at learning rate 0, before the warm-up: tokens, or a share of the phase
-    )
-    warmup: Annotated[str, A_SHARE] = "1%"  # length of the warm-up: tokens, or a share of the phase
-    decay: Annotated[str, A_SHARE] = "20%"  # for schedule=wsd: length of the decay: tokens, or a share of the phase
-    # learning rate at the end of the phase, as a fraction of the peak rate
+    # length at learning rate 0 before the warm-up, in tokens, or as a share of the schedule (the phase and later phases
+    # that continue its schedule by carry_on)
+    hold: Annotated[str, A_SHARE] = "0"
+    warmup: Annotated[str, A_SHARE] = "1%"  # length of the warm-up, in tokens, or as a share of the schedule
+    # for schedule=wsd: length of the decay, in tokens, or as a share of the schedule
+    decay: Annotated[str, A_SHARE] = "20%"
+    # learning rate at the end of the schedule, as a fraction of the peak rate
     final_lr: Annotated[float, from_zero_to_one("a fraction of each phase's lr")] = 0.1
     z_loss: Annotated[float, at_least(0)] = 0.0  # weight of the z-loss, the squared log-sum-exp of the logits
-    # a step is refused if the logarithm of its gradient norm is above the mean of recent steps by more than this number
-    # of standard deviations; null: no such limit
+    # a step is refused if the logarithm of its gradient norm is more than this number of standard deviations above the
+    # mean over recent steps; null: no such limit
     spike: Annotated[float | None, above(0, "such as 6, or null")] = 6.0
     # after this number of refused steps in a row, the run rolls back to a checkpoint and skips the steps' data
     skips: Annotated[int, at_least(1)] = 5
@@ -152,16 +153,16 @@ class ParallelConfig:
     distributed_optimizer: bool = True  # shard the optimizer's state over data-parallel ranks
     # sub-layers that the backward pass recomputes: none; selective: sub-layers that mix tokens; layer: all
     recompute: Recompute = Recompute.none
-    # number of sub-layers at the start of every stage whose saved activations are offloaded to the host's memory
+    # number of sub-layers, at the start of every stage, that offload their saved activations to the host's memory
     offload: Annotated[int, at_least(0)] = 0
     transformer_engine: bool = False  # use Transformer Engine's linear layers instead of megatron-core's; needs a GPU
     # matmuls add weight gradients directly to the buffer that accumulates them over micro-batches; null: true on a GPU
-    # with torch 2.13 or newer and without run.compile, and false in Transformer Engine's layers
+    # with torch 2.13 or newer and run.compile=false, except in Transformer Engine's layers
     gradient_accumulation_fusion: bool | None = None
     # reduce gradients during the backward pass; null: true with several data-parallel ranks
     overlap_grad_reduce: bool | None = None
-    # gather weights during the forward pass; needs overlap_grad_reduce and distributed_optimizer; null: true with both,
-    # if there are no virtual stages
+    # gather weights during the forward pass; needs overlap_grad_reduce and distributed_optimizer; null: true if both
+    # are true, there are several data-parallel ranks, and there are no virtual stages
     overlap_param_gather: bool | None = None
 
     @property
@@ -171,7 +172,7 @@ class ParallelConfig:
 
     @property
     def model_ranks(self) -> int:
-        """Number of ranks in one model replica, which work on the same rows."""
+        """Number of ranks in one model replica. All ranks of a replica work on the same rows."""
         return self.tensor * self.pipeline * self.context
 
 
@@ -179,15 +180,15 @@ class ParallelConfig:
 class PrecisionConfig:
     """Precision of weights, activations, gradients and moments."""
 
-    # number format of weights and activations; fp8_*: FP8 for matmuls of large projections, else bf16
+    # number format of weights and activations; fp8_*: FP8 in the matmuls of large projections, bf16 everywhere else
     name: Precision = Precision.fp32
     # number format in which gradients are accumulated over micro-batches and ranks; bf16 halves memory and traffic,
     # with rounding errors
     gradients: KeptFormat = KeptFormat.fp32
     # number format of the optimizer's stored moments; bf16 halves their memory, with rounding errors
     moments: KeptFormat = KeptFormat.fp32
-    # for fp8_*: cast weights to FP8 once per step instead of in every forward pass, and keep the FP8 copy: one byte per
-    # weight, two with Transformer Engine
+    # for fp8_*: cast weights to FP8 once per step instead of in every forward pass, and keep the FP8 copy, which takes
+    # one byte per weight, or two with Transformer Engine
     cache_weights: bool = False
     emulate: bool = False  # for fp8_*: emulate FP8 rounding on any device, to study its effect on a recipe; slow
     # for fp8_*: number of sub-layers at the start that stay in bf16
@@ -208,7 +209,7 @@ class CheckpointConfig:
     # also keep checkpoints at multiples of this interval: steps, or tokens with a unit; null: none
     keep_every: Annotated[str | None, INTERVAL] = None
     keep_best: bool = False  # also keep the checkpoint with the lowest held-out loss
-    # s3://BUCKET/PREFIX, where checkpoints are copied; null: no copies
+    # address s3://BUCKET/PREFIX to which finished checkpoints are copied; null: no copies
     mirror: Annotated[str | None, matching("s3://[^/]+/.+", "s3://BUCKET/PREFIX, or left out")] = None
     failures: Annotated[int, at_least(1)] = 3  # training ends after this number of failed writes in a row
 
@@ -235,14 +236,14 @@ class RunConfig:
     )
     # accept other data, another order or another tokenizer than those of the checkpoint
     accept_data_changes: bool = False
-    # weights that a new run starts from: a checkpoint's folder; a run's folder for its newest checkpoint; or RUN@best
-    # for its checkpoint with the lowest held-out loss; null: random weights
+    # weights that a new run starts from: a checkpoint's folder; or a run's folder RUN, which stands for its newest
+    # checkpoint; or RUN@best, which stands for its checkpoint with the lowest held-out loss; null: random weights
     weights: str | None = None
-    # description of the pretrained weights that a recipe needs, so that run.weights must be set; null: the recipe needs
-    # no pretrained weights
+    # description of the pretrained weights that the recipe needs; if it is set, run.weights must be set too; null: the
+    # recipe needs no pretrained weights
     tunes: str | None = None
-    # decay of a moving average of the fp32 weights, which each checkpoint also stores (--ema of export, evaluate and
-    # generate read it), such as 0.999; null: no average
+    # decay, such as 0.999, of a moving average of the fp32 weights; checkpoints store the average, and the commands
+    # export, evaluate and generate use it with --ema; null: no average
     ema: Annotated[float | None, above(0), below_one("such as 0.999")] = None
     compile: bool = False  # compile the model with torch.compile
     log_every: Annotated[int, at_least(1)] = 10  # steps between log lines if stderr is not a terminal
@@ -257,7 +258,8 @@ class RunConfig:
     evaluate_every: Annotated[str, INTERVAL] = "10000"
     # samples of each task and length in these evaluations; null: the suite's number
     evaluate_samples: Annotated[int | None, at_least(1)] = None
-    sample_tokens: Annotated[int, at_least(0)] = 0  # tokens of a sample text that is generated at the end; 0: none
+    # length, in tokens, of a sample text that is generated at the end of the run; 0: no sample text
+    sample_tokens: Annotated[int, at_least(0)] = 0
     sample_prompt: str = "The "  # beginning of the sample text
     layer_norms: bool = False  # add per-layer norms of parameters and gradients to the metrics
     profile: Annotated[list[int], at_least(1)] = field(default_factory=list)  # steps to profile, such as [10,11]

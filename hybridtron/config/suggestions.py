@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hybridtron.config.saved import leaves
 from hybridtron.problems import Problem, did_you_mean
 
-# other trainers' names of keys, which are not similar enough for `did_you_mean`
+# name of a key in other trainers, too different for `did_you_mean` -> name of the key here
 NAMES_ELSEWHERE = {
     "batch_size": "global_batch",
     "global_batch_size": "global_batch",
@@ -40,9 +40,10 @@ CONFIG_OPTIONS = (
 
 
 def without_spaces(arguments: Sequence[str]) -> tuple[list[str], list[Problem]]:
-    """Remove arguments of settings with spaces, such as `recipe = laptop`, which the shell splits into three arguments.
+    """Remove settings with spaces, such as `recipe = laptop`, from the arguments.
 
-    Returns the remaining arguments, and a problem for each removed setting.
+    The shell splits such a setting into several arguments. Returns the remaining arguments, and a problem for each
+    removed setting.
     """
     remaining = list(arguments)
     problems = []
@@ -66,8 +67,8 @@ def without_spaces(arguments: Sequence[str]) -> tuple[list[str], list[Problem]]:
 def not_settings(arguments: Sequence[str], recipe_meant: Callable[[str], str | None]) -> Iterator[Problem]:
     """Report arguments that do not have the form key=value, including options such as `--recipe samba_421m`.
 
-    `recipe_meant` returns the recipe if an argument seems to be a recipe's name or file, such as `laptop` or
-    `configs/recipe/laptop.yaml`. Else it returns None.
+    `recipe_meant` is a function of an argument. It returns the recipe if the argument seems to be a recipe's name or
+    file, such as `laptop` or `configs/recipe/laptop.yaml`, and None otherwise.
     """
     option_value = None
     for argument, following in zip_longest(arguments, arguments[1:]):
@@ -145,7 +146,7 @@ def wrong_value(config: DictConfig, key: str, text: str, error: OmegaConfBaseExc
 
 
 def _entries(key: str, node: object) -> str:
-    """Return a phrase for the value that a section needs: its keys, or entries in braces for a dictionary."""
+    """Return a phrase about the value that a section needs: its keys, or for a dictionary, entries in braces."""
     if isinstance(node, DictConfig):
         keys = [str(name) for name in node]
     else:
@@ -173,7 +174,7 @@ def _meant(config: DictConfig, leaf: str, name: str, names: Sequence[str]) -> st
     """Return a hint such as ` (did you mean phases.0.lr?)`, or an empty text.
 
     leaf: last part of the unknown key
-    name: first part of the unknown key that its section does not have
+    name: first part of the unknown key that does not exist in its section
     names: keys in that section
 
     The hint names a similar key in the same section, or else a key in any section whose last part is similar to `leaf`.

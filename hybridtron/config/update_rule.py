@@ -16,7 +16,7 @@ from hybridtron.problems import Problem
 
 
 def update_rule(optim: OptimConfig) -> UpdateRule:
-    """Return the optimizer that `optim.name` names, with the options in the section `optim.NAME`, if there is one."""
+    """Return the optimizer that `optim.name` names, with the options in `optim.NAME` if this section exists."""
     rule: Any = OPTIMIZERS[optim.name]
     options = getattr(optim, optim.name, None)
     if options is None:
@@ -30,9 +30,9 @@ def same_update_rule(one: OptimConfig, other: OptimConfig) -> bool:
 
 
 def unread_problems(optim: OptimConfig, phase: ResolvedPhase | None = None) -> Iterator[Problem]:
-    """Yield a problem for each key with a value other than its default that the optimizer does not read.
+    """Yield a problem for each key that differs from its default although the optimizer does not read it.
 
-    `optim` is the section of `phase`, if given. A key that the phase itself sets is reported with any value.
+    If `phase` is given, `optim` is its section, and a key that the phase itself sets is reported with any value.
     """
     rule = OPTIMIZERS.get(optim.name)
     if rule is None:
@@ -54,7 +54,7 @@ def unread_problems(optim: OptimConfig, phase: ResolvedPhase | None = None) -> I
 
 
 def transfer_problems(optim: OptimConfig, model: ModelConfig) -> Iterator[Problem]:
-    """Yield a problem if the model uses muP, whose learning rates are not for this optimizer."""
+    """Yield a problem if the model uses muP but the optimizer does not support it."""
     rule = OPTIMIZERS.get(optim.name)
     if rule is None or rule.supports_mup or model.mup.base_width is None:
         return
@@ -77,7 +77,7 @@ def unread_by_phases(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
 
 
 def update_rule_warnings(phases: Sequence[ResolvedPhase]) -> list[str]:
-    """Return a sentence for each phase that trains no weight for the optimizer's matrix stage, if it has a stage."""
+    """Return a sentence for each phase whose optimizer has a matrix stage but gets no weight for it."""
     return [
         f"{phase.key('optim.name')}={phase.optim.name} updates no matrix in phase {phase.settings.name}, which trains "
         f"no projection of a mixer: train projections, or use {phase.own_key('optim.name')}=adamw"
@@ -97,7 +97,7 @@ def fresh_state_warnings(phases: Sequence[ResolvedPhase]) -> list[str]:
 
 
 def _trains_matrices(phase: ResolvedPhase) -> bool:
-    """Return True if the phase trains a weight for the optimizer's matrix stage, or the optimizer has no stage."""
+    """Return True if the phase trains a weight for the optimizer's matrix stage, or if there is no such stage."""
     rule = update_rule(phase.config.optim)
     if rule.matrix_stage is None:
         return True
@@ -105,7 +105,7 @@ def _trains_matrices(phase: ResolvedPhase) -> bool:
 
 
 def _values(key: str, value: Any, default: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each key at or below `key`, with its value and its default."""
+    """Yield (key, value, default) for `key`, or for each key below it if the value is a section."""
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             yield from _values(f"{key}.{field.name}", getattr(value, field.name), getattr(default, field.name))

@@ -2,16 +2,17 @@
 
 A recipe that starts from a checkpoint lists only its changes. For other keys its YAML has these interpolations:
 
-    ${weights:model.KEY}   a value from section `model` in the checkpoint's configuration; also for precision and run
+    ${weights:model.KEY}   a value from the section `model` of the checkpoint's configuration; likewise for the sections
+                           `precision` and `run`
     ${weights:phase.KEY}   a value from the checkpoint's last phase
-    ${weights:data.KEY}    a value from the data of the checkpoint's last phase
+    ${weights:data.KEY}    a value from the section `data` of the checkpoint's last phase
     ${steps:100}           number of tokens in 100 steps of the phase that contains the interpolation
     ${times:A,B}           A * B
     ${ratio:A,B}           A / B
 
 An imported checkpoint has no phases, since its model's training is unknown. Keys with ${weights:phase.KEY} must then be
-set by the user. The value run.weights=RUN@best names the checkpoint of the run RUN with the lowest held-out loss. This
-module reads only configurations, not the weights.
+set by the user. In the run RUN, RUN@best is the checkpoint with the lowest held-out loss. This module reads only
+configurations, not weights.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def register() -> None:
 def settle(config: DictConfig) -> None:
     """Check `run.weights`, and resolve interpolations that stand for a dictionary.
 
-    The dictionaries are resolved now, so that the command line can change their entries. Raises ConfigError if the
-    recipe needs `run.weights` and it is not set, or if it is set and names no checkpoint.
+    The dictionaries are resolved now, so that the command line can change their entries. Raises ConfigError if
+    `run.weights` is not set although the recipe needs it, or if its value is neither a run nor a checkpoint.
     """
     if config.run.weights is None:
         if any("${weights:" in text for _, text in references(config)):
@@ -140,7 +141,8 @@ def _saved(folder: str) -> dict[str, Any]:
 def _parsed(path: Path, _modified: int) -> dict[str, Any]:
     """Return the sections in a config.yaml as dictionaries.
 
-    `_modified`, the file's modification time, is only part of the cache's key, so that a changed file is read again.
+    `_modified` is the file's modification time. It is used only in the cache's key, so that a changed file is read
+    again.
     """
     config = OmegaConf.to_object(read_saved(path))
     assert isinstance(config, Config)
@@ -152,7 +154,7 @@ def _parsed(path: Path, _modified: int) -> dict[str, Any]:
     last = RunPlan.of(config).phases[-1]
     peak = next(
         phase.lr for phase in reversed(config.phases) if phase.lr is not None
-    )  # phases other than rewarm have no peak rate `lr`
+    )  # only phases with lr_piece=rewarm have a peak rate `lr`
     sections = {"model": last.model, "precision": last.precision, "run": config.run}
     sections |= {"phase": dataclasses.replace(last.settings, lr=peak), "data": last.data}
     return {name: dataclasses.asdict(section) for name, section in sections.items()}

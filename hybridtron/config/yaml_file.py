@@ -1,4 +1,4 @@
-"""Read a user's YAML file that is not a configuration: the file of a sweep, or the suite of an evaluation.
+"""Read a user's YAML file that is not a configuration, such as a sweep or an evaluation suite.
 
 Such a file contains a dictionary with known top-level keys. For any other content the functions raise `Unusable`, with
 a message for the user.

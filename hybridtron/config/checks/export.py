@@ -20,9 +20,9 @@ _NAME = re.compile(r"\w[\w.-]*")
 
 
 def export_problems(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
-    """List problems with exported phases: an invalid folder name, no class for the model, or transformers is missing.
+    """List problems with exported phases: an invalid folder name, no class for the model, or missing transformers.
 
-    transformers is needed, because each export is checked by loading it.
+    The package transformers is needed, because each export is checked by loading it.
     """
     if any(phase.settings.export is not None for phase in phases):
         fault = transformers_fault()
@@ -49,7 +49,7 @@ def export_problems(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
 
 
 def export_folder_problems(config: Config, phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
-    """List problems with existing export folders, which must be this run's exports of the phases' last steps.
+    """Report export folders that already exist, unless they are this run's exports of the same steps.
 
     The phases must have no other problems, since this function computes the phases' last steps.
     """
@@ -84,9 +84,9 @@ def newest_step(run_dir: Path) -> int:
 
 
 def sealed_checkpoints(run_dir: Path) -> dict[int, Path]:
-    """Return the run's sealed checkpoint folders, by step.
+    """Return step -> folder for the run's sealed checkpoints.
 
-    A checkpoint is sealed if it was written completely, so that its folder has a manifest. Its content is not verified.
+    A sealed checkpoint was written completely: its folder has a manifest. The folder's content is not verified.
     """
     folders = [path.parent for path in run_dir.glob("checkpoints/step-*/manifest.json")]
     return {int(path.name[5:]): path for path in folders if path.name[5:].isdigit()}

@@ -3,7 +3,8 @@
 - tensor parallelism: ranks get equal shards of every layer
 - pipeline parallelism: every stage gets at least one sub-layer
 - context parallelism: ranks get equal numbers of tokens from every row
-- data parallelism: ranks get equal numbers of micro-batches; with virtual stages, a multiple of the pipeline's size
+- data parallelism: ranks get equal numbers of micro-batches; with virtual stages, this number must be a multiple of the
+  pipeline's size
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MAX_TENSOR = 64  # largest tensor-parallel size that a message suggests
 def parallel_problems(phase: ResolvedPhase, world_size: int | None) -> Iterator[Problem]:
     """List all reasons why a phase can't run in its parallel layout on `world_size` processes.
 
-    If `world_size` is None, the fewest processes that the layout needs are assumed.
+    If `world_size` is None, the smallest number of processes that the layout needs is assumed.
     """
     parallel = phase.config.parallel
     if min(parallel.tensor, parallel.pipeline, parallel.virtual_pipeline, parallel.context) < 1:
@@ -53,8 +54,8 @@ def parallel_problems(phase: ResolvedPhase, world_size: int | None) -> Iterator[
 def _overlap(parallel: ParallelConfig) -> Iterator[Problem]:
     """Report `overlap_param_gather` without the settings that it needs.
 
-    Only the distributed optimizer shards weights, which are then gathered. Megatron gathers weights during the forward
-    pass only if it reduces gradients during the backward pass.
+    Weights are gathered only with the distributed optimizer, which updates them in shards. Megatron gathers them during
+    the forward pass only if it reduces gradients during the backward pass.
     """
     possible = parallel.distributed_optimizer and parallel.overlap_grad_reduce is not False
     if parallel.overlap_param_gather and not possible:
@@ -69,8 +70,8 @@ def _overlap(parallel: ParallelConfig) -> Iterator[Problem]:
 def _offload(phase: ResolvedPhase) -> Iterator[Problem]:
     """Report `offload` together with settings that do not support it.
 
-    Offloading moves the tensors that autograd saves for the backward pass to the host, by hooks on saved tensors.
-    torch.compile can't trace these hooks. With recomputation, autograd saves no such tensors.
+    Offloading uses autograd's hooks on saved tensors: the hooks move to the host each tensor that autograd saves for
+    the backward pass. torch.compile can't trace these hooks. With recomputation, autograd saves no such tensors.
     """
     parallel = phase.config.parallel
     is_violated = {

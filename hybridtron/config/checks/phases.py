@@ -59,7 +59,7 @@ def _sizes(where: str, phase: PhaseConfig) -> Iterator[Problem]:
 
 
 def _rate(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
-    """Report missing and unused learning rates in a phase. `lr_piece` determines the rates that it needs."""
+    """Report missing and unused learning rates in a phase. `lr_piece` determines which rates the phase needs."""
     piece = phase.lr_piece
     before = f"phases.{index - 1}"
     if piece is not LrPiece.rewarm and index == 0:
@@ -97,8 +97,8 @@ def _rate(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
 def _ramp(where: str, resolved: ResolvedPhase) -> Iterator[Problem]:
     """Report a ramp that does not reach `global_batch` in equal increments, or does not fit micro-batches or the phase.
 
-    A ramp also needs states.mode=zero and data.order=windows. In other modes, rows continue the state or the document
-    of the previous row in their lane, and new lanes of a growing batch have no previous row.
+    A ramp also needs states.mode=zero and data.order=windows. In other modes and orders, each row continues the state
+    or the document of the previous row in its lane. If the batch grows, its new lanes would have no previous row.
     """
     phase = resolved.settings
     ramp = resolved.settings.ramp
@@ -149,9 +149,9 @@ def _start(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
 
 
 def _layers(where: str, config: Config, phase: ResolvedPhase) -> Iterator[Problem]:
-    """Report changes of `layers` that would add, remove or reshape weights, and unknown letters.
+    """Report unknown letters in `layers`, and changes that would add, remove or reshape weights.
 
-    A phase may change options such as windows, which change only how weights are used.
+    Options such as windows, which change only how weights are used, may be changed.
     """
     unknown = [letter for letter in phase.settings.layers if letter not in config.model.layers]
     for letter in unknown:
@@ -247,10 +247,10 @@ def _durations(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
 
 
 def _tokens_of_course(phases: Sequence[ResolvedPhase]) -> int:
-    """Return the token count in the learning-rate schedule that starts with the first of these phases.
+    """Return the token count of the learning-rate schedule that starts with the first phase in `phases`.
 
-    The schedule covers the first phase and the following phases with lr_piece=carry_on, up to the first other phase.
-    Raises ValueError if a number of tokens can't be parsed.
+    The schedule covers this phase, and the phases directly after it that have lr_piece=carry_on. Raises ValueError if a
+    token count can't be parsed.
     """
     leader, *others = (phase.settings for phase in phases)
     followers = itertools.takewhile(lambda settings: settings.lr_piece is LrPiece.carry_on, others)

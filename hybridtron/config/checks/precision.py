@@ -2,7 +2,7 @@
 
 All dimensions of the matrices in FP8 matmuls must be multiples of the number in `FP8_MULTIPLES`: the rows and columns
 of each weight's shard on a rank, and the token count in a forward pass. A projection that fuses several weights is one
-matrix. The rules here do not import torch, so they can't check if the device supports FP8. When a run starts,
+matrix. The rules here do not import torch, so they can't check whether the device supports FP8. When a run starts,
 `parallel/transformer_engine.py` checks the device.
 """
 
@@ -26,8 +26,8 @@ from hybridtron.optimizers.base import UpdateRule
 from hybridtron.problems import Problem, choice
 
 EMULATION = "set precision.emulate=true to emulate FP8 rounding on this machine"
-BF16_DECAY = 0.98  # largest beta of moments in bf16, see engine/update_rules.py
-_REACH = 1024  # largest difference from an option's value at which `_fitting` searches
+BF16_DECAY = 0.98  # largest beta that moments in bf16 allow; engine/update_rules.py gives the reason
+_REACH = 1024  # `_fitting` searches for values that differ from an option's value by less than this
 
 
 def precision_problems(phase: ResolvedPhase) -> Iterator[Problem]:
@@ -63,7 +63,7 @@ def precision_warnings(precision: PrecisionConfig) -> Iterator[str]:
 
 
 def needs(precision: PrecisionConfig, what: str) -> Problem:
-    """Return the problem for an FP8 precision without its requirements. `what` names the missing package or GPU."""
+    """Return the problem for an FP8 precision without a required package or GPU; `what` names the missing part."""
     return Problem(
         "precision.name", "unavailable", f"is {precision.name}, which needs {what}; {EMULATION}, or use bf16"
     )
@@ -172,9 +172,9 @@ def _unfit(where: str, spec: MixerSpec, sizes: ModelSizes, config: Config, weigh
 
 
 def misfit(spec: MixerSpec, sizes: ModelSizes, tensor: int, multiple: int) -> str | None:
-    """Return the first weight in a sub-layer whose dimensions do not suit FP8, as `name rows x columns`, or None.
+    """Return a sub-layer's first weight with dimensions that do not suit FP8, as `name rows x columns`, or None.
 
-    The dimensions are those of the shard on one of `tensor` tensor-parallel ranks.
+    The dimensions are taken from a weight's shard on one of `tensor` tensor-parallel ranks.
     """
     for name, parameter in spec.parameters(sizes).items():
         if parameter.fp8:

@@ -38,9 +38,9 @@ def states_warnings(phases: Sequence[ResolvedPhase]) -> list[str]:
 
 
 def _letters_of_keys(phase: ResolvedPhase) -> set[str]:
-    """Return the letters of the sub-layers whose keys and values the phase carries, if they have any.
+    """Return the letters of the sub-layers whose keys and values the phase carries.
 
-    A letter is a key in `model.layers`.
+    A letter is a key in `model.layers`. Letters of sub-layers without keys and values may be included.
     """
     states = phase.states
     if states.mode is StateMode.zero or StateKind.kv not in phase.carried_kinds:

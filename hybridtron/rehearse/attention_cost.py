@@ -1,9 +1,9 @@
 """Simulated attention kernels: the tensors that other packages' kernels save and return, their bytes and FLOPs.
 
-The simulated kernels replace the real kernels in a training step that is simulated without a GPU. Like the real
-kernels, they save q, k, v, the output, and the log-sum-exp of each query and head in fp32 for the backward pass. The
-backward pass also allocates the dot product of output and output gradient for each query and head, and q's gradient,
-both in fp32.
+The simulated kernels replace the real kernels in a training step that is simulated without a GPU. For the backward
+pass, they save the same tensors as the real kernels: q, k, v, the output, and in fp32 the log-sum-exp of each query and
+head. The backward pass also allocates two fp32 tensors: the dot product of output and output gradient for each query
+and head, and the gradient of q.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from hybridtron.rehearse import events
 from hybridtron.rehearse.package_stubs import Given
 
-# number of matrix products in a pass, each over all pairs of a query and a key that the query sees
+# number of matrix products in a pass; each product covers all pairs of a query and a key that the query sees
 FORWARD = 2
 BACKWARD = 5
 
@@ -76,7 +76,8 @@ def rows(name: str, arguments: Given) -> Tensor:
 def documents(name: str, arguments: Given) -> Tensor:
     """Simulate a call to flash-attn's function for documents with different lengths, concatenated to (tokens, H, K).
 
-    Tensors have no values in a rehearsal, so the documents' lengths are unknown. Each document gets the maximum length.
+    Tensors have no values in a rehearsal, so the documents' lengths are unknown. All documents are assumed to have the
+    maximum length.
     """
     longest = arguments["max_seqlen_q"], arguments["max_seqlen_k"], arguments["max_seqlen_k"]
     in_rows = {part: arguments[part].unflatten(0, (-1, length)) for part, length in zip("qkv", longest, strict=True)}
@@ -92,7 +93,7 @@ flash3_documents = partial(documents, "flash-3")
 def flash4_rows(arguments: Given) -> tuple[Tensor, None]:
     """Simulate a call to flash-attn's version 4 for sequences with equal lengths. Return the output and None.
 
-    The real function returns None too, unless its caller requests the log-sum-exps.
+    The real function also returns None as its second value, unless its caller requests the log-sum-exps.
     """
     return rows("flash-4", arguments), None
 
@@ -136,8 +137,8 @@ def seen_pairs(queries: int, keys: int, causal: bool, before: int) -> int:
     """
     if not causal:
         return queries * keys
-    most = keys if before < 0 else min(before + 1, keys)  # number of keys that a query sees at most
+    most = keys if before < 0 else min(before + 1, keys)  # maximum number of keys that a query sees
     first = keys - queries + 1  # number of keys up to the first query's position
-    # number of queries that see fewer than `most` keys: the first query sees `first` keys, the next one more, and so on
+    # number of queries that see fewer than `most` keys: they see `first`, `first + 1`, `first + 2`, ... keys
     growing = max(0, most - first)
     return growing * first + growing * (growing - 1) // 2 + (queries - growing) * most

@@ -1,9 +1,9 @@
 """Cost budgets for recipes: a step that costs more than its budget is a regression.
 
 Costs are numbers from a rehearsal (a training step that is simulated without a GPU): for example, launches, bytes, and
-peak memory. A budget is stored in a small JSON file, so that a diff shows its changes. The file has the settings of the
-rehearsed run (a recipe, or a variant of a recipe with another `run.name`), and the step's costs when the file was
-written. Lower costs pass the check, but become the new limits only when the file is written again.
+peak memory. A budget is stored in a small JSON file, so that a diff shows its changes. The file contains the settings
+of the rehearsed run (a recipe, or a variant of a recipe with another `run.name`), and the costs of its step. Lower
+costs pass the check, but become the new limits only when the file is written again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hybridtron.resources import shipped
 
 FOLDER = shipped("benchmarks") / "rehearsed"
 SETTINGS = "settings"
-SLACK = 1.001  # bytes may be this many times the budget, because versions of torch differ in a few small operations
+SLACK = 1.001  # maximum ratio of bytes to their budget; versions of torch differ in a few small operations
 
 
 def path_of(name: str) -> Path:

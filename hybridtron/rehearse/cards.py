@@ -7,11 +7,11 @@ A card is a Markdown file. A row without a measurement has "not measured". Measu
 recipe, which `hybridtron check gpu` writes. A rehearsal is a training step that is simulated without a GPU. Rehearsals'
 results are read from the records that `hybridtron rehearse --suite` writes (`suite.py`).
 
-MFU is the fraction of the GPU's peak FLOP/s that the model's FLOPs amount to. A card has two MFU values, by two FLOP
-counts:
+MFU is the model's FLOPs per second, divided by the GPU's peak. A card has two MFU values, because there are two ways to
+count FLOPs:
 
-- the true count (`planning/count`): in attention, only pairs of a query and a key that the query sees
-- Megatron's formula (arXiv:2104.04473, equation 3): all pairs of a query and a key in a sequence, and no FLOPs for
+- the true count (`planning/count`) includes only attention pairs (query, key) in which the query sees the key
+- Megatron's formula (arXiv:2104.04473, equation 3) includes all pairs (query, key) in a sequence, and no FLOPs for
   scans
 
 In both counts, the backward pass has twice the forward pass's FLOPs.
@@ -51,7 +51,7 @@ LINES = {
     "waits": "host waits a step",
     "resume_difference": "largest difference of a resumed run's weights",
 }
-"""Labels of the card's rows, by the key in a measurement file."""
+"""Key in a measurement file -> label of the card's row."""
 HEADER = (
     "layout", "tokens/s a GPU", "MFU by the true count", "MFU by Megatron's formula", "GB of tensors",
     "host waits a step", "code",

@@ -4,10 +4,10 @@ The step is simulated without a GPU (rehearsed). Bytes are the memory traffic th
 inputs that it reads, and outputs that it writes. Views and uninitialized tensors cost nothing. A tensor that is only
 overwritten in place does not count as read. In a lookup table, only the selected rows count as read.
 
-An operation's source line is the line of the innermost frame in the call stack whose file is in this package. In the
-backward pass, autograd runs operations on its own threads, where the call stack has no such frame. A backward operation
-then gets the source line of the forward operation whose gradient it computes. Autograd gives both operations the same
-sequence number, by which the line is found.
+An operation's source line is the current line in the innermost frame of the call stack that belongs to this package. In
+the backward pass, autograd runs operations on its own threads, where the call stack has no such frame. A backward
+operation then gets the source line of the forward operation whose gradient it computes. Autograd gives both operations
+the same sequence number, which identifies the line.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class Census(TorchDispatchMode):
 
 
 def no_value(dtype: torch.dtype) -> bool | int | float:
-    """Return a placeholder for a tensor's value with this dtype: False, 1.0 or 1.
+    """Return a placeholder for the value of a tensor with this dtype: False, 1.0 or 1.
 
     The training code reads tensors' values to check for errors. With these placeholders its checks pass.
     """
@@ -279,7 +279,7 @@ def copy_direction(args: Any) -> str | None:
 def on_device(tensor: Tensor) -> bool:
     """Return True for a tensor on the GPU.
 
-    For a fake tensor `fake_device` is read, because reading `is_cuda` would be an operation that the census gets.
+    For a fake tensor, `fake_device` is read, because reading `is_cuda` would itself be an operation for the census.
     """
     if isinstance(tensor, FakeTensor):
         return tensor.fake_device.type == "cuda"

@@ -2,7 +2,7 @@
 
 A rehearsal simulates one rank's training step in one process, without a GPU and without other ranks. Each call counts
 the bytes that this rank would send in a ring of r ranks. For a full tensor with n bytes, an all-gather or a
-reduce-scatter sends n (r - 1) / r bytes, and an all-reduce sends 2 n (r - 1) / r bytes.
+reduce-scatter sends n * (r - 1) / r bytes, and an all-reduce sends twice this number of bytes.
 
 While a blocking call runs, nothing is computed. A call that returns a handle overlaps with all computation until the
 code waits for the handle.
@@ -44,7 +44,7 @@ class SentHandle:
         return True
 
 
-MESSAGE = 0  # in COUNTED, instead of a factor: a point-to-point message sends all bytes of its tensor
+MESSAGE = 0  # replaces the factor in COUNTED for point-to-point messages, which send all bytes of their tensor
 COUNTED: dict[str, tuple[str, int]] = {
     "all_reduce": ("tensor", 2),
     "all_gather_into_tensor": ("output_tensor", 1),
@@ -54,9 +54,9 @@ COUNTED: dict[str, tuple[str, int]] = {
     "isend": ("tensor", MESSAGE),
     "send": ("tensor", MESSAGE),
 }
-"""For each function, the name of the argument with the tensor, and a factor f.
+"""Function -> (name of its argument with the full tensor, factor f).
 
-For a tensor of n bytes, each of r ranks sends f n (r - 1) / r bytes. If f is MESSAGE, the sender sends n bytes.
+For a tensor with n bytes, each of r ranks sends f * n * (r - 1) / r bytes. If f is MESSAGE, the sender sends n bytes.
 """
 RECEIVED = ("irecv", "recv")  # replaced too, but not counted, because they send nothing
 # older names of these functions, which are replaced too
@@ -91,9 +91,10 @@ class Collectives:
         _replace(lambda *_, **__: None, "barrier")
 
     def _counted(self, name: str, function: Any) -> Callable[..., Any]:
-        """Return a replacement with the parameters of `function`, which records the call instead of sending.
+        """Return a replacement for `function` with the same parameters; it records calls and sends nothing.
 
-        isend and irecv always return a handle. Other functions return a handle only with async_op=True.
+        The replacements for isend and irecv always return a handle. Other functions return a handle only with
+        async_op=True.
         """
         signature = inspect.signature(function)
         blocking = not name.startswith("i")

@@ -1,8 +1,8 @@
 """Events in the current rehearsal that torch's operations do not show: waits, copies, other packages' kernels.
 
-A rehearsal simulates a training step without a GPU. In it, functions that replace CUDA functions and other packages'
-functions report events by the `report_*` functions below. The step's record (`census.py`) is the listener that gets
-these events.
+A rehearsal simulates a training step without a GPU. It replaces CUDA functions and other packages' functions. The
+replacements report events by calling the `report_*` functions below. The step's record (`census.py`) is the listener
+that gets these events.
 
 Listeners are stored in a module variable. Context variables would not be visible in the backward pass, which torch runs
 on its own threads.

@@ -1,4 +1,4 @@
-"""Replacements for torch.cuda's Python functions, after which this process appears to have one GPU.
+"""Replacements for torch.cuda's Python functions, which make this process appear to have one GPU.
 
 A rehearsal runs the code of a training step on a simulated GPU, without computing anything. Three parts make
 this possible: the replacements in this file, the C++ library of `fake_cuda_shim`, and torch's fake tensors, which have
@@ -30,7 +30,7 @@ class FakeStream:
     """A simulated CUDA stream or event whose work is always complete. Waits are reported to the rehearsal."""
 
     cuda_stream = 0
-    # indices in `Census.copies`: the host-device copies that were issued while this was last the current stream
+    # indices in `Census.copies`: the host-device copies of the last block `with torch.cuda.stream(self)`
     copies = range(0)
 
     def __init__(self, *_: Any, priority: int = 0, enable_timing: bool = False) -> None: ...
@@ -105,12 +105,12 @@ def pretend(library: ctypes.CDLL, gpu: GPU) -> None:
 
 
 COMPOSITE = ("mish_backward", "native_channel_shuffle", "silu_backward")
-"""Operations that have their own kernel on a GPU. torch built without CUDA would split them into smaller operations."""
+"""Operations with their own kernel on a GPU. A build of torch without CUDA would split them into smaller operations."""
 _library_of_kernels: list[torch.library.Library] = []
 
 
 def _register_kernels() -> None:
-    """Register placeholder CUDA kernels for the operations in COMPOSITE, which fake tensors never call."""
+    """Register placeholders as CUDA kernels for the operations in COMPOSITE. Fake tensors never call them."""
     library = torch.library.Library("aten", "IMPL")
     for name in COMPOSITE:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
@@ -148,7 +148,7 @@ class PlaceholderValues(TorchFunctionMode):
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.to and args[0].numel() == 1 and _names_gpu((*args[1:], *kwargs.values())):
-            args[0].constant = None  # if a value is stored in `constant`, the fake mode copies it to the device
+            args[0].constant = None  # the fake mode would copy a value that is stored in `constant` to the device
         if func is torch.Tensor.pin_memory:
             return args[0]
         if func is functional.scaled_dot_product_attention and args[0].is_cuda and kwargs.get("is_causal"):
@@ -161,8 +161,8 @@ class PlaceholderValues(TorchFunctionMode):
 def _attended(q_BHLK: Tensor, k_BGLK: Tensor, v_BGLK: Tensor) -> Tensor:
     """Count torch's causal attention as one kernel, as on a GPU.
 
-    torch built without CUDA would compute the attention by several operations, with a matrix of all scores. Axes: B
-    sequences, H query heads, G key/value heads, L tokens, K channels per head.
+    A build of torch without CUDA would compute the attention by several operations, with a matrix of all scores. Axes:
+    B sequences, H query heads, G key/value heads, L tokens, K channels per head.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BHLK, k_BGLK, v_BGLK))
     return attend("flash", q, k, v, causal=True, before=-1).transpose(1, 2)

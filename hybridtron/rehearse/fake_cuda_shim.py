@@ -1,4 +1,6 @@
-"""Makes torch accept a simulated CUDA device, by a small library (`fake_cuda_shim.cpp`) compiled once for each torch.
+"""Makes torch accept a simulated CUDA device: loads a small library, compiled once for each installed torch.
+
+The library's source is `fake_cuda_shim.cpp`.
 
 The library must be loaded before torch is imported, so this module does not import torch. After loading, the process
 can simulate (rehearse) training steps, but cannot compute on a real GPU.
@@ -43,7 +45,7 @@ def load() -> ctypes.CDLL:
 
 
 def describe() -> tuple[bool, str]:
-    """Return whether the library can be loaded or compiled, and its state as text. This function compiles nothing."""
+    """Return True if the library can be loaded or compiled, else False, and its state as text. Nothing is compiled."""
     try:
         damage = compiled.state(FOLDER, _name(_torch_folder()))
     except (compiled.NotBuilt, ShimProblem) as error:

@@ -1,12 +1,13 @@
 """Stubs for Transformer Engine: its linear layer, with and without FP8, and its scaling recipes.
 
-A rehearsal simulates a training step without a GPU. The stubs compute nothing in it; they count the work that
+A rehearsal simulates a training step without a GPU. In a rehearsal, the stubs compute nothing, and count the work that
 Transformer Engine would do.
 
 An FP8 region is the body of a `with autocast(...)` block. Inside it, both inputs to a matrix product are cast to FP8. A
 cast reads its input once and writes two copies with one byte per element: one in the input's layout, one transposed.
 The transposed copy is saved for the backward pass, instead of the input. The backward pass casts the output's gradient
-in the same way. A weight is cast only in a step's first micro-batch; later micro-batches use the same copies.
+in the same way. If the caller passes `is_first_microbatch`, a weight is cast only in a step's first micro-batch, and
+later micro-batches use the same copies. Else every forward pass casts the weight.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hybridtron.rehearse import events
 from hybridtron.rehearse.package_stubs import Given
 
 REGIONS: list[Any] = []  # scaling recipes of the open autocast blocks, innermost last; None if FP8 is not enabled
-# number of scaled tensors: input, weight and output in the forward pass; gradients of output and input in the backward
+# number of scaled tensors in a pass; forward: input, weight and output; backward: gradients of output and input
 COLUMNS = {"scaling_fwd": 3, "scaling_bwd": 2}
 
 
@@ -44,7 +45,7 @@ def autocast(arguments: Given) -> Iterator[None]:
 
 
 class ScalingStub:
-    """Base class for stubs of scaling recipes, which choose scale factors. A stub stores its arguments."""
+    """Base class for stubs of scaling recipes. A recipe chooses scale factors. A stub only stores its arguments."""
 
     real: ClassVar[inspect.Signature]
 
@@ -163,8 +164,8 @@ def _cast(x: Tensor) -> tuple[Tensor, Tensor]:
 def _product(left: Tensor, right: Tensor, out: Tensor, depth: int, read: Tensor | None = None) -> None:
     """Count the FLOPs and bytes of an FP8 matrix product, out = left @ right, with the inner dimension `depth`.
 
-    The bytes are those of reading `left` and `right` and writing `out`. If the product is added to a tensor `read`, the
-    bytes for reading this tensor are counted too.
+    The product reads `left` and `right`, and writes `out`. If it is added to another tensor, this tensor is given as
+    `read`, and counts as read too.
     """
     moved = left.numel() + right.numel() + out.nbytes + (0 if read is None else read.nbytes)
     events.report_kernel("fp8 mm", moved, 2 * out.numel() * depth, "product")

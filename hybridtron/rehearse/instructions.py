@@ -1,7 +1,7 @@
 """Instructions in compiled kernels, with the scheduling fields that the compiler writes into each instruction.
 
-A GPU issues a warp's instructions in order. It does not find out whether an instruction's inputs are ready. The
-compiler writes this into four fields of each instruction:
+A GPU issues a warp's instructions in order. It does not check whether an instruction's inputs are ready. Instead, the
+compiler writes into four fields of each instruction when it may be issued:
 
     stall   cycles after which the warp may issue its next instruction
     sets    a scoreboard that is busy until the instruction's result is ready
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 SIZE = 16  # bytes per instruction
 CONTROL = 41  # first bit of the scheduling fields, in an instruction's second half
-NONE = 7  # number that stands for no scoreboard
-KEPT = 38  # first bit of the number of accesses that DEPBAR leaves under way, in an instruction's first half
+NONE = 7  # value of the fields `sets` and `frees` that stands for "no scoreboard"
+KEPT = 38  # first bit of `Instruction.keeps`, in an instruction's first half
 MASK = 0b111111
 
 
@@ -29,8 +29,8 @@ MASK = 0b111111
 class Instruction:
     """One instruction: its name, such as `LDG.E.128`, and its scheduling fields (see the module's docstring).
 
-    `keeps` matters only for instructions that wait for asynchronous work, such as DEPBAR: how many groups of accesses
-    may still be under way when the wait ends.
+    `keeps` matters only for DEPBAR and similar instructions, which wait for asynchronous memory accesses: the number of
+    groups of accesses that may still be under way when the wait ends.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Instruction:
 def decoded(code: bytes, names: Sequence[str]) -> tuple[Instruction, ...]:
     """Return the instructions in machine code.
 
-    code   the instructions, without the file around them
+    code   the instructions' bytes, without the rest of the file that contains them
     names  the instructions' names, in code order
     """
     return tuple(_instruction(code[SIZE * index : SIZE * (index + 1)], name) for index, name in enumerate(names))

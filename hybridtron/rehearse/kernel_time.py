@@ -4,13 +4,14 @@
     products    tensor-core instructions, at the rate that cuBLAS reaches
     issue       issuing instructions: each of a multiprocessor's four schedulers issues one warp instruction a cycle
     units       a multiprocessor's execution units (`program_time.py`)
-    float64     the unit for float64, which is half as fast as that for float32
-    latency     the time of one program, for each round of programs that run at the same time
+    float64     the unit for float64, which is half as fast as the unit for float32
+    latency     the time of one program, multiplied by the number of rounds
 
-The programs that run at the same time are as many as fit on the multiprocessors, but never more than the grid has. A
-kernel with few programs, or with programs that are long chains of loads and products, is therefore slow whatever its
-bytes are. Instructions are counted in the compiled code, and multiplied by their loops' trip counts. Waiting of several
-resident programs for the same unit is not modelled beyond the units' rates, so the times are lower bounds.
+The programs of a round run at the same time: as many programs as fit on the multiprocessors, or all programs of the
+grid if these are fewer. A kernel with few programs, or with programs that are long chains of loads and products, is
+therefore slow even if it moves few bytes. Instructions are counted in the compiled code, and multiplied by their loops'
+trip counts. If resident programs wait for the same unit, only the unit's rate is modelled, so the times are lower
+bounds.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def _keys_of_queries(named: Mapping[str, Any]) -> int:
 def _queries_of_keys(named: Mapping[str, Any]) -> int:
     """Return the average trip count for a loop over the queries that see a key tile, in sparse attention.
 
-    `most` is how many keys a query sees at most. With KEPT, some keys are seen by more queries than others. The
-    estimate then counts `most` twice.
+    `most` is the maximum number of keys that a query sees. With KEPT, some keys are seen by more queries than others.
+    The estimate then counts `most` twice.
     """
     range_length = named["KEYS"] + (1 + named["KEPT"]) * named["most"]
     return -(-range_length * named["length"] // (named["total"] * named["QUERIES"]))
@@ -124,7 +125,7 @@ class KernelTime:
     """Modelled time for a launch: the seconds for each of the six kinds of work.
 
     warps   how many warps run on a multiprocessor at a time
-    rounds  how many programs a multiprocessor runs one after another
+    rounds  how many rounds of programs a multiprocessor runs, one round after another
     """
 
     bytes: float
@@ -171,7 +172,7 @@ class CountedKernel:
 
     @cached_property
     def executed(self) -> Counter[str]:
-        """Number of times that a warp executes each instruction, by the instruction's name."""
+        """Instruction's name -> number of times that a warp executes this instruction."""
         return self.compiled.executed(self.trips)
 
 

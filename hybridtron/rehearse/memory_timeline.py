@@ -69,7 +69,8 @@ class MemoryTimeline:
 class LiveMemory:
     """Recorder for allocated and freed memory.
 
-    `now` is a function that returns how many operations were counted so far. `current` has the bytes allocated now.
+    `now` is a function that returns how many operations were counted so far. `current` is the number of bytes that are
+    allocated at the moment.
     """
 
     now: Callable[[], int]

@@ -1,6 +1,6 @@
 """Stubs for packages that only a GPU machine has: modules whose functions have the real functions' signatures.
 
-A rehearsal simulates a training step without a GPU. In it, stubs replace packages such as flash-attn. A stub has the
+A rehearsal simulates a training step without a GPU, with stubs in place of packages such as flash-attn. A stub has the
 same parameters as the real function (`signatures.py` stores them), so that a call with wrong arguments raises a
 TypeError. The tensors that a stub returns have a shape and a dtype, but no values. Stubs count the bytes that the real
 functions would read, write, and save for the backward pass (`attention_cost`, `recurrence_cost`, `fp8_cost`). If a
@@ -65,8 +65,8 @@ STUBS: dict[str, dict[str, dict[str, str]]] = {
 }
 """Implementations of the stubs: package -> module -> name in the module -> `file:name` of the implementation.
 
-The file is in this folder. An implementation is a class, or a function whose only parameter is a `Given`. The stub that
-replaces the real function wraps this function, and has the real function's parameters (`_made`).
+The file is in this folder. An implementation is a class, or a function whose only parameter is a `Given`. `_made` wraps
+such a function in a stub, which has the real function's parameters.
 """
 
 
@@ -106,8 +106,8 @@ def _made(name: str, place: str, parameters: Any) -> Any:
     parameters: the stored parameters of the real function or class; None if none are stored
 
     If the implementation is a function, the stub checks a call's arguments against `parameters`, and passes them to the
-    function as a `Given`. If it is a class, the stub is a subclass with the attribute `real`, the signature, against
-    which the class checks arguments itself. Without stored parameters, the implementation itself is the stub.
+    function as a `Given`. If it is a class, the stub is a subclass whose attribute `real` is the signature; the class
+    itself checks arguments against it. Without stored parameters, the implementation itself is the stub.
     """
     file, _, work = place.partition(":")
     does: Callable[[Given], Any] = getattr(importlib.import_module(f"{ROOM}.{file}"), work)

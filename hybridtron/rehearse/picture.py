@@ -1,4 +1,4 @@
-"""Picture of a rehearsed step: memory over modelled device time, and bars with the time by kind of work.
+"""Picture of a rehearsed step: memory over modelled device time, and bars for the time of each kind of work.
 
 A rehearsal simulates two steps without a GPU, with different micro-batch counts. The memory plot shows the step with
 more micro-batches. Its colours stand for allocation sites: source lines that allocate tensors. The sites with the most
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MAX_SITES = 7  # number of allocation sites with a colour of their own
 LINE = "{1} ({0})"
 BESIDE: Any = {"frameon": False, "fontsize": "x-small", "loc": "center left", "bbox_to_anchor": (1, 0.5)}
-SMALL = 0.02  # kinds of work with a smaller fraction of the step's time are drawn together, as "all others"
+SMALL = 0.02  # fraction of the step's time; kinds of work that take less are drawn together, as "all others"
 
 
 def draw(rehearsals: Sequence[Rehearsed], output: Path) -> None:
@@ -47,7 +47,7 @@ def draw_memory(axes: Axes, rehearsed: Rehearsed) -> None:
     moments = [min(max(change.moment - step.passes_of_many.first, 0), len(until) - 1) for change in timeline.changes]
     milliseconds = [1e3 * until[moment] for moment in moments]
     most = [site for site, _ in timeline.at_peak.most_common(MAX_SITES)]
-    sites = sorted(most, key=lambda site: site[0] != "build")  # permanent tensors at the bottom
+    sites = sorted(most, key=lambda site: site[0] != "build")  # permanent tensors are drawn at the bottom
     bottom = [0.0] * len(milliseconds)
     for number, (site, amounts) in enumerate(zip(sites, timeline.of(sites), strict=True)):
         top = [low + size / 1e9 for low, size in zip(bottom, amounts, strict=True)]
@@ -88,7 +88,11 @@ def draw_time(axes: Axes, rehearsed: Rehearsed) -> None:
 
 
 def bars_of(rehearsed: Rehearsed) -> Mapping[str, Mapping[str, float]]:
-    """Return the step's seconds by bar and label: the step's parts by kind of work, and idle time by reason."""
+    """Return bar -> label -> seconds of the step.
+
+    There is a bar for each part of the step, with kinds of work as labels, and a bar for idle time, with reasons as
+    labels.
+    """
     time = rehearsed.time
     whole = time.whole
     limit = SMALL * time.seconds

@@ -1,10 +1,10 @@
-"""Predict training steps of the GPU queue, and write them to a file before they are measured.
+"""Predict the times of the GPU queue's training steps, and write them to a file before they are measured.
 
     python -m hybridtron.rehearse.predictions benchmarks/predictions/2026-11-27.json --gpu h100 --recipe mamba2_1.3b
 
 The GPU queue (`proving/gpu/queue`) measures whole steps. This command rehearses the same steps, and writes their
-modelled times, with the date and the commit. Nothing in the file is measured. A file that exists is not overwritten,
-because a prediction that was changed later tests no model.
+modelled times, with the date and the commit. Nothing in the file is measured. A file that exists is not overwritten: a
+prediction that could be changed after the measurement would not test the model.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The model goes through the compiled instructions in order, as a warp does. An in
 cycles of the instruction before it have passed and the scoreboards in `waits` are free (`instructions.py`). All warps
 of the program execute the same instruction at the same time, so they share each unit:
 
-    issue       four schedulers issue one warp instruction a cycle each
+    issue       each of four schedulers issues one warp instruction a cycle
     memory      the unit for shared memory, shuffles and global memory moves 128 bytes a cycle
     slow        the unit for exp2, logarithms, square roots and conversions of float64: 16 results a cycle
     float64     64 results a cycle, which is half the rate of float32
@@ -16,11 +16,12 @@ H100's data sheet. Latencies in cycles:
     SHARED_CYCLES   28.6, measured on an H100 SXM by a chain of dependent loads from shared memory
                     (github.com/ahmadsharif1/cuda_study, commit f2e2f70). Barriers, shuffles and reads of special
                     registers are assumed to take as long, because no measurement was found
-    SLOW_CYCLES     16, and TENSOR_CYCLES 32, for sm_86 (pjt222/ga104-cuda-kernels, docs/control_codes.md)
+    SLOW_CYCLES     16, for sm_86 (pjt222/ga104-cuda-kernels, docs/control_codes.md)
+    TENSOR_CYCLES   32, from the same source
     FLOAT64_CYCLES  assumed to be as long as SLOW_CYCLES
 
-Branches that skip instructions are not taken. Loops run as often as `trips` says. Bank conflicts and instruction cache
-misses are not modelled.
+Branches that skip instructions are not taken. `Program.trips` gives the iterations of each loop. Bank conflicts and
+instruction cache misses are not modelled.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ FLOAT64 = {"DADD", "DMUL", "DFMA", "DSETP"}
 CONVERSIONS = {"F2F", "F2I", "I2F"}
 PRODUCT = re.compile(r"([A-Z]*MMA)\.(\d+)x(\d+)x(\d+)")
 SMALL_PRODUCT = re.compile(r"(HMMA)\.(16)(8)(16|8|4)\b")
-WIDTHS = {"64": 2, "128": 4, "2": 2, "4": 4}  # instruction suffix -> 4-byte words per thread: LDS.128, LDSM.16.M88.4
+WIDTHS = {"64": 2, "128": 4, "2": 2, "4": 4}  # suffix, as in LDS.128 or LDSM.16.M88.4 -> 4-byte words per thread
 WARPS_OF_PRODUCT = {"HGMMA": 4}  # instruction -> number of warps that execute it together
 STEADY = 3  # number of a loop's iterations that are modelled; further iterations take as long as the last
 
@@ -55,7 +56,7 @@ class Memory:
     """Global memory, as one program sees it.
 
     latency  cycles until a load's value arrives, if nothing else is loaded
-    word     cycles in which one word (4 bytes) for each thread of the program arrives
+    word     cycles that it takes to move one word (4 bytes) for each thread of the program
     """
 
     latency: float
@@ -174,7 +175,7 @@ class Program:
         return self._clock.end
 
     def _run(self, first: int, last: int, depth: int) -> None:
-        """Execute the instructions from `first` to `last`, which are in `depth` loops."""
+        """Execute the instructions from `first` to `last`, which are inside `depth` nested loops."""
         index = first
         while index <= last:
             loop = next((loop for loop in self.loops if loop.first == index and loop.depth == depth), None)
@@ -210,7 +211,7 @@ class Program:
         clock.now += issued + (SHARED_CYCLES if instruction.base == "BAR" else 0.0)
 
     def _work(self, instruction: Instruction) -> tuple[float, float]:
-        """Execute an instruction on its unit. Return the moments when its operands are read and its result is ready."""
+        """Execute an instruction on its unit. Return two moments: operands read, and result ready."""
         clock = self._clock
         base = instruction.base
         unit, cycles = demand(instruction.name)

@@ -3,12 +3,12 @@
     TRITON_CACHE_DIR=FOLDER python -m hybridtron.rehearse.queue_model FILE --gpu h100
 
 The GPU queue (`proving/gpu/queue`) is a list of measurements for a GPU machine. Its parts time training steps and calls
-to single ops. A rehearsal simulates these steps and calls without a GPU, and writes their modelled times to FILE, as
-JSON.
+to single ops. This command rehearses them: it simulates the steps and calls without a GPU, and writes their modelled
+times to FILE, as JSON.
 
-A rehearsal also compiles the Triton kernels for the kind of GPU in --gpu, into the Triton cache FOLDER. Copy FOLDER to
-the GPU machine, which then need not compile the kernels. For this, both machines must have equal versions of Triton,
-ptxas, Python and the kernels' sources (`ops/kernel_compiled.compiler_key`).
+The command also compiles the Triton kernels for the kind of GPU in --gpu, and stores them in the Triton cache FOLDER.
+Copy FOLDER to the GPU machine, which then need not compile the kernels. For this, both machines must have equal
+versions of Triton, ptxas, Python and the kernels' sources (`ops/kernel_compiled.compiler_key`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
 def rehearse_parts(process: RehearsalProcess, recipes: Sequence[str], tiny: bool = False) -> dict[str, Any]:
     """Return the modelled times for the queue's steps and op calls, with the GPU, the compiler and the commit.
 
-    Calls also have their memory traffic in GB. With `tiny`, steps have tiny sizes, and no calls are rehearsed.
+    For each call, the memory traffic in GB is returned too. With `tiny`, steps have tiny sizes, and no calls are
+    rehearsed.
     """
     from hybridtron.ops.kernel_compiled import compiler_key  # imports torch, which must come after RehearsalProcess
     from hybridtron.proving.gpu.queue import contests, norms

@@ -1,16 +1,16 @@
-"""Stubs for mamba-ssm's scans and causal-conv1d's convolution: their copies, saved tensors and outputs.
+"""Stubs for mamba-ssm's scans and causal-conv1d's convolution, with the same copies, saved tensors and outputs.
 
 The stubs replace the real functions in a training step that is simulated without a GPU. A stub allocates the tensors
 that the real function would allocate, and counts the bytes and FLOPs.
 
 The selective scan (Mamba-1) needs inputs whose last axis, the tokens, is contiguous. Other inputs are copied. For the
-backward pass the scan saves the inputs, the output before the gate, and for every 2,048 tokens two fp32 numbers per
-state element.
+backward pass the scan saves three kinds of tensors: the inputs, the output before the gate, and for every 2,048 tokens,
+two fp32 numbers per state element.
 
 SSD (Mamba-2) computes a sequence in token chunks. SSD allocates four kinds of tensors:
 
 - dt in fp32
-- the cumulative sums of dt A within each chunk in fp32
+- the cumulative sums of dt * A within each chunk, in fp32
 - a state for each chunk
 - the matrix C B^T for each chunk, where B and C are the scan's inputs
 
@@ -165,7 +165,7 @@ class _ChunkScan(torch.autograd.Function):
 def _inside(inputs: Sequence[Tensor | None], chunk: int) -> tuple[list[Tensor], Tensor, Tensor]:
     """Allocate the tensors that SSD needs in a pass. Return three items:
 
-    - a list of two tensors: dt, and the cumulative sums of dt A within each chunk
+    - a list of two tensors: dt, and the cumulative sums of dt * A within each chunk
     - each chunk's state
     - the matrix C B^T for each chunk
     """

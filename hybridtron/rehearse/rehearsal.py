@@ -1,8 +1,9 @@
 """A rehearsal from start to end: this process gets a simulated GPU, runs training steps, and returns the results.
 
-A rehearsal simulates two training steps on one rank without a GPU: first a step with few micro-batches, then one with
-more. The difference between the two is what a micro-batch costs. Tensors have shapes and no values. A process can
-rehearse any number of ranks for one kind of GPU. Afterwards the process cannot compute on a real GPU."""
+A rehearsal simulates two training steps on one rank without a GPU: first a step with few micro-batches, then a step
+with more micro-batches. The difference between their costs is the cost of the additional micro-batches. Tensors have
+shapes and no values. A process can rehearse any number of ranks for one kind of GPU. Afterwards the process cannot
+compute on a real GPU."""
 
 from __future__ import annotations
 
@@ -37,13 +38,13 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class KernelReport:
-    """One of our Triton kernels with one grid, one set of options and arguments of one kind (see `KernelLaunch`)."""
+    """Results for a distinct launch of our Triton kernels (see `KernelLaunch`)."""
 
     name: str
     grid: tuple[int, ...]
-    launches: int  # in the rehearsed step with more micro-batches
+    launches: int  # number of such launches in the rehearsed step with more micro-batches
     compiled: CompiledKernel
-    time: KernelTime  # of one launch
+    time: KernelTime  # modelled time of one launch
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,9 @@ class RehearsalProcess:
         return Rehearsed(self.gpu, phase, world, step, time, kernels, planned)
 
     def calls(self, named: Callable[[], Iterable[tuple[Key, Callable[[], object]]]]) -> dict[Key, Work]:
-        """Run functions on the simulated GPU, and return their launches, bytes, FLOPs and modelled seconds by key.
+        """Run functions on the simulated GPU, and return key -> work: launches, bytes, FLOPs and modelled seconds.
 
-        `named` returns pairs of a key and a function without parameters.
+        `named` returns pairs (key, function). The functions have no parameters.
         """
         from hybridtron.rehearse.census import Census
         from hybridtron.rehearse.launches import Launches
@@ -162,10 +163,10 @@ class RehearsalProcess:
 
 
 def rehearse_calls(gpu: str, calls: str, *arguments: Any) -> dict[Any, Work]:
-    """Rehearse the functions that a generator yields, and return their work by key, as `RehearsalProcess.calls` does.
+    """Rehearse the functions that a generator yields, and return key -> work, like `RehearsalProcess.calls`.
 
-    `calls` names the generator as `module:name`, and `arguments` are its arguments. This function sets up the simulated
-    GPU, so run it in a new process.
+    `calls` names the generator as `module:name`, and `arguments` are the generator's arguments. This function sets up
+    the simulated GPU, so run it in a new process.
     """
     process = RehearsalProcess(GPUS[gpu])
     module, _, name = calls.partition(":")
@@ -175,8 +176,8 @@ def rehearse_calls(gpu: str, calls: str, *arguments: Any) -> dict[Any, Work]:
 def different_ranks(parallel: ParallelConfig, world: int) -> Sequence[int]:
     """Return one global rank for each pipeline rank.
 
-    Each returned rank is the last one in its context-parallel group, which needs the most memory. Megatron numbers
-    ranks with tensor ranks innermost, then context and data ranks, then pipeline ranks.
+    Each returned rank is the last rank in its context-parallel group, since this rank needs the most memory. In
+    Megatron's numbering, the tensor rank varies fastest, then the context rank, the data rank and the pipeline rank.
     """
     last = parallel.tensor * (parallel.context - 1)
     return range(last, world, world // parallel.pipeline)

@@ -1,7 +1,7 @@
 """Report of a rehearsal: tables for the console, and plain values for JSON.
 
 A rehearsal simulates one rank's training steps without a GPU: first a step with few micro-batches, then a step with
-more of them. All times are modelled, not measured.
+more micro-batches. All times are modelled, not measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hybridtron.rehearse.rehearsal import Rehearsed
 from hybridtron.rehearse.step_time import PartTime, Work
 
 PARTS = ("forward", "backward", "update")
-MAX_LISTED = 12  # allocation sites in the table of memory
+MAX_LISTED = 12  # maximum number of allocation sites in the memory table
 NOT_SEEN = f"Not modelled: {UNSEEN}; caches; the efficiency of other packages' kernels."
 
 
@@ -80,7 +80,7 @@ def waits_of(rehearsed: Rehearsed) -> Counter[tuple[str, str, str]]:
 
 
 def sent_of(rehearsed: Rehearsed) -> dict[tuple[str, str, int, bool, bool], tuple[int, int]]:
-    """Return the communication calls in the rehearsed step with more micro-batches: their number and bytes by key.
+    """Return key -> (number of calls, bytes) for communication calls in the rehearsed step with more micro-batches.
 
     A key has these values:
 
@@ -103,7 +103,7 @@ def sent_of(rehearsed: Rehearsed) -> dict[tuple[str, str, int, bool, bool], tupl
 
 
 def forms_of(rehearsed: Rehearsed) -> dict[str, list[str]]:
-    """Return two lists: "kernels" with ops that launch our Triton kernels, "attention" with attention kernels."""
+    """Return two lists of names: "kernels" lists ops with Triton kernels of ours, "attention" attention kernels."""
     operations = rehearsed.step.passes_of_many.operations
     ops = {operation.name.partition(".")[0] for operation in operations if operation.kind == "kernel"}
     attention = {operation.name.partition(" ")[0] for operation in operations if operation.kind == "attention"}
@@ -157,9 +157,9 @@ def print_tables(rehearsals: Sequence[Rehearsed]) -> None:
 
 
 def launch_line(rehearsed: Rehearsed) -> str:
-    """Return a line with the step's modelled host time and device time, and which of them binds.
+    """Return a line with the step's modelled host time and device time, and with the longer of them.
 
-    If the host's time is longer, the line names the settings that help.
+    If the host's time is longer, the line also names settings that help.
     """
     step = rehearsed.time.whole
     text = (
@@ -208,8 +208,8 @@ def _implementations(rehearsed: Rehearsed) -> Table:
 def _costs(rehearsed: Rehearsed) -> Table:
     """Return the cost table, with a row for each kind of work.
 
-    The columns have the costs for a micro-batch's forward and backward pass. The last columns have the costs that arise
-    once in a step, however many micro-batches it has.
+    The first columns have the costs of a micro-batch's forward and backward pass. The last two columns have the costs
+    that arise once in a step, regardless of its number of micro-batches.
     """
     time = rehearsed.time
     passes = time.micro_batch.costs

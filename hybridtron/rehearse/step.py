@@ -3,10 +3,11 @@
 The engine is built as for a run, but all tensors have shapes without values. Two steps are counted:
 
 few    a step with just enough micro-batches to fill the pipeline
-many   a step with twice as many, or with all micro-batches in a step if these are fewer
+many   a step with twice this number of micro-batches
 
-The difference between the two steps is the cost of the additional micro-batches. A step's remaining cost arises once,
-for any number of micro-batches. These two costs give a step's cost for any number of micro-batches.
+Neither step has more micro-batches than a step of the run. The difference between the two steps is the cost of the
+additional micro-batches. The remaining cost arises once in a step. From these two costs follows the cost of a step with
+any number of micro-batches.
 
 If gradients are reduced over ranks, another step is taken first and not counted, because in a run's first step Megatron
 overlaps no gradient reduction with computation.
@@ -66,8 +67,8 @@ class RankStep:
 
     rank: int
     place: groups.Groups  # process groups of the rank
-    implementations: list[tuple[str, str, str]]  # for every op: its name, its implementation, and the reason
-    micro_batches: int  # number in a step of the run
+    implementations: list[tuple[str, str, str]]  # for each op: its name, its implementation, and the reason
+    micro_batches: int  # number of micro-batches in a step of the run
     few: int
     many: int
     passes_of_few: CountedPart
@@ -170,11 +171,11 @@ class _Steps:
         return passes, self._count_part("update", lambda: self.engine.step(1e-4))
 
     def other_lanes(self, lanes: int) -> int:
-        """Return the bytes of the states that a run's step has in memory and the last counted step had not.
+        """Return the bytes of states that a run's step has in memory in addition to those of the last counted step.
 
         A lane is a sequence's index in the batch. A sequence starts from the final state of the previous step's
-        sequence with this index. For each lane, the old and the new state are in memory. In a run, the rank has `lanes`
-        lanes. A counted step has fewer lanes, because it has fewer micro-batches.
+        sequence with the same index. For each lane, the old and the new state are in memory. In a run, the rank has
+        `lanes` lanes. A counted step has fewer lanes, because it has fewer micro-batches.
         """
         carrier = self.engine.carrier
         if carrier is None or not carrier.lane_states:
@@ -183,7 +184,7 @@ class _Steps:
         return 2 * state_bytes * (lanes - len(carrier.lanes)) // len(carrier.lanes)
 
     def _count_part(self, part: str, run: Callable[[], object]) -> CountedPart:
-        """Call `run` as the step's part with this name, and return the records that the call has added."""
+        """Call `run`, record its operations as the step's part `part`, and return the new records."""
         census = self.census
         sent = self.sent
         first = len(census.operations)
@@ -195,7 +196,7 @@ class _Steps:
         return CountedPart(first, census.operations[first:], census.waits[waits:], sent[calls:], census.copies[copies:])
 
     def _batch(self) -> Batch:
-        """Return a batch as the loader makes it, without values.
+        """Return a batch with the same tensors as a loader's batch, but without values.
 
         With context parallelism, the batch has only the tokens of the rank's sequence shard.
         """

@@ -6,8 +6,8 @@
     other operations    the time for their bytes
     each of these       at least the time in which the device starts and ends a kernel
     a launch            a fixed host time, longer for a Triton kernel. The host launches while the device computes, so
-                        the two times are not added: the step takes the longer one, and is called host-bound or
-                        device-bound
+                        the host's time and the device's time are not added: the step takes the longer of them, and is
+                        called host-bound or device-bound
     a collective        the time for its bytes over the link, minus the computation between the call and the wait for
                         its result
     a host-device copy  the time for its bytes, minus the computation between the copy and the wait for its result;
@@ -53,14 +53,14 @@ class Work:
 
 
 Works = dict[tuple[str, str], Work]
-"""Work by the part of the step (forward, backward or update) and the kind of work (`category`)."""
+"""(part of the step, kind of work) -> work. Parts are forward, backward and update; `category` returns the kind."""
 
 
 @dataclass
 class PartTime:
     """Cost of a step's part: the device's work, exposed communication, and waits.
 
-    Communication is exposed as long as no computation runs at the same time.
+    Communication is exposed while no computation runs at the same time.
     """
 
     costs: Works = field(default_factory=lambda: defaultdict(Work))
@@ -119,7 +119,7 @@ class StepTime:
     once           cost that arises once in a step, including the update
     micro_batch    cost per micro-batch
     micro_batches  how many micro-batches a step has
-    waiting        how many micro-batches the pipeline's bubble lasts
+    waiting        length of the pipeline's bubble, in micro-batches
     """
 
     once: PartTime
@@ -207,7 +207,7 @@ def host_seconds(operation: Operation) -> float:
 def exposed_seconds(call: Sent, until: Sequence[float], first: int, gpu: GPU) -> float:
     """Return the seconds of a communication call during which no computation runs.
 
-    until  for each operation in the part, the device time that all operations before it take together; last, the total
+    until  device times: entry i is the total for the part's first i operations, and the last entry is for all of them
     first  index of the part's first operation in the census
     """
     needed = call.bytes / (gpu.between_nodes if call.between_nodes else gpu.inside_node)
@@ -220,7 +220,7 @@ def copies_seconds(copies: Sequence[Sent], until: Sequence[float], first: int, g
 
     Copies in the same direction run one after another.
 
-    until  for each operation in the part, the device time that all operations before it take together; last, the total
+    until  device times: entry i is the total for the part's first i operations, and the last entry is for all of them
     first  index of the part's first operation in the census
     """
     waited = 0.0

@@ -1,8 +1,8 @@
 """Rehearsal suite: every recipe under every layout, on one rank for each pipeline rank.
 
 A rehearsal simulates one rank's training step without a GPU. A rank's results are stored as a line in a file
-(`benchmarks/rehearse.jsonl`), with the rehearsed code's digest. A suite that was stopped can therefore continue. Ranks
-without results are rehearsed first. Ranks whose results have the digest of older code follow.
+(`benchmarks/rehearse.jsonl`), with the digest of the rehearsed code. A suite that was stopped can therefore continue:
+ranks without results are rehearsed first, then ranks with results of older code.
 
 Some recipes start from another run's weights. A rehearsal of such a recipe needs no checkpoint: it uses the model of a
 recipe whose weights could be trained further (`ORIGINS`, `ORIGIN`).
@@ -44,7 +44,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "CP4": (4, ("parallel.context=4",)),
     "TP2 x PP2 x DP2": (8, ("parallel=tensor2_pipeline2",)),
 }
-"""Number of processes and settings, by layout.
+"""Layout -> (number of processes, settings).
 
 In names, TP is tensor, SP sequence, PP pipeline, VPP virtual pipeline, DP data, and CP context parallelism.
 """
@@ -121,7 +121,7 @@ def all_cases(recipes: Sequence[str] = ()) -> list[RecipeCase]:
 
 
 def slice_of(cases: Sequence[RecipeCase], index: int, count: int, seed: str) -> list[RecipeCase]:
-    """Return the cases in slice `index` of `count` slices. A hash of `seed` and the case selects a case's slice."""
+    """Return the cases in slice `index` of `count` slices. A hash of `seed` and the case determines its slice."""
     return [case for case in cases if zlib.crc32(f"{seed} {case}".encode()) % count == index]
 
 
@@ -129,7 +129,7 @@ def slice_of(cases: Sequence[RecipeCase], index: int, count: int, seed: str) -> 
 def code_digest() -> str:
     """Return a digest over all files that a rehearsal's numbers depend on.
 
-    Comments, docstrings and blank lines of Python files, and lines of YAML files with only a comment, do not change it.
+    Comments, docstrings and blank lines in Python files do not change it, nor do comment lines in YAML files.
     """
     digest = hashlib.blake2b(digest_size=6)
     files = [path for name in REHEARSED for path in (PACKAGE / name, *(PACKAGE / name).rglob("*"))]
@@ -169,8 +169,9 @@ class SuiteRecords:
     def read(self) -> dict[Key, dict[str, Any]]:
         """Return the newest record for each key.
 
-        A case that can't be trained has one record, with the reason. Any other case has a record for each rank. A case
-        may have records of both sorts, because the code has changed. Only the sort of the newest record is returned.
+        A case that can't be trained has one record, with the reason. Any other case has a record for each rank. If the
+        code has changed, the file may contain records of both kinds for a case. Then only records of the newest
+        record's kind are returned.
         """
         newest: dict[Key, dict[str, Any]] = {}
         for record in read_lines(self.path):

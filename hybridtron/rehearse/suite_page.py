@@ -13,7 +13,7 @@ from hybridtron.planning.activations import MARGIN
 from hybridtron.rehearse.suite import EVERY_RANK, LAYOUTS, ORIGIN, ORIGINS, all_cases
 
 Record = dict[str, Any]
-SCALARS = 10**5  # limit on the bytes of norms and losses that a rank sends in a step, which plans do not count
+SCALARS = 10**5  # maximum bytes of norms and losses that a rank sends in a step; plans do not count them
 INTRODUCTION = """# Rehearsed steps
 
 One training step of every recipe under six layouts, simulated on {gpu} by `make rehearse`. The last column has the
@@ -78,7 +78,7 @@ def _sent_ratio(record: Record) -> float | None:
 
 
 def _equal_ranks(shown: Sequence[Record]) -> str:
-    """Return a sentence on the case EVERY_RANK: whether ranks with equal pipeline rank agree in their costs."""
+    """Return a sentence on the case EVERY_RANK: do ranks with the same pipeline rank have equal costs?"""
     case = f"`{EVERY_RANK[0]}` under {EVERY_RANK[1]}"
     ranks = [record for record in shown if (record["recipe"], record["layout"]) == EVERY_RANK]
     world = LAYOUTS[EVERY_RANK[1]][0]
@@ -126,7 +126,7 @@ def _table(records: Sequence[Record]) -> Iterator[str]:
 
 
 def _different(records: Sequence[Record]) -> list[Record]:
-    """Return one record for each pipeline rank, sorted by rank: the lowest global rank's record."""
+    """Return one record for each pipeline rank, from its lowest global rank. The records are sorted by rank."""
     ordered = sorted(records, key=lambda record: record["rank"])
     return list({record["pipeline_rank"]: record for record in reversed(ordered)}.values())[::-1]
 
@@ -147,7 +147,7 @@ def _numbers(ranks: Sequence[Record]) -> list[str]:
 
 
 def _forms(shown: Sequence[Record]) -> Iterator[str]:
-    """Yield a table's lines: kernel combinations, and the recipes in which they run, over all layouts."""
+    """Yield a table's lines: a row for each combination of kernels, with the recipes that use it in any layout."""
     recipes: dict[tuple[str, str], dict[str, None]] = {}
     for record in shown:
         forms = tuple(", ".join(record["forms"][key]) for key in ("kernels", "attention"))

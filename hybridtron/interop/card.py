@@ -16,8 +16,8 @@ SHARED_PAD = "padding uses the eos token: mask padding by attention_mask, not by
 def card(plan: RunPlan, target: Native, special: SpecialTokens) -> str:
     """Return the model card's text.
 
-    The card states only facts that the checkpoint records. These do not include a license, and for an imported model
-    neither its data nor its training.
+    The card states only facts that the checkpoint records. No checkpoint records a license, and the checkpoint of an
+    imported model records neither its data nor its training.
     """
     config = plan.config
     tags = "\n".join(f"- {tag}" for tag in dict.fromkeys(("hybridtron", target.model_type)))

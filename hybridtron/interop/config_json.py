@@ -73,7 +73,7 @@ def _of_rope(kind: Kind, names: str) -> dict[str, Kind]:
     return {f"{section}.{name}": kind for section in ("rope_parameters", "rope_scaling") for name in names.split()}
 
 
-# requirements by key of config.json; `SECTION.KEY` is a key inside the object SECTION
+# key of config.json -> requirement on its value; `SECTION.KEY` is a key inside the object SECTION
 KINDS: dict[str, Kind] = {
     **_all(COUNT, "hidden_size vocab_size state_size expand conv_kernel time_step_rank num_heads n_groups"),
     **_all(COUNT, "num_attention_heads intermediate_size shared_intermediate_size d_model pad_vocab_size_multiple"),
@@ -171,7 +171,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _faults(settings: dict[str, Any]) -> Iterator[str]:
-    """Yield a message for each value that its requirement does not allow; missing keys are allowed."""
+    """Yield a message for each value that does not satisfy its requirement. Missing keys are allowed."""
     for key, kind in KINDS.items():
         section, _, name = key.rpartition(".")
         if section:

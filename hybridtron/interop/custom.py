@@ -3,9 +3,9 @@
 transformers does not have this class, so an exported folder contains the class's code (`hybridtron/hf`) with the
 weights. The class supports every registered kind of sub-layer, in any order.
 
-config.json has the layer pattern, in which each letter is a sub-layer, and each letter's options. Options that have
-their default values are written too. So the folder still describes the same model if this package later changes a
-default.
+config.json contains the layer pattern, in which each letter stands for a sub-layer, and the options of each letter.
+Options that have their default values are written too. So the folder still describes the same model if this package
+later changes a default.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AUTO_MAP = {
 
 
 class Custom(Native):
-    """The custom class. Its config.json has any layer pattern as `pattern`, and the letters' options as `layers`."""
+    """The custom class. In config.json, `pattern` is the layer pattern, and `layers` maps letters to their options."""
 
     name = SHIPPED
     model_type = "hybridtron"

@@ -43,10 +43,10 @@ class SourceFile:
 
     module: path in the package, such as `ops.scan`
     lines: the file's lines
-    definitions: top-level functions, classes and assignments, by name
-    own_imports: definitions imported from this package, by their name in this file
-    foreign_imports: import statements for other packages, by the imported name
-    globals: all uses of global names in the file, including those in annotations, except annotations on local variables
+    definitions: name -> top-level function, class or assignment
+    own_imports: name in this file -> definition that is imported from this package
+    foreign_imports: imported name -> import statement, for imports from other packages
+    globals: all uses of global names in the file; annotations count too, except annotations on local variables
     """
 
     module: str

@@ -81,7 +81,7 @@ class ExportPlan:
     def tensors(self) -> list[Planned]:
         """Return the tensors to write.
 
-        Weights that need fp32 precision (A_log, D, the bias of dt) are written in fp32, whatever `dtype` is.
+        Weights that need fp32 precision (A_log, D, the bias of dt) are written in fp32, regardless of `dtype`.
         """
         planned = []
         for rule in self.target.rules(self.source.plan.arch):
@@ -146,7 +146,7 @@ def longest_row(source: Checkpoint) -> int:
 
 
 def target_of(arch: Architecture, wanted: Wanted) -> Native:
-    """Return the class to export a model as: a class of transformers (native), or the custom class.
+    """Return the class for a model's export: a class of transformers (native), or the custom class.
 
     Raises CannotExport if the class that `wanted` asks for does not compute exactly this model.
     """
@@ -155,7 +155,7 @@ def target_of(arch: Architecture, wanted: Wanted) -> Native:
 
 
 def class_of(folder: Path, settings: Mapping[str, Any]) -> Native:
-    """Return the class that is first in `architectures` of a folder's config.json.
+    """Return the class that a folder's config.json names first under the key `architectures`.
 
     Raises CannotImport if the class is unknown, or if `model_type` in config.json belongs to another class.
     """

@@ -46,7 +46,7 @@ from hybridtron.problems import Code, Unusable
 from hybridtron.safe_open import Unreadable, read_regular
 
 MAX_LISTED = 40  # number of faults that a message lists
-PART_BYTES = 2**26  # bytes per tensor file: two files are in memory, since the next file is read while one is written
+PART_BYTES = 2**26  # bytes per tensor file; memory holds two: the next file's tensors are read while a file is written
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class ImportFolder:
         )
 
     def tensors(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yield the name of each tensor file to write, and the file's tensors by key.
+        """Yield (file name, {key: tensor}) for each tensor file to write.
 
         A file's tensors are read and converted only when the iterator reaches the file.
         """
@@ -155,7 +155,7 @@ class ImportFolder:
 
 
 def _kind(folder: Path, settings: dict[str, Any]) -> ModelFormat:
-    """Return the format of a folder: that of the class in config.json, or of state-spaces/mamba.
+    """Return the format of a folder: the class that config.json names, or the format of state-spaces/mamba.
 
     state-spaces/mamba writes no class. Its config.json is recognized by the keys d_model and n_layer.
     """
@@ -216,8 +216,8 @@ def _chat_template(folder: Path) -> ChatTemplate | None:
 def same_tensors(source: ImportFolder, checkpoint: Checkpoint) -> None:
     """Convert the checkpoint's tensors back, and compare them with the tensors in the folder.
 
-    Raises CannotImport if a tensor is not equal bit for bit. Norm weights that the folder stores minus 1 (`less_one`)
-    may differ by fp32 rounding.
+    Raises CannotImport if a tensor is not equal bit for bit. Exception: in a format that subtracts 1 from norm weights
+    (`less_one`), these weights may differ by fp32 rounding.
     """
     for rule in source.rules:
         theirs = source.weights.read(rule.theirs)

@@ -1,4 +1,4 @@
-"""Native classes, that is model classes of transformers: translation between their config.json and our configuration.
+"""Native classes (model classes of transformers): translation between their config.json and our configuration.
 
 In names here and in the files `native_*`, `ours` means hybridtron, and `theirs` transformers. This file has the base
 classes, and the classes for models with only Mamba-1 or only Mamba-2 layers (MambaForCausalLM, Mamba2ForCausalLM).
@@ -32,7 +32,7 @@ class SubLayerNames(NamedTuple):
 
     norm: the norm before the sub-layer
     mixer: the module after the norm: attention, Mamba, MLP, ...
-    weights: this module's weights; None for the names from `exported_names` in the sub-layer's spec
+    weights: this module's weights; None stands for the names that the spec's method `exported_names` returns
     """
 
     norm: str = "norm"
@@ -43,15 +43,15 @@ class SubLayerNames(NamedTuple):
 class ModelFormat(ABC):
     """A model format other than ours: its tensor names, and how its config.json is translated.
 
-    Our sub-layers, each an attention, a Mamba, an MLP and so on, form the format's layers.
+    A layer in the format consists of one or several of our sub-layers (attention, Mamba, MLP, ...).
     """
 
     name: ClassVar[str]
     embedding: ClassVar[str] = "model.embed_tokens.weight"
     final_norm: ClassVar[str] = "model.norm.weight"
     layers: ClassVar[str] = "model.layers"
-    in_pairs: ClassVar[bool] = False  # if True, two sub-layers form a layer in models with MLPs: the second is the MLP
-    sub_layers: ClassVar[Mapping[str, SubLayerNames]] = {}  # by a sub-layer's kind; other kinds have the default names
+    in_pairs: ClassVar[bool] = False  # True if each layer of a model with MLPs is a mixer followed by an MLP
+    sub_layers: ClassVar[Mapping[str, SubLayerNames]] = {}  # sub-layer's kind -> names; other kinds: default names
 
     @abstractmethod
     def model(self, theirs: Settings) -> ModelConfig:
@@ -82,7 +82,7 @@ class ModelFormat(ABC):
         return rules.complete()
 
     def add_sub_layer(self, rules: Rules, arch: Architecture, layer: str, index: int) -> None:
-        """Add the rules for our sub-layer `index`. `layer` is the prefix of names in the format's layer with it."""
+        """Add the rules for our sub-layer `index`. `layer` is the name of the format's layer that contains it."""
         norm, mixer, weights = self.names_of(arch, index)
         if arch.specs[index].has_norm:
             rules.add(f"{layer}.{norm}.weight", f"layers.{index}.norm.weight")
@@ -96,7 +96,7 @@ class Native(ModelFormat):
     norm_eps: ClassVar[str] = "rms_norm_eps"
     tied: ClassVar[bool] = False  # default of tie_word_embeddings
     proven_with: ClassVar[Settings] = {}  # entries to override in config.json when a proof loads the folder
-    fixed: ClassVar[Settings] = {}  # settings with one supported value, which exports write and imports require
+    fixed: ClassVar[Settings] = {}  # settings for which exports write this value, and imports accept no other value
 
     @abstractmethod
     def settings(self, arch: Architecture, length: int) -> Settings:
@@ -110,7 +110,7 @@ class Native(ModelFormat):
         """
 
     def files(self) -> dict[str, bytes]:
-        """Return the code files to ship with an export, by name. Only the custom class has such files."""
+        """Return file name -> content, for code files to ship with an export. Only the custom class has such files."""
         return {}
 
     def config(self, arch: Architecture, length: int) -> Settings:

@@ -16,7 +16,7 @@ TURNED = 0.5  # the only supported value of PART
 
 
 class Bamba(Mamba2Hybrid):
-    """Bamba. Its layers equal GraniteHybrid's without multipliers, but have other tensor names."""
+    """Bamba. Its layers compute the same as GraniteHybrid's without multipliers; tensors have other names."""
 
     name = "BambaForCausalLM"
     model_type = "bamba"

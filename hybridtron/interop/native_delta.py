@@ -34,7 +34,7 @@ class DeltaHybrid(Llama):
 
     fixed: ClassVar = {"attention_bias": False, "hidden_act": "silu"}
     letters: ClassVar[dict[str, str]]
-    """Our pattern letters for a layer of each type. D: Gated DeltaNet, A: attention, -: MLP, +: MLP with post-norm."""
+    """Layer type -> our pattern letters. D: Gated DeltaNet, A: attention, -: MLP, +: MLP with post-norm."""
 
     def settings(self, arch: Architecture, length: int) -> Settings:
         spec = delta_of(arch)
@@ -77,7 +77,7 @@ class OlmoHybrid(DeltaHybrid):
     """OLMo-Hybrid. Exports have the tensor names of the published files.
 
     If transformers loads and saves a model, some norms get other names. `also` maps the published names to these names.
-    Imports accept both.
+    Imports accept both names.
     """
 
     name = "OlmoHybridForCausalLM"
@@ -122,8 +122,8 @@ class Qwen3Next(DeltaHybrid):
     """Qwen3-Next without experts.
 
     In a fused projection, such as the one for q, k, v and z, the rows are ordered by head: all rows for head 0 in the
-    order q, k, v, z, then all rows for head 1, and so on. Files store the weight of each norm minus 1, except the gated
-    norm in Gated DeltaNet.
+    order q, k, v, z, then all rows for head 1, and so on. For each norm, files store the weight minus 1. The gated norm
+    in Gated DeltaNet is an exception.
     """
 
     name = "Qwen3NextForCausalLM"

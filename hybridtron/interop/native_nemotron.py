@@ -10,7 +10,7 @@ config.json has the layer types in two forms. Exports write both:
 
     layers_block_type         a list, which transformers reads
     hybrid_override_pattern   a string with a letter per layer, as in published folders. Servers and converters read the
-                              string: from the list alone, llama.cpp does not recognize dense MLPs
+                              string. For example, llama.cpp does not recognize dense MLPs without it
 
 Exports do not write the key `num_experts_per_tok`, because converters take a model with this key for a mixture of
 experts.
@@ -32,8 +32,8 @@ from hybridtron.interop.rules import TensorRule
 
 TYPES = "layers_block_type"
 PATTERN = "hybrid_override_pattern"
-# by our pattern letter: the layer type in transformers, the layer type in earlier versions of transformers, and the
-# letter in hybrid_override_pattern
+# our pattern letter -> (layer type in transformers, layer type in earlier versions of transformers, letter in
+# hybrid_override_pattern)
 LAYERS = {
     "M": ("linear_attention", "mamba", "M"),
     "A": ("full_attention", "attention", "*"),

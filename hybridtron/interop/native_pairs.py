@@ -1,4 +1,4 @@
-"""Classes in transformers whose layers are attention or Mamba-2 with a gated MLP: Llama, Mistral, base for hybrids."""
+"""Classes of transformers with layers of attention or Mamba-2, and a gated MLP: Llama, Mistral, a base for hybrids."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ class Mamba2Hybrid(Llama):
     def mamba_options(self, theirs: Settings) -> Settings:
         """Translate config.json to options for our Mamba-2.
 
-        Raises ValueError if time_step_limit restricts step sizes, or if head count and head size do not give the number
-        of inner channels.
+        Raises ValueError if time_step_limit restricts step sizes, or if the number of heads times the head size is not
+        the number of inner channels.
         """
         if (limit := theirs.get("time_step_limit", NO_LIMIT[0])) not in NO_LIMIT:
             raise ValueError(f"has time_step_limit={limit}; only {NO_LIMIT[0]} can be imported")

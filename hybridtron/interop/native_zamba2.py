@@ -5,7 +5,7 @@ adapters for the shared weights. A hybrid layer is two sub-layers here: the shar
 block's output.
 
 Files store a shared block in the first layer that uses the block, together with the adapters for all layers that use
-the block. The adapters' numbers count the model's hybrid layers.
+the block. An adapter's number is the index of its layer among the model's hybrid layers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from hybridtron.interop.rules import Rules
 
 HYBRID = "hybrid"
 MAMBA = "linear_attention"
-OF_TYPE = {MAMBA: False, "mamba": False, HYBRID: True}  # by layer type: True if the layer has a shared block
+OF_TYPE = {MAMBA: False, "mamba": False, HYBRID: True}  # layer type -> True if such layers have a shared block
 LETTERS = "ABCDEFGHIJKL"  # pattern letters, one for each shared block
-# the tensors of a shared block: our weights, by the name in files
+# tensors of a shared block: name in files -> our weights
 BLOCK: Names = {
     "self_attn.q_proj.weight": ("q.weight",),
     "self_attn.k_proj.weight": ("kv.weight.k",),
@@ -37,7 +37,7 @@ BLOCK: Names = {
     "feed_forward.gate_up_proj.weight": ("gate_up.weight.gate", "gate_up.weight.up"),
     "feed_forward.down_proj.weight": ("down.weight",),
 }
-# the adapters of a shared block: our A and B, by the name of the adapted tensor in files; gate and up have a B each
+# adapters of a shared block: name of the adapted tensor in files -> our A and B; gate and up share A, but not B
 PAIRS = {
     **{f"self_attn.linear_{part}": (f"{part}_A.weight", f"{part}_B.weight") for part in "qkv"},
     "feed_forward.gate_up_proj": ("gate_up_A.weight", "gate_up_B.weight.gate", "gate_up_B.weight.up"),

@@ -21,7 +21,7 @@ from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.rope import NO_POSITIONS
 from hybridtron.interop.native import ModelFormat, Settings, SubLayerNames
 
-NORM_EPS = 1e-5  # the implementation's default; config.json has no key for it
+NORM_EPS = 1e-5  # default of the reference implementation; config.json has no key for the norm's epsilon
 ATTENTION: Names = {
     "in_proj.weight": ("q.weight", "kv.weight.k", "kv.weight.v"),
     "out_proj.weight": ("out.weight",),

@@ -109,7 +109,7 @@ def _settings(adapters: AdaptersConfig, base: Path) -> dict[str, Any]:
 
 
 def module_of(rule: TensorRule) -> str:
-    """Return the name of the module in transformers that has this tensor: peft adapts and saves complete modules."""
+    """Return the name of the module in transformers that has this tensor. peft adapts and saves complete modules."""
     return rule.in_memory.rpartition(".")[0]
 
 
@@ -125,7 +125,7 @@ def _theirs(base: ImportFolder, rule: TensorRule) -> Tensor:
 
 
 def adapter_tensors(source: Checkpoint, rule: TensorRule) -> dict[str, Tensor]:
-    """Return the adapter tensors of one module, by name without PREFIX; empty if the module has no adapter.
+    """Return name without PREFIX -> tensor for one module's adapter; empty if the module has no adapter.
 
     `rule` is the conversion rule for the module's weight. In peft a module has a single A. If the module's weight fuses
     several of our weights, these must all have the same A, else CannotExport is raised.
@@ -154,8 +154,8 @@ def beside(rule: TensorRule, piece: str, *columns: int) -> TensorRule:
     - B, the matrix (out, rank): `piece` is "B" and `columns` is the rank.
     - M, DoRA's learned change to each row's norm: `piece` is "M", without `columns`.
 
-    B and M have as many rows as the adapted weight. If that weight fuses several of our weights, their B or M are
-    concatenated in the same order.
+    B and M have as many rows as the adapted weight. If that weight fuses several of our weights, the B or M of these
+    weights are concatenated in the same order.
     """
     ours = tuple(adapter_key(part, piece) for part in rule.ours)
     return replace(rule, shape=(rule.shape[0], *columns), ours=ours, fp32=False, less_one=False)
@@ -167,9 +167,9 @@ def row_lengths_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _lengths(source: Checkpoint, W: str, M: str) -> Tensor:
-    """Return what peft stores for DoRA: the norm of each row of W plus its learned change M, which we store.
+    """Return the row norms that peft stores for DoRA: the norm of each row of W, plus the learned change M.
 
-    `W` and `M` are keys in the checkpoint.
+    Our checkpoints store only M. The arguments `W` and `M` are keys in the checkpoint.
     """
     change = source.whole(M)
     return row_lengths_of(source.whole(W), change.dtype) + change

@@ -3,11 +3,11 @@
     hybridtron import ADAPTER --base BASE --output OUTPUT
 
 The base is a folder that could also be imported without an adapter. A low-rank adapter has the matrices A (rank, in)
-and B (out, rank) for a weight (out, in). If the weight fuses several of our weights, each gets a copy of A and its own
-rows of B. Modules that peft saved in full replace the base's modules.
+and B (out, rank) for a weight (out, in). If the weight fuses several of our weights, each of ours gets a copy of A and
+its own rows of B. Modules that peft saved in full replace the base's modules.
 
-For DoRA, peft stores the learned norm of each row in the weight. Our checkpoints store the difference M from the row's
-norm in the base. The subtraction is exact in fp32 if the norm has at most doubled or halved.
+For DoRA, peft stores the learned norm of each row in the weight. Our checkpoints store M, the learned norm minus the
+row's norm in the base. The subtraction is exact in fp32 if the norm has at most doubled or halved.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class AdaptedFolder(ImportFolder):
 
     lora: the adapter's settings
     adapter: a reader for the adapter's tensors
-    adapted: conversion rules for the adapted weights, by the name of the module with the weight
+    adapted: module name -> conversion rule of the module's weight, for each module with an adapter
     saved: names of the tensors that peft saved in full, without an adapter
 
     `weights` reads the tensors in `saved` from the adapter's file, and all other tensors from the base.
@@ -130,7 +130,7 @@ class AdaptedFolder(ImportFolder):
         return self.adapter.read(f"{PREFIX}{layer}.{piece}")
 
     def _converted(self, layer: str, rule: TensorRule) -> dict[str, Tensor]:
-        """Convert the adapter of the module `layer` to our A, B and, with DoRA, M; return them by key."""
+        """Convert the adapter of the module `layer`. Return key -> tensor for our A, B and, with DoRA, M."""
         A = self.read(layer, DOWN)
         ours = {adapter_key(part, "A"): A.clone() for part in rule.ours}
         ours |= beside(rule, "B", self.lora.rank).to_ours(self.read(layer, UP))
@@ -143,8 +143,8 @@ class AdaptedFolder(ImportFolder):
     def _patterns(self) -> list[str]:
         """Return patterns that match the adapted weights, for the adapters' configuration.
 
-        If a weight is adapted in every layer with such a weight, its pattern is `layers.*.NAME`. For other weights, the
-        patterns are the keys of the adapted weights.
+        Weights with equal names in several layers are matched by a single pattern, `layers.*.NAME`, if all of them are
+        adapted. The pattern for any other adapted weight is its key.
         """
         adapted_keys = {key for rule in self.adapted.values() for key in rule.ours}
         all_keys = [key for rule in self.rules for key in rule.ours]
@@ -295,7 +295,7 @@ def _same(source: AdaptedFolder, piece: str, layer: str, rebuilt: Tensor, rule: 
 def _merged(source: AdaptedFolder, theirs: Any) -> Any:
     """Merge the adapter into a model of transformers in place, as peft would, and return the model.
 
-    An adapted weight W becomes W + (alpha / rank) B A. With DoRA, each row is then rescaled to its learned norm.
+    An adapted weight W becomes W + (alpha / rank) * B A. With DoRA, each row is then rescaled to its learned norm.
     """
     for rule in source.rules:
         if rule.theirs in source.saved:

@@ -1,4 +1,4 @@
-"""Exports the checkpoint at the end of each phase that has `phases.N.export`, during the run.
+"""Exports checkpoints during a run: at the end of each phase with the key `phases.N.export`.
 
 A failed export does not end training. It is logged, and retried when the next phase ends, at the end of the run, and
 when the run is started again. If a process was killed during an export, it may have run out of memory. Then the export
@@ -40,7 +40,7 @@ class PhaseExports(Hook):
 
     @property
     def failed(self) -> Mapping[str, str]:
-        """The reason why the last attempt to export a phase failed, by the phase's name."""
+        """Phase name -> reason why the last attempt to export the phase failed."""
         return self._failed
 
     def on_run_start(self, run: RunContext) -> None:

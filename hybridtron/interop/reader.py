@@ -1,8 +1,8 @@
 """Reads tensors from a Hugging Face folder: from model.safetensors, several safetensors shards, or pytorch_model.bin.
 
-Names and shapes are read when a folder is opened, and a tensor's data when the tensor is requested. The files are
-untrusted: safetensors may have float dtypes only, shards must be in the folder itself, and only tensors and plain
-containers are unpickled.
+Names and shapes are read when a folder is opened. A tensor's data are read when the tensor is requested. The files are
+untrusted: tensors in safetensors files must have a float dtype, shards must be in the folder itself, and only tensors
+and plain containers are unpickled.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ OF_MODEL = WeightFiles()
 
 
 class Weights:
-    """The tensors of a folder. `shapes` has their shapes by name, and `read` loads a tensor.
+    """The tensors of a folder. `shapes` maps each tensor's name to its shape, and `read` loads a tensor.
 
     If a folder has several forms of weights, only one is read: shards with an index if there are any, otherwise a
     single safetensors file, otherwise a pickled file. Raises CannotImport if the folder has no weights, or if a file
@@ -89,7 +89,7 @@ class Weights:
         return self._of_name[name]()
 
     def replaced(self, others: Weights, names: Mapping[str, str]) -> Weights:
-        """Return a copy that reads some tensors from `others`; `names` maps a name here to the name in `others`."""
+        """Return a copy that reads some tensors from `others`. `names` maps their names here to names in `others`."""
         copied = copy(self)
         copied._of_name = self._of_name | {name: partial(others.read, other_name) for name, other_name in names.items()}
         return copied

@@ -16,7 +16,7 @@ BASE = 10000.0  # default rope_theta
 PARAMETERS = "rope_parameters"
 SCALING = "rope_scaling"
 LENGTH = "original_max_position_embeddings"
-# keys of config.json, by the names of our options
+# name of our option -> key of config.json
 NAMES = {
     "factor": "factor",
     "original": LENGTH,

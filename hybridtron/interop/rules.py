@@ -4,8 +4,8 @@ In names, `ours` means hybridtron's checkpoints, and `theirs` the other format (
 checkpoints store each projection as a separate tensor, but other formats fuse some projections into one tensor. So
 exports concatenate our tensors along dimension 0, and imports split the fused tensor into the same rows.
 
-Qwen3-Next is an exception in two ways: in a fused tensor, all projections' rows for head 0 come first, then all rows
-for head 1, and so on; and norm weights are stored minus 1.
+Qwen3-Next is an exception in two ways. In a fused tensor, all projections' rows for head 0 come first, then all rows
+for head 1, and so on. And each norm's weight is stored minus 1.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class TensorRule:
     ours      our tensors' keys, in the order of concatenation along dimension 0
     rows      how many rows each of our tensors has, in the order of `ours`
     fp32      True if the tensor is always stored in fp32, even if other tensors are exported in bf16
-    blocks    how many blocks, such as heads, the rows are divided into: our tensors are concatenated block by
-              block, and each of them has equally many rows in each block
+    blocks    number of blocks, such as heads, in the concatenated tensor. Each of our tensors is divided into this
+              number of equal parts, and a block consists of a part of each tensor
     less_one  True for a norm whose weight is stored minus 1. The conversion is in fp32: bf16 would round values near 1
     also      the tensor's second name, which some files have instead of `theirs`, or ""
-    memory    the parameter's name in the transformers module, which peft uses, or "" if it is `theirs`
+    memory    the parameter's name in the transformers module, which peft uses, or "" if this name equals `theirs`
     """
 
     theirs: str
@@ -121,8 +121,8 @@ class Rules:
         """Add the rules for the weights of a sub-layer (attention, Mamba, MLP, ...), with names under `theirs`.
 
         `names` maps names in the other format to our keys; the default is `exported_names` of the sub-layer's spec.
-        Names whose weights the sub-layer does not have are ignored. Weights that several sub-layers share get a single
-        rule.
+        Names of weights that the sub-layer does not have are ignored. Weights that several sub-layers share get a
+        single rule.
         """
         if names is None:
             names = self._arch.specs[index].exported_names(self._arch.sizes)

@@ -95,7 +95,7 @@ def _of_whole(name: str, taken: list[int]) -> str:
 
 
 def _settings(folder: Path, whole: Architecture, part: Architecture, target: Native) -> dict[str, object]:
-    """Return config.json for the sampled model: the folder's, with the values that depend on the layers replaced."""
+    """Return the folder's config.json, changed to the sampled model's values for keys that depend on the layers."""
     settings = read_object(folder / "config.json")
     full_settings = target.config(whole, 1)
     part_settings = target.config(part, 1)

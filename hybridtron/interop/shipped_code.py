@@ -41,7 +41,7 @@ IMPLEMENTATIONS = {
     **dict.fromkeys(("angles", "attention"), "blocked"),
     "sparse_attention": "tiled",
 }
-"""Implementations to ship, for ops whose reference is too slow: it loops over tokens, or builds a mask of all pairs."""
+"""Op -> implementation to ship. References of these ops are too slow: they loop over tokens, or mask all pairs."""
 NEEDED_BESIDE = (
     DefinedName("architecture.base", "ModelSizes"),
     DefinedName("data.batch", "SeqInfo"),
@@ -50,7 +50,7 @@ NEEDED_BESIDE = (
     DefinedName("mixers.norm", "RMSNorm"),
     DefinedName("ops.multiply", "multiply"),
     DefinedName("ops.attention", "attention"),
-    DefinedName("ops.attention.reference", "attention"),  # attn_implementation=eager
+    DefinedName("ops.attention.reference", "attention"),  # for attn_implementation=eager
     DefinedName("ops.documents", "document_starts"),
     DefinedName("ops.precision", "at_least_fp32"),
 )
@@ -63,7 +63,7 @@ RELEASED = {
     "0.1.0.post2": "0d62405fa810b26585e5b0493147b8d93dd007ba5801c2e59c4c7c2c491fe1e3",
     "0.2.0": "8c5063f4a06755bf31044519d6f2bb46d1d42140d1bc80b13deba64974d8ffbd",
 }
-"""Digests of the code that earlier versions shipped. Code in a folder is trusted and run if it has such a digest."""
+"""Version -> digest of the code that it shipped. Code in a folder is trusted and run if it has such a digest."""
 HEAD = f'''"""Every mixer with what it computes with, on torch alone: specs, modules and ops.
 
 Made from the sources of hybridtron, definition by definition, when a model was exported. Version {VERSION} of the
@@ -80,7 +80,7 @@ class NotShippable(ValueError):
 
 @cache
 def shipped_code() -> dict[str, bytes]:
-    """Return the code files for an exported folder, by name.
+    """Return file name -> content for the code files in an exported folder.
 
     Raises NotShippable if a mixer uses a name that can't be shipped.
     """

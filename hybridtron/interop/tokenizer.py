@@ -3,8 +3,8 @@
 - eos: the token after each document. It is not used for padding if another token is available: fine-tuning masks the
   padding, so with eos as padding the model would no longer learn to end a text.
 - bos: the folder names eos as bos, unless the chat template has a bos token. Training rows have no start token: the
-  token before a document is the eos of the document before. If the tokenizer has a bos token, the model has never seen
-  that token.
+  token before a document is the eos of the previous document. If the tokenizer has a bos token, the model has never
+  seen that token.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from hybridtron.ops.multiply import multiply
 from hybridtron.safe_open import read_regular
 
 TOLERANCE = 1e-5  # allowed difference of logits, as a fraction of the largest logit
-ENLARGED = 1e-4  # the same for long rows of some models (see `_allowed`)
+ENLARGED = 1e-4  # allowed difference for long rows of some models (see `_allowed`)
 NEW_TOKENS = 12  # tokens of the greedy continuation
 CHUNKS = 300  # row length in tokens: longer than a chunk of any scan, so that a row has several chunks
 FORMER_CLASS = (
@@ -224,7 +224,7 @@ def brings_our_code(folder: Path) -> bool:
 
     - Returns True if the code is exactly that of the custom class, as some version of hybridtron has shipped it.
     - Returns False if config.json has no auto_map or names a native class. Then transformers runs its own class.
-    - Raises NotTheSame for any other code. If it trusted the folder, transformers would run the files in auto_map, a
+    - Raises NotTheSame for any other code. If the folder were trusted, transformers would run the files in auto_map, a
       custom `generate`, and the code of an adapter's base model, which may be in another folder.
     """
     settings = read_object(folder / "config.json")
@@ -269,7 +269,7 @@ def lengths_of(arch: Architecture) -> tuple[int, ...]:
 
 
 def _span_chunks(arch: Architecture) -> set[int]:
-    """Return the largest chunk size of each span-attention layer that retrieves blocks at evaluation."""
+    """Return the chunk sizes of span attention that retrieves blocks at evaluation: the largest size of each layer."""
     return {
         max(spec.chunks())
         for spec in arch.specs
@@ -303,7 +303,8 @@ def takes_former_cache(theirs: Any) -> bool:
     """Return True if a class takes its cache by a name that the installed transformers no longer uses.
 
     transformers 5.24 renamed the argument `past_key_values` to `cache`. The custom class that hybridtron 0.1.0 shipped
-    has the old name. Its logits are right, but `generate` does not pass the cached state, as if the prompt were empty.
+    has the old name. Its logits are right, but `generate` does not pass the cached state to it, and so continues as if
+    the prompt were empty.
     """
     from transformers.modeling_outputs import BaseModelOutputWithPast
 

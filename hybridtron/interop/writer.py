@@ -34,7 +34,7 @@ class Planned:
 
     @property
     def size(self) -> int:
-        """The file's size in bytes."""
+        """The tensor's size in bytes."""
         return math.prod(self.rule.shape) * self.dtype.itemsize
 
 
@@ -47,7 +47,7 @@ def write_weights(
 ) -> None:
     """Write all tensors in shards, and an index if there are several shards.
 
-    largest: the most bytes that a shard may have; a larger tensor gets a shard of its own
+    largest: maximum size of a shard in bytes; a larger tensor gets a shard of its own
     make: builds a tensor by its rule
     progress: called after each tensor with two byte counts: written so far, and in total
     """

@@ -6,8 +6,8 @@ x is the projection's input, y its output, W its frozen weight. B starts at zero
 computes the same as the model without them.
 
 A projection whose weight fuses several parts (such as k and v in `kv`) has one pair A, B for each adapted part. In
-memory, the A of all parts are concatenated along their rows to one tensor, and the B of all parts to another. A
-checkpoint stores each part's A and B under its own name.
+memory, the matrices A of all parts are concatenated along their rows into one tensor, and the matrices B into another.
+A checkpoint stores each part's A and B under its own name.
 
 Tensor parallelism shards the adapter like its layer:
 
@@ -64,7 +64,7 @@ class AdaptersConfig:
 
     preset: Adapting = (
         Adapting.lora
-    )  # weights to train besides the adapters. lora: none; lora_plus: embedding, norms; hylora: also convolutions
+    )  # weights to train besides the adapters. lora: none; lora_plus: embedding, norms; hylora: these and convolutions
     # name patterns of the adapted projections, or of their parts, such as layers.*.mixer.kv.weight.k
     weights: list[str] = field(default_factory=lambda: [f"layers.*.mixer.{name}.weight" for name in ("q", "kv", "out")])
     rank: Annotated[int, at_least(1)] = 32  # inner width of an adapter
@@ -111,7 +111,7 @@ class AdaptedPart:
 def adapted_projections(
     table: Mapping[str, Parameter], adapters: AdaptersConfig | None
 ) -> dict[str, tuple[AdaptedPart, ...]]:
-    """Return every adapted projection's parts, by weight name.
+    """Return weight name -> parts, for every adapted projection.
 
     A projection is adapted if at least one of its parts has an adapter. All its parts are returned.
     """
@@ -131,7 +131,7 @@ def adapted_projections(
 
 
 def adapter_rows(table: Mapping[str, Parameter], adapters: AdaptersConfig | None) -> dict[str, Parameter]:
-    """Return the parameter table's entries for the adapter weights, by full name: `layers.1.mixer.kv.adapter.A`."""
+    """Return full name -> parameter for all weights of adapters, such as `layers.1.mixer.kv.adapter.A`."""
     rows = {}
     for name, parts in adapted_projections(table, adapters).items():
         assert adapters is not None
@@ -139,7 +139,7 @@ def adapter_rows(table: Mapping[str, Parameter], adapters: AdaptersConfig | None
         A, B, M = (adapter_key(name, piece) for piece in "ABM")
         rank = adapters.rank
         chosen = [part for part in parts if part.adapted]
-        # True if tensor-parallel ranks divide the inputs (row-parallel), or the outputs (column-parallel)
+        # by_inputs: tensor-parallel ranks divide the inputs (row-parallel); by_outputs: the outputs (column-parallel)
         by_inputs = any(cut.axis == 1 for cut in weight.cuts)
         by_outputs = any(cut.axis == 0 for cut in weight.cuts)
         treatment = {"fp8": False, "fp32": False, "decay": True, "projection": False, "heads": ()}

@@ -4,9 +4,9 @@
     q, k -> RMSNorm [where `qk_norm` is set] -> RoPE, on all channels or on the first `rotary_dim` of each head
     y = out(softmax(scale q k^T) v [* sigmoid(u W_g) where `gate` is set])
 
-u is the mixer's input, y its output. conv is a short causal convolution over the tokens of each channel. `scale` is
-head_dim^-0.5 by default. With a window of w a token sees itself and the w - 1 tokens before it. Grouped-query attention
-has fewer `kv_heads` than `heads`; multi-query attention has one.
+u is the mixer's input, y its output. conv is a short causal convolution along the tokens, separate for each channel.
+`scale` is head_dim^-0.5 by default. With a window of w a token sees itself and the w - 1 tokens before it.
+Grouped-query attention has fewer `kv_heads` than `heads`; multi-query attention has a single key/value head.
 
 Published models use the options in these ways:
 
@@ -54,7 +54,7 @@ class HeadsSpec(MixerSpec):
     width_option: ClassVar[str] = "heads"
     projects_input: ClassVar[bool] = True
     supports_mup: ClassVar[bool] = True
-    reading: ClassVar[Mapping[ReadingAttention, Mapping[str, Any]]]  # options to override in an evaluation, by choice
+    reading: ClassVar[Mapping[ReadingAttention, Mapping[str, Any]]]  # choice -> options to override in an evaluation
 
     heads: Annotated[int, at_least(1)] = 1  # query heads
     kv_heads: Annotated[int | None, at_least(1)] = None  # key/value heads; null: heads
@@ -67,7 +67,8 @@ class HeadsSpec(MixerSpec):
     conv: Annotated[int | None, at_least(2, "leave it out for none")] = None
     conv_bias: bool = False  # the short convolution has a bias
     conv_silu: bool = True  # SiLU follows the short convolution
-    # RMSNorm of queries and of keys. head: each head by itself, with one weight for all; all: over all heads together
+    # RMSNorm of queries and of keys. head: over each head separately, with one weight vector for all heads; all: over
+    # all heads together
     qk_norm: Annotated[str, one_of(("none", "head", "all"))] = "none"
     norm_eps: Annotated[float, above(0)] = 1e-5  # added to the mean square in the norm of queries and keys
     # factor of q k^T before the softmax; null: head_dim^-0.5
@@ -102,7 +103,7 @@ class HeadsSpec(MixerSpec):
     def growing_heads(self) -> tuple[str, ...]:
         if self.head_dim is None:
             return ()  # each head's channels grow instead
-        if self.kv_heads in (None, 1):  # multi-query attention has one at every width
+        if self.kv_heads in (None, 1):  # multi-query attention has one key/value head at every width
             return ("heads",)
         return ("heads", "kv_heads")
 
@@ -139,8 +140,8 @@ class HeadsSpec(MixerSpec):
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         queries, keys = self.channels(model)
         input_width = self.input_width(model)
-        # Queries have a separate weight from keys and values, because the two are cut differently: if ranks can't
-        # divide the key/value heads evenly, every rank holds all key/value heads.
+        # Queries have a weight of their own, because ranks divide it differently from the weight for keys and values:
+        # if ranks can't divide the key/value heads evenly, every rank holds all key/value heads.
         head = linear(queries, input_width, cut=Cut(0, unit=self.head(model)), heads=(self.heads,))
         pair = (("k", keys), ("v", keys))
         shared = Cut(0, unit=self.head(model), replicate=True)

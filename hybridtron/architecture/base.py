@@ -33,8 +33,9 @@ class Cut:
     over         the dimension, such as "tensor"
     unit         how many consecutive entries must stay on one rank, such as a head's channels
     replicate    each rank may hold the full axis if the rank count does not divide the unit count
-    readers      for an axis of key heads: the model's number of query heads, which share the key heads evenly. A rank
-                 holds the key heads that its own query heads read. Several ranks may hold the same key head
+    readers      set only if the axis counts key heads: the model's number of query heads. Equally many query heads read
+                 each key head. A rank holds the key heads that its own query heads read, so several ranks may hold the
+                 same key head
     """
 
     axis: int
@@ -142,9 +143,9 @@ class Parameter(Sharded):
     """One weight: its shape, its initialisation, and its treatment by optimizer, precision, layout and checkpoint.
 
     `parts` lists the matrices that are fused along `parts_axis`, each with its name and its size along this axis. A
-    checkpoint stores each part under its own name, and a layout cuts each part separately. `heads` counts the heads
-    among whose outputs the rows of each part are divided, 1 for a part without heads; empty if no part has heads.
-    `family` selects the ranks that shard or replicate the weight. Five fields are flags:
+    checkpoint stores each part under its own name, and a layout cuts each part separately. `heads` has for each part
+    the number of heads among which the part's rows are divided: 1 for a part without heads. If no part has heads,
+    `heads` is empty. `family` selects the ranks that shard or replicate the weight. Five fields are flags:
 
         decay         weight decay applies to the weight
         fp32          the weight stays in fp32 in a bf16 model
@@ -200,7 +201,7 @@ class Parameter(Sharded):
         return math.prod(self.shape)
 
     def stored(self, name: str) -> dict[str, tuple[int, ...]]:
-        """Return the keys under which a checkpoint stores this weight or its parts, with their shapes."""
+        """Return key in a checkpoint -> shape, for this weight or for each of its parts."""
         if not self.parts:
             return {name: self.shape}
         before = self.shape[: self.parts_axis]
@@ -208,7 +209,7 @@ class Parameter(Sharded):
         return {f"{name}.{part}": (*before, size, *behind) for part, size in self.parts}
 
     def stored_heads(self, name: str) -> dict[str, int]:
-        """Return the keys under which a checkpoint stores this weight or its parts, with their numbers of heads."""
+        """Return key in a checkpoint -> number of heads, for this weight or for each of its parts."""
         keys = list(self.stored(name))
         return dict(zip(keys, self.heads or [1] * len(keys), strict=True))
 
@@ -228,7 +229,7 @@ def linear(
     fp8: bool = True,
     heads: tuple[int, ...] = (),
 ) -> Parameter:
-    """Return a projection's weight, initialised uniformly on +-1/sqrt(in_features), as torch's nn.Linear is.
+    """Return a projection's weight, initialised uniformly on +-1/sqrt(in_features), like torch's nn.Linear.
 
     By default the projection is column-parallel: tensor-parallel ranks divide its outputs.
     """
@@ -289,7 +290,7 @@ class StatePart(Sharded):
 
 
 Names = dict[str, tuple[str, ...]]
-"""Map from the name of an exported model's weight to names of this package's weights.
+"""Name of a weight in an exported model -> names of weights in this package.
 
 The exported weight is the concatenation of these weights along axis 0. All names are relative to the sub-layer.
 """
@@ -339,7 +340,7 @@ class MixerSpec(Placement, ABC):
         """Return every parameter in the mixer's torch module, by its name inside the module."""
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
-        """Return forward FLOPs per token, by part of the mixer; a multiply-add counts 2.
+        """Return part of the mixer -> forward FLOPs per token; a multiply-add counts 2.
 
         This base method counts matmuls and convolutions with weights. Subclasses add the rest, such as attention.
         """
@@ -360,7 +361,7 @@ class MixerSpec(Placement, ABC):
         """
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
-        """Return the tensors of this mixer's state by name; none by default."""
+        """Return name -> tensor of the mixer's state; by default there are none."""
         return {}
 
     def exported_names(self, model: ModelSizes) -> Names:
@@ -377,12 +378,12 @@ class MixerSpec(Placement, ABC):
 
     @property
     def growing_sizes(self) -> tuple[str, ...]:
-        """Names of options whose values grow in proportion to the model's width, for muP; rounded at other widths."""
+        """Names of options for muP: their values grow in proportion to the model's width, and are then rounded."""
         return ()
 
     @property
     def growing_heads(self) -> tuple[str, ...]:
-        """Names of options with numbers of heads that grow in proportion to the model's width, for muP."""
+        """Names of options for muP: these numbers of heads grow in proportion to the model's width."""
         return ()
 
     def mup_problems(self, model: ModelSizes, base: Self, base_model: ModelSizes) -> Iterable[Problem]:

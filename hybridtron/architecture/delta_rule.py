@@ -42,7 +42,8 @@ class DeltaRuleSpec(LinearAttentionSpec):
     norm_name: ClassVar[str] = "o_norm"
 
     conv: Annotated[int, at_least(2)] = 4  # taps of the short convolution on queries, keys and values
-    negative_eigenvalues: bool = False  # beta up to 2 instead of 1: eigenvalues of the state's update down to -1
+    # allow beta up to 2 instead of 1, so that the state's update can have negative eigenvalues, down to -1
+    negative_eigenvalues: bool = False
     dt_min: Annotated[float, above(0)] = 0.001  # smallest initial softplus(dt_bias), a factor of the log decays
     dt_max: Annotated[float, above(0)] = 0.1  # largest initial softplus(dt_bias)
     a_min: Annotated[float, above(0)] = 1.0  # smallest initial exp(A_log), a factor of the log decays

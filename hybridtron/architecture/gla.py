@@ -50,7 +50,7 @@ class GLASpec(LinearAttentionSpec):
     def exported_names(self, model: ModelSizes) -> Names:
         """Return the weights' names in flash-linear-attention.
 
-        Its gk_proj, a sequence of two projections, is renamed gk_down_proj and gk_up_proj.
+        There, gk_proj is a sequence of two projections. Exports name these gk_down_proj and gk_up_proj.
         """
         return super().exported_names(model) | {
             "gk_down_proj.weight": ("gate_down.weight",),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Constant:
-    """The given value for every element."""
+    """A single value for all elements."""
 
     value: float
 
@@ -77,7 +77,7 @@ class Orthogonal:
 class Ramp:
     """Deterministic values from `first` to `last` over the flattened tensor, along a power of the index.
 
-    Element i of n is first + (last - first) (i / (n - 1))^exponent, plus `zigzag` times 0, 1, -1, 0, 1, -1, ...
+    Element i of n is first + (last - first) * (i / (n - 1))^exponent, plus `zigzag` times 0, 1, -1, 0, 1, -1, ...
     """
 
     first: float
@@ -97,7 +97,7 @@ class Rows:
 class RowFactors:
     """Values of another rule, multiplied by a factor for each block of consecutive rows.
 
-    `blocks` has the number of rows and the factor of each block, in order.
+    `blocks` has a pair (number of rows, factor) for each block, in order.
     """
 
     init: Normal | Uniform

@@ -135,5 +135,5 @@ class LinearAttentionSpec(MixerSpec):
         )
 
     def layout_problems(self, model: ModelSizes, tensor: int) -> Iterator[Problem]:
-        if self.heads % tensor:  # refused even if the number of channels is a multiple of the ranks
+        if self.heads % tensor:  # refused even if the number of ranks divides the number of channels
             yield Problem("heads", "not-divisible", f"is {self.heads}, which {tensor} ranks can't share evenly")

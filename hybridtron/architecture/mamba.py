@@ -4,8 +4,8 @@
     h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t;  y_t = C_t h_t + D x_t                              A = -exp(A_log)
     out_proj(y * silu(z))
 
-u is the mixer's input, z the output gate. The recurrence runs for each inner channel by itself: h, x, dt (the step
-size), A and D are the channel's own, B and C are common to all channels. h, A, B and C are vectors of `state` entries.
+u is the mixer's input, z the output gate. Each inner channel has its own recurrence, with its own h, x, dt (the step
+size), A and D. B and C are common to all channels. h, A, B and C are vectors with `state` entries.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class MambaSpec(RecurrenceSpec):
         return BranchSizes(self.state, self.inner(model), groups=1, heads=self.inner(model))
 
     def exported_names(self, model: ModelSizes) -> Names:
-        """Return the weights' names in the authors' implementation, which are also those in transformers."""
+        """Return the weights' names in the authors' implementation. transformers has the same names."""
         names = super().exported_names(model)
         moved = {"conv1d.weight": "conv_weight", "conv1d.bias": "conv_bias", "dt_proj.bias": "dt_bias"}
         return names | {theirs: names.pop(ours) for theirs, ours in moved.items()}

@@ -4,14 +4,15 @@
     h_t = exp(delta_t A) h_{t-1} + delta_t x_t B_t^T;  y_t = h_t C_t + D x_t             A = -exp(A_log), one per head
     out_proj(norm(y * silu(z)))                             RMSNorm over each group's channels, one weight per channel
 
-u is the mixer's input, z the output gate, delta the step size, h a head's state. conv is a causal convolution over the
-tokens of each channel. `dt_floor` is a lower bound on delta. Without `norm` the output is out_proj(y * silu(z)). With
-`multipliers` the projected z, x, B, C and dt are scaled (dt before its bias), as in Falcon-H1. The heads are divided
-into groups, and a group's heads share B and C: head h belongs to group h // (heads / groups).
+u is the mixer's input, z the output gate, delta the step size, h a head's state. conv is a causal convolution along the
+tokens, separate for each channel. `dt_floor` is a lower bound on delta. Without `norm` the output is
+out_proj(y * silu(z)). With `multipliers` the projected z, x, B, C and dt are scaled (dt before its bias), as in
+Falcon-H1. The heads are divided into groups, and a group's heads share B and C: head h belongs to group
+h // (heads / groups).
 
 B and C have a projection of their own here. The reason is tensor parallelism: ranks divide the heads, but each rank
-holds all groups if the groups can't be divided evenly. Published checkpoints have one fused in_proj and one fused
-conv1d instead. `exported_names` lists the weights of this package that each of the two concatenates, in order.
+holds all groups if the groups can't be divided evenly. In published checkpoints, both projections are fused into one
+in_proj, and both convolutions into one conv1d. `exported_names` lists our weights that form each of them, in order.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Mamba2Spec(RecurrenceSpec):
     expand: Annotated[int, at_least(1)] = 2  # inner channels, in multiples of the model's width; unused with `heads`
     # number of heads, which overrides `expand`; null: expand * width / head_dim
     heads: Annotated[int | None, at_least(1)] = None
-    groups: Annotated[int, at_least(1)] = 1  # head groups that share B and C
+    groups: Annotated[int, at_least(1)] = 1  # number of head groups; the heads of a group share B and C
     conv: Annotated[int, at_least(2)] = 4  # taps of the causal convolution
     dt_min: float = 0.001  # smallest initial step size
     dt_max: float = 0.1  # largest initial step size
@@ -150,7 +151,7 @@ class Mamba2Spec(RecurrenceSpec):
 
     def activation_values(self, model: ModelSizes) -> int:
         # z, x, the convolved x, y and the gated y; B and C before and after the convolution; dt twice (in the output of
-        # in_proj and separately); without a norm also one fp32 element per head, the factor 1 that the gating op reads
+        # in_proj and separately). Without a norm, the gating op reads in addition a factor of 1 per head, in fp32.
         head_values = (2 if self.norm else 4) * self.num_heads(model)
         # each rank holds all groups if they can't be divided evenly
         copies = model.tensor if self.groups % model.tensor else 1

@@ -21,9 +21,9 @@ Two versions of f are published:
     used here    1 + a for a >= 0 and 1 / (1 - a) for a < 0, as in state-spaces/mamba's main branch since June 2026
     softplus     softplus(a), as in release 2.3.2 of state-spaces/mamba and in flash-linear-attention's `mamba3`
 
-The authors replaced softplus because A fell to zero with it, and a 2B hybrid diverged under a constant-and-decay
+The authors replaced softplus because with softplus A fell to zero, and a 2B hybrid diverged under a constant-and-decay
 schedule. The weights have equal names and shapes in both versions, but a model trained with one version can't run with
-the other. The authors' lower bound 1e-4 on f is left out, because it changes only values of a below -9999. The MIMO
+the other. The authors' lower bound 1e-4 on f is left out, because it has an effect only if a is below -9999. The MIMO
 variant is not implemented.
 """
 
@@ -52,7 +52,8 @@ class Mamba3Spec(MixerSpec):
     state: Annotated[int, at_least(2)] = 128  # state entries per inner channel
     head_dim: Annotated[int, at_least(1)] = 64  # channels of a head
     expand: Annotated[int, at_least(1)] = 2  # inner channels, in multiples of the model's width
-    groups: Annotated[int, at_least(1)] = 1  # head groups; the heads of a group share B and C, except for the biases
+    # number of head groups; the heads of a group share B and C, except for the biases
+    groups: Annotated[int, at_least(1)] = 1
     turned: Annotated[float, above(0), at_most(1)] = 0.5  # fraction of the state that is rotated; published: 0.5 and 1
     norm: bool = False  # norm each head's output before the gate
     dt_min: float = 0.001  # smallest initial step size
@@ -119,9 +120,11 @@ class Mamba3Spec(MixerSpec):
         return super().flops(model, seq_len) | {"ssd": ssd, "turns": 12 * heads * self.angles}
 
     def activation_values(self, model: ModelSizes) -> int:
-        # z, x, a contiguous copy of x, y, and the gated y; without `norm` also silu(z), which the kernel with a norm
-        # computes again; for each group B and C as projected, copied and normed; for each head B and C rotated,
-        # and in fp32 the angles and about 12 elements; in fp32 the rates twice
+        # inner channels: z, x, a contiguous copy of x, y, the gated y; without `norm` also silu(z), which the kernel
+        # with a norm computes again
+        # groups: B and C as projected, copied and normed
+        # heads: B and C rotated; in fp32 the angles and about 12 elements
+        # rates: twice, in fp32
         inner = self.inner(model)
         heads = self.num_heads(model)
         by_head = 2 * heads * self.state + model.wide * heads * (self.angles + 12)

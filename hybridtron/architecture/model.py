@@ -45,7 +45,8 @@ class ModelConfig:
     """The architecture: a pattern of letters, and each letter's mixer (`kind` and its options)."""
 
     width: Annotated[int, at_least(1)] = MISSING  # channels of the residual stream
-    vocab_size: Annotated[int, at_least(1)] = MISSING  # tokens of the vocabulary; at least as many as the tokenizer has
+    # number of tokens in the vocabulary; must be at least the tokenizer's number of tokens
+    vocab_size: Annotated[int, at_least(1)] = MISSING
     pattern: str = MISSING  # the order of the sub-layers, one letter each: "(M-W-)*6"
     layers: dict[str, dict[str, Any]] = MISSING  # the mixer of each letter: {M: {kind: mamba}}; options below
     tie_embeddings: bool = True  # the head uses the embedding's weights
@@ -57,5 +58,6 @@ class ModelConfig:
     init: Start = Start.mamba  # how weights are initialised: as in Mamba's or in lit-gpt's public code
     embedding_std: Annotated[float, above(0)] = 0.02  # standard deviation of the embedding under init=mamba
     mup: MupConfig = field(default_factory=MupConfig)
-    # low-rank adapters, for phases that set none; in a checkpoint's configuration, the adapters of its phase
+    # low-rank adapters, used in phases that set no adapters of their own; in a checkpoint's configuration, the adapters
+    # of its phase
     adapters: AdaptersConfig | None = None

@@ -1,9 +1,9 @@
-"""Maximal update parametrisation (muP): initial values and learning rates with which one learning rate fits all widths.
+"""Maximal update parametrisation (muP): scales initial values and learning rates, so that one `lr` fits all widths.
 
 Yang and Hu et al. 2022, "Tensor Programs V". A learning rate that is tuned on a narrow model, the *base model*, then
-fits wider models of the same family. The base model has the width `model.mup.base_width`, and otherwise the options of
-the model itself, except for the sizes that grow in proportion to the width (`MixerSpec.growing_sizes`,
-`MixerSpec.growing_heads`).
+fits wider models of the same family. The base model has the width `model.mup.base_width`. Sizes that grow in proportion
+to the width (`MixerSpec.growing_sizes`, `MixerSpec.growing_heads`) are smaller in the base model. All other options are
+those of the model itself.
 
 The rules follow from a comparison of two parameter tables: the model's and the base model's. In the table below, r is a
 weight's number of inputs in the model, divided by its number of inputs in the base model:
@@ -13,13 +13,13 @@ weight's number of inputs in the model, divided by its number of inputs in the b
     projection, only the inputs grow              base model's / r              lr / r
     any other weight                              base model's                  lr
 
-Other weights have no inputs that grow: embedding, norms, biases, convolutions, a recurrence's A_log. An untied head is
-a projection of which only the inputs grow, as are Mamba's projections to B and C. If a weight is fused from several
-parts, each part has its own standard deviation.
+Other weights have no inputs that grow: embedding, norms, biases, convolutions, a recurrence's A_log. Only the inputs
+grow in an untied head, and in Mamba's projections to B and C. If a weight is fused from several parts, each part has
+its own standard deviation.
 
 Two more rules change the computation. If the head is tied to the embedding, logits are divided by width / base_width,
-because the embedding's standard deviation and learning rate stay. If the heads of attention grow, from b to d channels,
-then q k^T is multiplied by sqrt(b) / d instead of 1 / sqrt(d).
+because the embedding keeps its standard deviation and learning rate. If the heads of attention grow from b to d
+channels, q k^T is multiplied by sqrt(b) / d instead of 1 / sqrt(d).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hybridtron.problems import Problem
 
 @dataclass
 class MupConfig:
-    """Maximal update parametrisation: initial values and learning rates from those of a narrower model."""
+    """Maximal update parametrisation: derives initial values and learning rates from a narrower model."""
 
     # width of the base model, for which the learning rate was tuned; null: no muP
     base_width: Annotated[int | None, at_least(1)] = None
@@ -88,7 +88,7 @@ def transfer_problems(spec: MixerSpec, sizes: ModelSizes, base_width: int, longe
 
 
 def transferred(table: Mapping[str, Parameter], base: Mapping[str, Parameter]) -> dict[str, Parameter]:
-    """Return the weights of a model with muP's initial values and learning rates; `base` has the base model's."""
+    """Return a model's table with muP's initial values and learning rates; `base` is the base model's table."""
     return {name: _transferred(weight, base[name]) for name, weight in table.items()}
 
 
@@ -102,7 +102,7 @@ def _transferred(weight: Parameter, base: Parameter) -> Parameter:
 
 
 def _scaled(init: Init, parts: list[tuple[int, float]]) -> Init:
-    """Return an initialisation whose values are multiplied by a factor for each part: (number of rows, factor)."""
+    """Return an initialisation with scaled values; `parts` has a pair (number of rows, factor) for each part."""
     if not isinstance(init, Normal | Uniform):
         return init  # zeros: the only other initialisation of projections in mixers that support muP
     factor = parts[0][1]

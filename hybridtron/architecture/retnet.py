@@ -5,7 +5,7 @@
 
 h is a head's state. `linear_attention.py` describes the projections to q, k and v, the norm and the output gate. Scores
 depend on positions only by RoPE and by the decay gamma^(i - j) between tokens i and j; the paper calls both together
-xPos. Samba's Sliding RetNet combines retention with window attention, and has half as many heads for retention.
+xPos. Samba's Sliding RetNet combines retention with window attention; retention has half as many heads as attention.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ long:
 
     linear   f_i / factor for all pairs: positions are interpolated. Chen et al. 2023
     yarn     f_i for pairs that rotate more than `fast` times in `original` tokens; f_i / factor for pairs that rotate
-             fewer than `slow` times; between, interpolated linearly in the pair's index. cos and sin are multiplied by
-             `attention`. Peng et al. 2023
+             fewer than `slow` times; for other pairs, interpolated linearly in the pair's index. cos and sin are
+             multiplied by `attention`. Peng et al. 2023
     llama3   f_i for pairs that rotate more than `high` times in `original` tokens; f_i / factor for pairs that rotate
-             fewer than `low` times; between, interpolated linearly in the rotation count. Llama 3.1
+             fewer than `low` times; for other pairs, interpolated linearly in the rotation count. Llama 3.1
 
 Each scale equals transformers' `rope_type` with the same name. No weight depends on these options, so a training phase
 may change them. `ops/rope` computes the frequencies.
@@ -60,7 +60,7 @@ class RopeOptions:
     slow: Annotated[float, above(0)] = 1.0  # yarn: frequencies of pairs with fewer rotations are divided by `factor`
     # yarn: factor of cos and sin, and so of queries and keys; null: 0.1 ln(factor) + 1
     attention: Annotated[float | None, above(0)] = None
-    truncate: bool = True  # yarn: round the limits of the interpolated pair indices outwards to integers
+    truncate: bool = True  # yarn: round the limits between which pair indices are interpolated outwards to integers
 
     @property
     def attention_factor(self) -> float:
@@ -108,7 +108,7 @@ class SelfExtendOptions:
     """Options for Self-Extend, for full attention outside training."""
 
     group: Annotated[int, at_least(2)] = 4  # number of consecutive far tokens that share a position
-    neighbours: Annotated[int, at_least(1)] = 1024  # tokens; distances below this stay as in training
+    neighbours: Annotated[int, at_least(1)] = 1024  # distance in tokens; smaller distances stay as in training
 
 
 def with_rope(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """The time mix of RWKV-6 (Finch): a state per head, with data-dependent decays and token shifts.
 
-Peng et al. 2024, "Eagle and Finch". x is a token's input and x' the previous token's. The time mix first interpolates x
-and x' in five ways, the *streams*: r, k and v are the inputs to queries, keys and values, w to the decays, g to the
-output gate. `up`, `down`, `decay_up` and `decay_down` are projections. y is a head's output, and h its state, a matrix
-with one row per key channel:
+Peng et al. 2024, "Eagle and Finch". x is a token's input and x' the previous token's input. The time mix first
+interpolates x and x' in five ways, the *streams*. The streams r, k and v are the inputs to queries, keys and values.
+The stream w is the input to the decays, and g is the input to the output gate. `up`, `down`, `decay_up` and
+`decay_down` are projections. y is a head's output, and h its state, a matrix with one row per key channel:
 
     m = up(tanh(down(x + mix_input (x' - x))))                one vector m_s for each of the five streams s
     x_s = x + (mix_s + m_s) (x' - x)                          s in r, w, k, v, g
@@ -119,15 +119,15 @@ class RWKV6Spec(MixerSpec):
         width = model.width
         chunk = min(GLASpec.chunk, seq_len)
         small = 2 * len(STREAMS) * self.mix_rank * width + 2 * self.decay_rank * width
-        # the recurrence of gated linear attention; in addition the token's own contribution, v times the sum of
-        # r bonus k over the key channels
+        # the recurrence of gated linear attention; in addition the token's own contribution: v times the sum over the
+        # key channels of r * bonus * k
         scan = 4 * chunk * width + 4 * width * self.head_dim + 4 * width
         return super().flops(model, seq_len) | {"low_rank": 2 * small, self.kind: scan}
 
     def activation_values(self, model: ModelSizes) -> int:
-        # on every rank for all channels: x' - x, the five mixes and five streams. For the rank's own channels: k, v, r
-        # shifted by a token, z, silu(z), the normed output and its product with silu(z); in fp32 r, k and v for the
-        # token's own contribution, r times bonus, the decays and log decays, the norm's input and output
+        # on every rank for all channels: x' - x, the five mixes and five streams. For the rank's own channels: k; v; r,
+        # shifted by a token; z; silu(z); the normed output, and its product with silu(z). In fp32: r, k and v for the
+        # token's own contribution; r times bonus; the decays and log decays; the norm's input and output
         whole = (1 + 2 * len(STREAMS)) * model.tensor
         return (whole + 7 + 8 * model.wide) * model.width
 

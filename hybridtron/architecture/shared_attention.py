@@ -1,4 +1,4 @@
-"""Attention and an MLP whose weights are shared by all sub-layers of their letter, as in Zamba2 (Glorioso et al. 2024).
+"""Attention and an MLP, with weights that all sub-layers of a letter share, as in Zamba2. Glorioso et al. 2024.
 
     u = RMSNorm([x, e])                     x the residual stream, e the token embedding, concatenated
     q, k, v = u (W_q + A_q B_q), ...        with `adapt_attention`; otherwise u W_q, ...
@@ -43,7 +43,7 @@ class SharedBlockSpec(HeadsSpec):
     # inner channels of the MLP; must be set
     hidden: Annotated[int, at_least(1, "4 times model.width is usual")] = 0
     rank: Annotated[int, at_least(1)] = 128  # inner width of each sub-layer's low-rank pairs
-    adapt_attention: bool = False  # low-rank pairs for queries, keys and values too, in addition to those of the MLP
+    adapt_attention: bool = False  # low-rank pairs for queries, keys and values, in addition to the MLP's pairs
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         width = model.width
@@ -62,7 +62,7 @@ class SharedBlockSpec(HeadsSpec):
         return {name: replace(weight, fp8=False) for name, weight in (shared | unshared).items()}
 
     def _pairs(self, model: ModelSizes, table: dict[str, Parameter]) -> dict[str, Parameter]:
-        """Return the low-rank pairs A and B, by name. Each rank holds the full A; B is sharded like its projection."""
+        """Return name -> weight for the low-rank pairs. A is full on each rank; B is sharded like its projection."""
         beside = {"gate_up": table["gate_up.weight"]}
         if self.adapt_attention:
             keys = self.channels(model)[1]

@@ -3,23 +3,23 @@
     q, k, v  computed as in `attention.py`, with rotary positions and short convolutions
     y_i = out(sum over the tokens j that token i sees:  softmax_j(q_i . k_j / sqrt(head_dim)) v_j)
 
-Token i sees itself, the tokens before it in its chunk, and the tokens in selected blocks. A block is `block`
+Token i sees itself, the tokens before it in its chunk, and the tokens in selected blocks. A block consists of `block`
 consecutive tokens in the document. A chunk selects `blocks` blocks that end before the chunk begins. Chunks are counted
-from the document's start and have `chunk` tokens. If `chunk` is a list, training draws a size from the list: one for
-each micro-batch (`draw: batch`), or one for each layer and micro-batch (`draw: layer`). `memory` selects the blocks:
+from the document's start and have `chunk` tokens. If `chunk` is a list, training draws a size from the list for each
+micro-batch (`draw: batch`), or for each layer and micro-batch (`draw: layer`). `memory` selects the blocks:
 
     span      the blocks with the largest relevance. Relevance is the dot product of the chunk's summed queries with the
               block's summary. For the summary, the block's tokens attend to the block without a causal mask, and the
               outputs are averaged. Each key/value head selects its own blocks, by its query heads' queries
-    landmark  like span, except for the summary: it is the output if a fixed random vector, one per head, attends to the
-              block (SE-Attn-LM)
+    landmark  like span, with another summary: each head has a fixed random vector, which attends to the block, and the
+              output is the summary (SE-Attn-LM)
     random    random blocks
     none      no blocks: chunks are independent (SE-Attn-NoMem)
     shifted   no blocks; for the second half of the heads, chunks begin half a chunk earlier (S2-Attn)
 
 With `relevance: chunk`, as in the paper, the queries from all tokens in a chunk select the chunk's blocks. Through the
 selection, early tokens in a chunk then depend on later tokens in the chunk, so attention is causal only between chunks.
-With `relevance: previous_chunk`, the previous chunk's queries select, and no token depends on a later token.
+With `relevance: previous_chunk`, the previous chunk's queries select the blocks, and no token depends on a later token.
 
 With `eval: full`, as in the paper, evaluation and generation use full attention. With `eval: span` they read selected
 blocks as in training, with the largest chunk size. Weights have the same names and shapes as in `attention.py`.
@@ -31,9 +31,9 @@ block can be selected.
 
 With `relevance: previous_chunk`, or if `memory` selects without relevance, a text may be split into rows anywhere, even
 into single tokens for generation: the result is the same as with one row. With `relevance: chunk`, a text may be split
-only at multiples of the chunk size. If only the first tokens in a chunk are known, their queries select, and may select
-other blocks than the full chunk would. This also happens in generation, and at the end of a document whose length is
-not a multiple of the chunk size.
+only at multiples of the chunk size. If only the first tokens in a chunk are known, only their queries select blocks,
+and these may be other blocks than those of the full chunk. This also happens in generation, and at the end of a
+document whose length is not a multiple of the chunk size.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SpanSpec(HeadsSpec):
         ReadingAttention.trained: {"eval": "span"},
     }
 
-    # tokens that select blocks together, or a list of sizes to draw from
+    # number of tokens that select blocks together, or a list of numbers to draw from
     chunk: Annotated[int | list[int], at_least(2)] = 2048
     # draw the size for each micro-batch, or for every layer separately
     draw: Annotated[str, one_of(("batch", "layer"))] = "batch"
@@ -106,7 +106,7 @@ class SpanSpec(HeadsSpec):
         return 1
 
     def remembered(self, training: bool) -> int | None:
-        """Return the number of tokens before the current chunk in which blocks are selected; None for all tokens."""
+        """Return how many tokens before the current chunk are available to select blocks from; None for all tokens."""
         if training or not self.retrieves:
             return self.remember
         return None

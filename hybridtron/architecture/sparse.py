@@ -82,16 +82,17 @@ class SparseOptions:
     # columns of the hash's random matrix; null: `keys` for bins=argmax, 8 for bins=sign
     hashes: Annotated[int | None, at_least(1)] = None
     stride: Annotated[int | None, at_least(1)] = (
-        None  # stride of dilated patterns, in tokens; in the paper the longest row divided by the keys
+        None  # stride of dilated patterns, in tokens; in the paper: the longest row divided by the number of keys
     )
     # mean that is subtracted from a query or key before hashing. features: over its entries; sequence: over all tokens
     # of the document, later tokens included, so that the model is not causal; for reproducing published code only
     centre: Annotated[str, one_of(("features", "sequence"))] = "features"
     alpha: Annotated[float, at_least(0)] = 0.1  # weight of the ranking loss
     target: Annotated[str, one_of(("sum", "mean"))] = (
-        "sum"  # target of a key's score in the ranking loss: sum over the queries that may see it, or mean
+        "sum"  # worth of a key in the ranking loss: sum, or mean, of sigmoid(q . k) over the queries that may see it
     )
-    gate: float | None = None  # initial gate of every channel; null: 1, or 0 when loaded weights lack the branch
+    # initial gate of every channel; null: 1, or 0 if the loaded weights lack the sparse attention
+    gate: float | None = None
     # project x to queries and keys instead of using C and B; null: true on mamba, false on mamba2
     projected: bool | None = None
 
@@ -100,7 +101,7 @@ class SparseOptions:
 
     @property
     def budget(self) -> dict[str, int]:
-        """Maximum number of keys that each rule selects, by rule; and under `stride` the stride in tokens."""
+        """Rule -> maximum number of keys that it selects; also "stride" -> the stride in tokens."""
         rules = PATTERNS[self.pattern]
         return {**dict.fromkeys(rules, self.keys // len(rules)), "stride": self.stride or 1}
 
@@ -158,7 +159,7 @@ class SparseOptions:
         return table
 
     def flops(self, sizes: BranchSizes) -> dict[str, float]:
-        """Return the FLOPs per token, by part, that are added to those of the base class.
+        """Return part -> FLOPs per token, in addition to the FLOPs that the base class counts.
 
         The base class counts each weight once, as if there were one group.
         """
@@ -191,7 +192,7 @@ class SparseOptions:
         return (4 if projected else 1) * state + 2 * wide * numbers + (6 * wide * state if self.scored else 0)
 
     def state_parts(self, sizes: BranchSizes) -> dict[str, StatePart]:
-        """Return the state's tensors by name. A rank holds the groups that its heads of the recurrence read."""
+        """Return name -> tensor of the state. A rank holds the groups that its heads of the recurrence read."""
         state, inner, groups, heads = sizes
         first = Cut(0, readers=heads)
         second = Cut(1, readers=heads)

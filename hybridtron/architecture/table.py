@@ -46,7 +46,7 @@ from hybridtron.problems import ConfigError, Problem, did_you_mean
 class Architecture:
     """The model's residual sub-layers in order, with their letters and specs, and the table of weights.
 
-    `stages` says how many sub-layers each pipeline stage has. `base` is the base model of muP (`mup.py`), or None
+    `stages` has the number of sub-layers in each pipeline stage. `base` is the base model of muP (`mup.py`), or None
     without muP. The architecture is made once from a model's options, and passed to all code that needs the sub-layers
     or the table.
     """
@@ -60,12 +60,12 @@ class Architecture:
 
     @functools.cached_property
     def table(self) -> Mapping[str, Parameter]:
-        """Every weight in the model by its full name, such as `layers.3.mixer.in_proj.weight`."""
+        """Full name -> parameter for every weight in the model, such as `layers.3.mixer.in_proj.weight`."""
         return {**self.base_table, **adapter_rows(self.base_table, self.model.adapters)}
 
     @functools.cached_property
     def base_table(self) -> Mapping[str, Parameter]:
-        """Every weight other than adapters by its full name."""
+        """Full name -> parameter for every weight except adapters."""
         table = _base_table(self)
         if self.base is None:
             return table
@@ -92,7 +92,7 @@ class Architecture:
         return index + 1 < len(self.specs) and self.specs[index + 1].beside
 
     def mixer_weights(self, index: int) -> dict[str, Parameter]:
-        """Return the weights in one sub-layer's mixer, by full name.
+        """Return full name -> parameter, for the weights in one sub-layer's mixer.
 
         A weight that all sub-layers of a letter share has the same full name in all these sub-layers.
         """
@@ -113,7 +113,7 @@ class Architecture:
 
     @property
     def carries_embedding(self) -> bool:
-        """True if any sub-layer reads the token embedding. Pipeline stages must then pass the embedding on."""
+        """True if any sub-layer reads the token embedding. Each pipeline stage must then send it to the next stage."""
         return any(spec.feeds_next for spec in self.specs)
 
     @property
@@ -231,7 +231,7 @@ def _spec(where: str, options: dict[str, Any]) -> MixerSpec:
 
 
 def _base_table(arch: Architecture) -> dict[str, Parameter]:
-    """Return every weight other than adapters by its full name.
+    """Return full name -> parameter, for every weight except adapters.
 
     Weights shared by all sub-layers with the same letter appear once, such as `shared.S.mixer.q.weight`.
     """
@@ -270,8 +270,8 @@ def weight_name(arch: Architecture, index: int, key: str) -> str:
 def _as_lit_gpt(table: dict[str, Parameter], arch: Architecture) -> dict[str, Parameter]:
     """Replace projections' initialisation by lit-gpt's, which depends on how many blocks the model has.
 
-    A block in lit-gpt is a sequence mixer with its MLP. Here, each sequence mixer counts as one block: each sub-layer
-    whose state has a part other than a convolution's last inputs. Parallel branches do not count.
+    A block in lit-gpt is a sequence mixer with its MLP. Here, a sub-layer counts as a block if it mixes tokens: its
+    state has a part other than a convolution's last inputs. Parallel branches do not count.
     """
     width = arch.sizes.width
     states = [spec.state_parts(arch.sizes).values() for spec in arch.specs if not spec.beside]

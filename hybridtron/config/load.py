@@ -139,7 +139,7 @@ def to_plain(config: Config) -> dict[str, Any]:
 
 
 def values_by_key(config: Config) -> dict[str, Any]:
-    """Return dotted key, such as `phases.0.seq_len` -> value, for every value in the configuration."""
+    """Return dotted key -> value for every value in the configuration. A dotted key is `phases.0.seq_len`."""
     return dict(_plain_leaves(to_plain(config)))
 
 

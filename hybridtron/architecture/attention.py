@@ -12,7 +12,7 @@ Published models use the options in these ways:
 
     Samba, Table 8       `conv`, a short convolution on q, k and v
     mamba2attn-2.7b      `conv` with a bias and without SiLU; rotates only a head's first `rotary_dim` channels
-    OLMo-Hybrid          `qk_norm: all`, one RMSNorm over the queries from all heads, and one over the keys
+    OLMo-Hybrid          `qk_norm: all`, an RMSNorm over the queries of all heads together, and likewise over the keys
     Qwen3-Next           `qk_norm: head`, an RMSNorm over each head; `gate`
 """
 

@@ -29,7 +29,7 @@ from hybridtron.problems import Problem
 class Cut:
     """Sharding of one tensor axis over one layout dimension.
 
-    axis         the tensor axis, by its index
+    axis         index of the tensor axis
     over         the dimension, such as "tensor"
     unit         how many consecutive entries must stay on one rank, such as a head's channels
     replicate    each rank may hold the full axis if the rank count does not divide the unit count
@@ -103,7 +103,7 @@ def groups_of_heads(used: range, heads: int, groups: int) -> slice | list[int]:
 
 @dataclass(frozen=True)
 class LayerOwner:
-    """A weight's owner: one sub-layer, by its index in the model."""
+    """Owner of a weight in one sub-layer; `index` is the sub-layer's index in the model."""
 
     index: int
 
@@ -337,7 +337,7 @@ class MixerSpec(Placement, ABC):
 
     @abstractmethod
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
-        """Return every parameter in the mixer's torch module, by its name inside the module."""
+        """Return name -> parameter, for the mixer's torch module. The names are relative to the module."""
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
         """Return part of the mixer -> forward FLOPs per token; a multiply-add counts 2.

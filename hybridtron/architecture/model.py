@@ -47,7 +47,7 @@ class ModelConfig:
     width: Annotated[int, at_least(1)] = MISSING  # channels of the residual stream
     # number of tokens in the vocabulary; must be at least the tokenizer's number of tokens
     vocab_size: Annotated[int, at_least(1)] = MISSING
-    pattern: str = MISSING  # the order of the sub-layers, one letter each: "(M-W-)*6"
+    pattern: str = MISSING  # the order of the sub-layers, with one letter for each sub-layer, such as "(M-W-)*6"
     layers: dict[str, dict[str, Any]] = MISSING  # the mixer of each letter: {M: {kind: mamba}}; options below
     tie_embeddings: bool = True  # the head uses the embedding's weights
     norm_eps: Annotated[float, above(0)] = 1e-5  # added to the mean square in RMSNorm

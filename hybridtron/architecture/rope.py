@@ -60,7 +60,7 @@ class RopeOptions:
     slow: Annotated[float, above(0)] = 1.0  # yarn: frequencies of pairs with fewer rotations are divided by `factor`
     # yarn: factor of cos and sin, and so of queries and keys; null: 0.1 ln(factor) + 1
     attention: Annotated[float | None, above(0)] = None
-    truncate: bool = True  # yarn: round the limits between which pair indices are interpolated outwards to integers
+    truncate: bool = True  # yarn: round the range of interpolated pair indices outwards, to integer limits
 
     @property
     def attention_factor(self) -> float:

@@ -136,7 +136,7 @@ class SparseOptions:
         return sum(rules[rule] for rule in PATTERNS[self.pattern])
 
     def parameters(self, sizes: BranchSizes, projected: bool, copied: tuple[str, ...]) -> dict[str, Parameter]:
-        """Return the sparse attention's parameters, by their names in the mixer.
+        """Return name in the mixer -> parameter, for the sparse attention.
 
         A loaded checkpoint may lack these parameters. The projection to queries and keys is then initialised from the
         weights named in `copied`, or drawn at random if `copied` is empty.

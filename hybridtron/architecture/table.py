@@ -73,7 +73,7 @@ class Architecture:
 
     @property
     def multipliers(self) -> dict[str, float]:
-        """Values of the keys in MULTIPLIERS, by name, with muP's factor in `logits_scaling`."""
+        """Key in MULTIPLIERS -> value; muP's factor is included in `logits_scaling`."""
         return {name: getattr(self.model, name) for name in MULTIPLIERS} | {"logits_scaling": self.logits_scaling}
 
     @property

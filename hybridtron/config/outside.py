@@ -1,4 +1,4 @@
-"""The user's own configuration files, in addition to those of the package.
+"""The user's own configuration files, in addition to the package's files.
 
 A group is a subfolder of the package's configs/, such as recipe/, cluster/ or data/. An argument chooses a file of a
 group by its name: `recipe=laptop`. Users can choose their own files in two ways:

@@ -144,13 +144,13 @@ class PhaseConfig:
     precision: PhasePrecisionConfig = field(default_factory=PhasePrecisionConfig)
     # options that override model.layers in this phase; null removes an option
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # name patterns of the weights to train, such as layers.*.mixer.*; null: all weights, or in a model with adapters,
-    # only the weights that the adapters' preset trains
+    # name patterns of the weights to train, such as layers.*.mixer.*; null: all weights; in a model with adapters, the
+    # adapters and the weights of their preset are trained, and the weights named here in addition
     train: list[str] | None = None
     # low-rank adapters on frozen weights; null: model.adapters
     adapters: AdaptersConfig | None = None
     init_from: str | None = None  # checkpoint or run whose weights the phase starts from, named as in run.weights
-    moments: Moments = Moments.keep  # the optimizer's moments: keep those of the previous phase, or reset them
+    moments: Moments = Moments.keep  # the optimizer's moments; keep: the previous phase's moments; reset: zero
     # export the model to RUN/export/NAME at the end of the phase, in Hugging Face's format; native: uses a class of
     # transformers; custom: uses this package's class; auto: native if a class fits, else custom; null: no export
     export: Export | None = None

@@ -42,7 +42,7 @@ _LOSS_FLOPS = (
 
 
 def chunk_count(parallel: ParallelConfig) -> int:
-    """Count the pipeline stages, including virtual ones."""
+    """Count the pipeline stages, including virtual stages."""
     return parallel.pipeline * parallel.virtual_pipeline
 
 

@@ -84,7 +84,7 @@ class ResolvedPhase:
 
     @property
     def table(self) -> Mapping[str, Parameter]:
-        """Every weight of the model, by name. The model must be valid."""
+        """Name -> parameter, for every weight of the model. The model must be valid."""
         return self.arch.table
 
     def with_layout(self, parallel: ParallelConfig) -> ResolvedPhase:

@@ -80,7 +80,8 @@ class DataConfig:
     cache: Annotated[str, possible_path] = "data/cache"  # folder for downloaded and decompressed shards
     # size limit of the cache in bytes, such as 500GB; null: no limit
     cache_limit: Annotated[str | None, readable_by(parse_bytes)] = None
-    # time limit in seconds of one attempt to download a file; if a file has more MiB, one second for each MiB
+    # time limit in seconds of one attempt to download a file; a file with more MiB than this number gets one second
+    # per MiB
     timeout: Annotated[float, above(0)] = 60.0
     retries: Annotated[int, at_least(0)] = 2  # further attempts after a failed download
 
@@ -89,8 +90,8 @@ class DataConfig:
 class StatesConfig:
     """Initial states of rows in training. In validation, rows always start from zero states."""
 
-    # initial state of rows: zero; random or fitted: noise; passing: the final state of the lane's previous row, from
-    # another document; tbtt: the final state of the lane's previous row, from the same document
+    # initial state of rows. zero: zeros; random, fitted: noise; passing: the final state of the lane's previous row,
+    # which is from another document; tbtt: the final state of the lane's previous row, which is from the same document
     mode: StateMode = StateMode.zero
     carry: list[StateKind] | None = (
         None  # kinds of state that rows start with: ssm, conv, kv; null: all kinds for mode=tbtt, else ssm
@@ -151,7 +152,7 @@ class ParallelConfig:
     virtual_pipeline: Annotated[int, at_least(1)] = 1  # virtual (interleaved) stages of each pipeline rank
     context: Annotated[int, at_least(1)] = 1  # context parallelism: ranks that divide the tokens of every row
     distributed_optimizer: bool = True  # shard the optimizer's state over data-parallel ranks
-    # sub-layers that the backward pass recomputes: none; selective: sub-layers that mix tokens; layer: all
+    # sub-layers that the backward pass recomputes. none: no sub-layers; selective: those that mix tokens; layer: all
     recompute: Recompute = Recompute.none
     # number of sub-layers, at the start of every stage, that offload their saved activations to the host's memory
     offload: Annotated[int, at_least(0)] = 0
@@ -202,11 +203,11 @@ class PrecisionConfig:
 class CheckpointConfig:
     """Checkpoints: when they are written, which are kept, and where they are copied."""
 
-    every: Annotated[str, INTERVAL] = "1000"  # interval between checkpoints: steps, or tokens with a unit
+    every: Annotated[str, INTERVAL] = "1000"  # interval between checkpoints, in steps, or in tokens with a unit
     asynchronous: bool = False  # write checkpoints from copies of the weights while training continues
     # number of newest checkpoints to keep; the last checkpoint of each phase is always kept
     keep: Annotated[int, at_least(1)] = 2
-    # also keep checkpoints at multiples of this interval: steps, or tokens with a unit; null: none
+    # also keep checkpoints at multiples of this interval, in steps, or in tokens with a unit; null: none
     keep_every: Annotated[str | None, INTERVAL] = None
     keep_best: bool = False  # also keep the checkpoint with the lowest held-out loss
     # address s3://BUCKET/PREFIX to which finished checkpoints are copied; null: no copies
@@ -234,7 +235,7 @@ class RunConfig:
     resume: str = (
         "auto"  # auto: resume from the newest valid checkpoint; never: start from scratch; or a checkpoint's folder
     )
-    # accept other data, another order or another tokenizer than those of the checkpoint
+    # accept other data, another data order or another tokenizer than the checkpoint's
     accept_data_changes: bool = False
     # weights that a new run starts from: a checkpoint's folder; or a run's folder RUN, which stands for its newest
     # checkpoint; or RUN@best, which stands for its checkpoint with the lowest held-out loss; null: random weights
@@ -247,14 +248,15 @@ class RunConfig:
     ema: Annotated[float | None, above(0), below_one("such as 0.999")] = None
     compile: bool = False  # compile the model with torch.compile
     log_every: Annotated[int, at_least(1)] = 10  # steps between log lines if stderr is not a terminal
-    eval_every: Annotated[str, INTERVAL] = "1000"  # interval between validations: steps, or tokens with a unit
-    # held-out tokens of one validation for each length in eval_lengths
+    eval_every: Annotated[str, INTERVAL] = "1000"  # interval between validations, in steps, or in tokens with a unit
+    # number of held-out tokens that a validation reads for each length in eval_lengths
     eval_tokens: Annotated[str, TOKENS] = "1M"
     # lengths of held-out rows, in multiples of the training length
     eval_lengths: Annotated[list[int], at_least(1)] = field(default_factory=lambda: [1, 2, 3, 4])
     # suite to evaluate during training: samba, span, length, hax, all, or a YAML file as for `evaluate --tasks`
     evaluate: str | None = None
-    # interval between evaluations of the suite: steps, or tokens with a unit; the suite also runs at each phase's end
+    # interval between evaluations of the suite, in steps, or in tokens with a unit; the suite also runs at each phase's
+    # end
     evaluate_every: Annotated[str, INTERVAL] = "10000"
     # samples of each task and length in these evaluations; null: the suite's number
     evaluate_samples: Annotated[int | None, at_least(1)] = None

@@ -1,4 +1,4 @@
-"""Parse and format amounts with units: `20B` tokens, `500GB`, `1%` of a phase."""
+"""Parse and format amounts with units: `20B` tokens, `500GB`, `1%` of a schedule."""
 
 from __future__ import annotations
 

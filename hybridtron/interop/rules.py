@@ -63,7 +63,7 @@ class TensorRule:
         return fused
 
     def to_ours(self, theirs: Tensor) -> dict[str, Tensor]:
-        """Split the other format's tensor into our tensors; return them by key, in fp32 if `fp32` is True."""
+        """Split the other format's tensor. Return key -> tensor for our tensors, in fp32 if `fp32` is True."""
         if self.theirs.endswith(CONVOLUTION):
             other_axes = self.shape[2:]
         else:

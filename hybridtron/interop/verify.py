@@ -222,7 +222,7 @@ def loaded(folder: Path, settings: Mapping[str, Any]) -> Any:
 def brings_our_code(folder: Path) -> bool:
     """Return True if transformers may run the code in a folder.
 
-    - Returns True if the code is exactly that of the custom class, as some version of hybridtron has shipped it.
+    - Returns True if the code is exactly the custom class's code, as some version of hybridtron has shipped it.
     - Returns False if config.json has no auto_map or names a native class. Then transformers runs its own class.
     - Raises NotTheSame for any other code. If the folder were trusted, transformers would run the files in auto_map, a
       custom `generate`, and the code of an adapter's base model, which may be in another folder.

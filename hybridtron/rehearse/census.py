@@ -189,7 +189,7 @@ class Census(TorchDispatchMode):
         self.operations.append(Operation(self.now, self.place(), name, moved, flops, kind))
 
     def add_kernel(self, name: str, moved: int, variant: int) -> None:
-        """Record one launch by our own Triton kernels."""
+        """Record a launch of one of our own Triton kernels."""
         self.operations.append(Operation(self.now, self.place(), name, moved, kind="kernel", variant=variant))
 
     def place(self) -> str:

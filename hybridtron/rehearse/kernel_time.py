@@ -149,7 +149,7 @@ class KernelTime:
 
     @property
     def bound(self) -> str:
-        """Kind of work that takes longest, by name."""
+        """Name of the kind of work that takes longest."""
         return max(KINDS, key=lambda name: getattr(self, name))
 
 

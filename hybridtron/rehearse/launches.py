@@ -1,4 +1,4 @@
-"""Recorded launches by our own Triton kernels: their arguments, and the bytes that they read and write."""
+"""Recorded launches of our own Triton kernels: their arguments, and the bytes that they read and write."""
 
 from __future__ import annotations
 

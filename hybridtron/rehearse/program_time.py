@@ -101,7 +101,7 @@ def demand(name: str) -> tuple[str, float]:
 def unit_cycles(executed: Counter[str]) -> dict[str, float]:
     """Return the cycles that each unit needs for one warp.
 
-    executed  how often a warp executes each instruction, by the instruction's name
+    executed  instruction's name -> how often a warp executes this instruction
     """
     cycles: dict[str, float] = defaultdict(float, {"issue": sum(executed.values()) / SCHEDULERS})
     for name, times in executed.items():

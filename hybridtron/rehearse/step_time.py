@@ -141,7 +141,7 @@ class StepTime:
 def step_time(step: RankStep, kernels: dict[int, KernelTime], gpu: GPU, virtual: int) -> StepTime:
     """Return a step's modelled time, from two recorded steps with different micro-batch counts.
 
-    kernels  time for each distinct kernel launch, by the launch's index (`Operation.variant`)
+    kernels  index of a distinct kernel launch (`Operation.variant`) -> time
     virtual  how many virtual stages a pipeline rank has
     """
     few, many = (part_time(part, kernels, gpu) for part in (step.passes_of_few, step.passes_of_many))

@@ -74,7 +74,7 @@ def require_folder(path: Path, use: str) -> None:
 
 
 def importable(path: Path) -> Path:
-    """Return the path of a folder to import from.
+    """Return `path`, a folder to import from.
 
     Raises Unusable if the folder is missing, or contains checkpoints of this package, which need no import.
     """
@@ -121,7 +121,7 @@ def bytes_of(option: str, text: str) -> int:
 
 
 def not_there_yet(output: Path) -> Path:
-    """Return the path of an output folder. Raises Unusable if it exists."""
+    """Return `output`, a folder to create. Raises Unusable if it already exists."""
     if output.exists():
         raise Unusable(f"{output} already exists: name a folder that does not exist", code="exists")
     return output
@@ -131,8 +131,8 @@ def not_there_yet(output: Path) -> Path:
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show progress and the remaining time on stderr while the block runs.
 
-    A terminal shows a bar. Any other stderr gets a line at most every REPORT_INTERVAL_S seconds. The yielded function
-    is to be called with two numbers: the finished parts, and all parts.
+    A terminal shows a bar. Any other stderr gets a line at most every REPORT_INTERVAL_S seconds. The block reports
+    progress by calls of the yielded function, whose arguments are (number of finished parts, number of all parts).
     """
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     if not console.is_terminal:

@@ -1,4 +1,4 @@
-"""Audit of a parallel layout: every gradient, and a full optimizer step, is compared with a single process.
+"""Audit of a parallel layout: every gradient and a full optimizer step are compared with those of a single process.
 
     hybridtron audit parallel.tensor=2 parallel.pipeline=2
     hybridtron audit recipe=samba_1.7b --layouts all
@@ -21,10 +21,10 @@ step, and the loss after the step. They are compared in two precisions:
 
     float64  tolerance: 1e-9 of a tensor's norm plus 1e-13 of the largest norm. The parallel step uses megatron-core's
              plain data parallelism and plain optimizer.
-    fp32     tolerance: 1e-5 of a tensor's norm, plus 1e-7 of the largest norm, plus twice the rounding effect. The
-             rounding effect is the change of the tensor in a serial step from weights that differ in about their last
-             bit. The parallel step uses the distributed optimizer, and the gradient norm is above the clipping
-             threshold.
+    fp32     tolerance: 1e-5 of a tensor's norm, plus 1e-7 of the largest norm, plus twice the rounding effect. To
+             measure the rounding effect, the serial step is repeated from weights that are changed in about their last
+             bit: the effect is the resulting change of the tensor. The parallel step uses the distributed optimizer,
+             and the gradient norm is above the clipping threshold.
 
 With --gpus every rank has a GPU, and the parallel step is compared with the same engine on a single GPU, in fp32. Both
 use the same kernels, so a difference can only come from the communication between ranks. Layouts that need more GPUs
@@ -33,9 +33,9 @@ than the machine has are skipped.
 In float64 a difference is either rounding (about 1e-15) or a bug. There are three exceptions, since megatron-core
 computes three values in lower precision even for float64 weights:
 
-    gradient norm      summed in fp32: the norms may differ by 1e-6
-    clipping           done in fp32: the float64 audit uses a threshold that no gradient reaches
-    number of tokens   kept in torch's default dtype: the float64 audit sets the default dtype to float64
+    gradient norm      summed in fp32, so the norms may differ by 1e-6
+    clipping           computed in fp32, so the float64 audit uses a threshold that no gradient reaches
+    number of tokens   kept in torch's default dtype, so the float64 audit sets the default dtype to float64
 
 Exit codes: 0 all values agree, 1 a value differs or a process failed, 2 bad configuration.
 """

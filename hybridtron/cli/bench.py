@@ -1,7 +1,7 @@
 """Measure implementations from this package and from named peers in one run, and write a table of the results.
 
     hybridtron bench mixer                           write benchmarks/mixer.md
-    hybridtron bench step recipe=samba_421m          measure another recipe's step; takes a run's settings
+    hybridtron bench step recipe=samba_421m          measure the step of this recipe; takes a run's settings
     hybridtron bench decode runs/laptop llama3_1.6b  compare runs and recipes
     hybridtron bench scan --quick                    tiny sizes: a test of the benchmark in seconds, without valid times
 

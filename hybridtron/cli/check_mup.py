@@ -5,9 +5,9 @@
     hybridtron check mup --standard                          without muP, for comparison
 
 The command takes the same settings as `hybridtron train`. It trains small models of the recipe's family at several
-widths for a few steps, on random tokens and on the CPU (`proving/coordinates.py`). It prints the root mean square of
-each output, and of its change since the first step, and then each change's slope: logarithm of the change by logarithm
-of the width.
+widths for a few steps, on random tokens and on the CPU (`proving/coordinates.py`). It prints two root mean squares for
+each output: of the output, and of its change since the first step. Then it prints, for each output, the slope of
+log(change) over log(width).
 
 Exit codes: 0 all slopes are flat, 1 a slope is not flat, 2 bad configuration.
 """
@@ -54,7 +54,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def widths_of(text: str) -> list[int]:
-    """Parse at least two different widths, for argparse; sorts them."""
+    """Parse at least two different widths for argparse, and sort them."""
     widths = sorted({positive(width) for width in text.split(",")})
     if len(widths) < 2:
         raise ArgumentTypeError(f"{text!r} must have at least two widths, such as 64,256")
@@ -95,7 +95,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _with_mup(config: Config, standard: bool) -> Config:
-    """Return the configuration, without muP if `standard` is set. Raises ConfigError if muP is off otherwise."""
+    """Return the configuration, without muP if `standard` is set.
+
+    Raises ConfigError if `standard` is not set and the configuration does not use muP.
+    """
     if standard:
         return replace(config, model=replace(config.model, mup=MupConfig()))
     if config.model.mup.base_width is None:

@@ -9,9 +9,9 @@
     hybridtron checkpoint fetch s3://BUCKET/PREFIX runs/samba         download the newest checkpoint of a mirror
     hybridtron checkpoint fetch s3://BUCKET/PREFIX/step-00000500 runs/samba
 
-The checkpoints of an average come from one run or from several with equal architecture: each is a checkpoint, a run
-for its newest checkpoint, or RUN@best for its checkpoint with the lowest held-out loss. The average has weights alone:
-`run.weights=MEAN`, `evaluate`, `generate` and `export` read it, but no run resumes from it.
+The checkpoints to average come from one run, or from several runs with equal architecture. Each is named by its folder,
+as RUN (the run's newest checkpoint), or as RUN@best (the run's checkpoint with the lowest held-out loss). The average
+contains only weights: `run.weights=MEAN`, `evaluate`, `generate` and `export` read it, but no run resumes from it.
 
 A mirror is the S3 folder that a run's `checkpoint.mirror` names. Any parallel layout loads any checkpoint, so a run
 resumes without `reshard`. The sub-command `reshard` is for other programs that read a checkpoint and expect every

@@ -50,7 +50,7 @@ def open_newest(path: Path) -> Checkpoint:
 
 
 def open_named(path: Path) -> Checkpoint:
-    """Open a checkpoint, a run's newest checkpoint, or for RUN@best the run's checkpoint with the lowest held-out loss.
+    """Open a checkpoint, a run's newest checkpoint, or (for RUN@best) its checkpoint with the lowest held-out loss.
 
     Raises Unusable if there is no such checkpoint, or if it is broken.
     """

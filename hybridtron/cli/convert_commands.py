@@ -47,7 +47,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def opened(chosen: argparse.Namespace) -> Checkpoint:
-    """Open a checkpoint, or a run's newest checkpoint; with --ema its weights are their moving average."""
+    """Open a checkpoint, or a run's newest checkpoint. With --ema, open the moving average of its weights."""
     checkpoint = Checkpoint.open(checkpoints_at(chosen.source)[-1])
     if chosen.ema:
         return moving_average(checkpoint)
@@ -55,7 +55,7 @@ def opened(chosen: argparse.Namespace) -> Checkpoint:
 
 
 def dtype_of(chosen: argparse.Namespace, source: Checkpoint) -> torch.dtype | None:
-    """Return the dtype of an export; None if each tensor keeps the checkpoint's dtype.
+    """Return the dtype of an export, or None if each tensor keeps its dtype in the checkpoint.
 
     The moving average is stored in fp32, but is exported in the dtype of the forward pass, as the weights are.
     """
@@ -65,7 +65,7 @@ def dtype_of(chosen: argparse.Namespace, source: Checkpoint) -> torch.dtype | No
 
 
 def export_checkpoint(chosen: argparse.Namespace) -> int:
-    """Export a checkpoint, and check that transformers computes the same with the export.
+    """Export a checkpoint, and check that transformers computes the same logits from the export.
 
     With `--base` only the adapters are exported, in peft's format.
     """
@@ -138,7 +138,7 @@ def _import_adapter(chosen: argparse.Namespace, output: Path) -> int:
 
 
 def verify_export(chosen: argparse.Namespace) -> int:
-    """Check again that transformers computes the same with an existing export."""
+    """Check again that transformers computes the same logits from an existing export."""
     Weights(chosen.output)  # raises CannotImport if weights are missing or can't be read
     proof = verify(chosen.output, merge_adapters(opened(chosen)))
     lengths = ", ".join(map(str, proof.lengths))
@@ -150,6 +150,6 @@ def verify_export(chosen: argparse.Namespace) -> int:
 
 
 def warn_of(folder: Path, proof: Proof) -> None:
-    """Print a successful proof's caution for users, if it has one."""
+    """Print the caution for users that a successful proof may contain."""
     if proof.caution:
         print(f"warning: {folder}: {proof.caution}", file=sys.stderr)

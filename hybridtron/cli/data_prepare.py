@@ -6,9 +6,9 @@
     hybridtron data prepare --input embedded --vocab-size 2048 --output data/embedded-2048
     hybridtron data prepare --input embedded --packages torch sympy --vocab-size 8192 --output data/packages
 
---help lists the formats of inputs. An interrupted command leaves the folder OUTPUT.partial. The same command then
-continues from this folder; only the number of workers may differ. A command that failed before its first input file was
-finished has nothing to continue, so the next command may have other options.
+--help lists the input formats. An interrupted command leaves the folder OUTPUT.partial. The same command then continues
+from this folder; only the number of workers may differ. A command that failed before its first input file was finished
+has nothing to continue, so the next command may have other options.
 
 Exit codes: 0 the folder is complete, 1 the command was interrupted, or a disk or a process failed, 2 arguments or
 inputs must be corrected, or a disk is full.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hybridtron.data.prepare.input_files import FoundInputs
 
 EMBEDDED = "embedded"
-HELD_OUT = 5  # documents in the validation split that a warning about an empty split aims at
+HELD_OUT = 5  # if the validation split is empty, the warning suggests a share that holds out about 5 documents
 EMBEDDED_TAKES = {"input", "output", "vocab_size", "packages", "workers"}
 LEARN = ("spans", "completion", "messages", "mask")
 

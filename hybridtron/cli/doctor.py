@@ -1,9 +1,9 @@
-"""Report on one screen if this machine can train: packages, device, kernels, memory and disks.
+"""Report on one screen whether this machine can train: packages, device, kernels, memory and disks.
 
     hybridtron doctor
 
-The command itself needs only Python. It imports every package in a separate process. So a package that is missing,
-raises an error, crashes the interpreter or hangs becomes a line of the report. Versions are compared with the tested
+The command itself needs only Python. It imports every package in a separate process, so that the report is complete
+even if a package is missing, raises an error, crashes the interpreter or hangs. Versions are compared with the tested
 ranges in pyproject.toml.
 
 Exit codes: 0 training can run, 1 a required package is missing or broken. The last lines name the package.
@@ -42,9 +42,8 @@ OPTIONAL = {
     "tensorboard": "metrics to TensorBoard, in the run's logs/",
     "mlflow": "metrics to MLflow (run.mlflow=EXPERIMENT)",
 }
-IMPORTED = {
-    "flash_attn": "flash_attn.flash_attn_interface"
-}  # other packages also install a module `flash_attn`, without these functions
+# other packages also install a module `flash_attn`, but not this submodule
+IMPORTED = {"flash_attn": "flash_attn.flash_attn_interface"}
 
 GIB = 2**30
 MIN_DISK = 10 * GIB
@@ -219,7 +218,7 @@ def extra_line(extra: str, wanted: dict[str, str]) -> Line:
 
 
 def kernel_section() -> tuple[str, list[Line]]:
-    """Build the section on the device, with the implementation that will run for every op."""
+    """Build the section on the device and, for each op, the implementation that will run."""
     about, fault = run_python(KERNELS, patience=PATIENCE + BUILD_S)  # the process may first compile the C++ ops
     if fault:
         return "device", [Line("fail", "hybridtron", "does not start", fault)]

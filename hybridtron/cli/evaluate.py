@@ -13,10 +13,11 @@ There are three kinds of evaluation:
     --harness         tasks and groups of lm-evaluation-harness, such as hellaswag; groups in this package: samba_short,
                       samba_instruct, span_short, span_long, recall, hax_short, longbench, tiny
 
-With --ema the weights are their moving average, for runs with `run.ema`; results are then in RUN/evaluation/STEP-ema.
+With --ema the moving average of the weights is evaluated, which a run with `run.ema` keeps. Its results are written to
+RUN/evaluation/STEP-ema.
 
-Instruments read held-out documents that are at least as long as their rows. If there are no such documents, shorter
-held-out documents are joined, and the report says so. The files length.py, short_context.py and entropy.py in
+Instruments take each row from a single held-out document. If no document is long enough for a row, shorter held-out
+documents are joined, and the report says so. The files length.py, short_context.py and entropy.py in
 hybridtron/evaluate define the measurements. Results are written to RUN/evaluation/STEP, or to --output:
 
     positions.jsonl, .png     loss and perplexity at each position, and the loss with the context limited to the
@@ -106,7 +107,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def grouped(text: str) -> SelfExtendOptions:
-    """Parse the options for Self-Extend, group size and neighbour count, such as `4,1024`, for argparse."""
+    """Parse Self-Extend's group size and number of neighbours, such as `4,1024`, for argparse."""
     if not re.fullmatch(r"\d{1,9},\d{1,9}", text, re.ASCII):
         raise argparse.ArgumentTypeError(f"is {text}, must be a group size and a number of neighbours, such as 4,1024")
     options = SelfExtendOptions(*map(int, text.split(",")))
@@ -208,9 +209,10 @@ def named(path: Path) -> Path:
 def measure(
     checkpoints: dict[Path, Path], folders: dict[Path, Path], chosen: argparse.Namespace, console: Console
 ) -> None:
-    """Evaluate every checkpoint, and write a comparison of several. Only the first process prints.
+    """Evaluate every checkpoint, and write a comparison if there are several. Only the first process prints.
 
-    `checkpoints` maps each path on the command line to its checkpoint's folder, and `folders` to its results' folder.
+    `checkpoints` maps each path on the command line to its checkpoint's folder. `folders` maps each path to the folder
+    for its results.
     """
     from hybridtron.evaluate.evaluation import write_comparison
 

@@ -15,8 +15,8 @@ The command takes the same arguments as `hybridtron train`. It reads no tokens. 
     --exact    rehearse the step, that is, simulate the step without a GPU, and report its exact memory peak
     --dry-run  build every rank's model on the meta device, without memory for weights
 
-Without a rehearsal, memory is an estimate, within 10% of the rehearsed peak if that is at least a gigabyte. `--fit`
-rehearses its fastest layouts. Rehearsals need Triton and run in separate processes. Their results are stored until the
+Without a rehearsal, memory is an estimate: it is within 10% of rehearsed peaks of at least a gigabyte. `--fit`
+rehearses the fastest layouts. Rehearsals need Triton and run in separate processes. Their results are stored until the
 code or the configuration changes. Only `--dry-run` imports torch in this process.
 """
 
@@ -70,8 +70,8 @@ if TYPE_CHECKING:  # the module imports torch, which only --dry-run needs
 MEMORY_PARTS = tuple(part.name for part in dataclasses.fields(DeviceMemory))
 TRAFFIC_PARTS = tuple(part.name for part in dataclasses.fields(Traffic))
 ACCURACY = f"within {MARGIN:.0%} from {MARGIN_FROM / 1e9:.0f} GB on"
-MAX_LISTED = 10  # layouts that --fit prints; --json prints all layouts
-FINALISTS = 3  # the fastest layouts of --fit, whose steps are rehearsed
+MAX_LISTED = 10  # --fit prints at most this number of layouts; --json prints all layouts
+FINALISTS = 3  # --fit rehearses the steps of this number of layouts, the fastest
 
 
 def main(arguments: list[str]) -> int:
@@ -152,7 +152,7 @@ def with_rehearsals(
 
 
 def replace_settings(settings: Sequence[str], others: Sequence[str]) -> list[str]:
-    """Return `settings` with the settings in `others`, which replace settings with equal keys or are appended."""
+    """Return `settings` updated by `others`: each replaces the earlier setting of its key, or is appended."""
     by_key = {setting.partition("=")[0]: setting for setting in (*settings, *others)}
     return list(by_key.values())
 
@@ -194,7 +194,7 @@ def as_json(
 ) -> dict[str, Any]:
     """Return all results as JSON values. FLOPs per token are for the first phase's sequence length.
 
-    `fitting` has the layouts from --fit, and `peaks` each rank's rehearsed bytes with --exact.
+    `fitting` has the layouts from --fit. `peaks` has each rank's memory peak in bytes, as rehearsed with --exact.
     """
     config = run_plan.config
     model_count = count(run_plan.arch, config.phases[0].seq_len)
@@ -300,7 +300,7 @@ def print_tables(
 
 
 def _letter_table(counted: ModelCount) -> Table:
-    """Build a table with a row for each letter in `model.pattern`, the embedding, the norm, the head and the total."""
+    """Build a table with rows for the letters of `model.pattern`, the embedding, the norm, the head and the total."""
     table = table_of("", "kind", "options", "layers", "parameters", "FLOPs/token", "share", numbers_from=3)
 
     def add(letter: str, kind: str, options: str, layers: int | str, parameters: int, flops: float) -> None:
@@ -329,7 +329,7 @@ def _flops_table(counted: ModelCount) -> Table:
 
 
 def _memory_table(planned: ResolvedPhase, rank_plan: Plan, peaks: Sequence[int] | None) -> Table:
-    """Build a table with a row for each pipeline rank: GB of memory by use, and the rehearsed total with --exact."""
+    """Build a table with a row for each pipeline rank: memory in GB, by use, and with --exact the rehearsed total."""
     config = planned.config
     phase = planned.settings
     table = table_of("rank", "layers", "parameters", *MEMORY_PARTS, "total", "in flight", numbers_from=2)
@@ -373,9 +373,9 @@ def _traffic_table(phase: ResolvedPhase, rank_plan: Plan) -> Table:
 
 
 def _imbalance(phase: ResolvedPhase) -> float:
-    """Return the largest work of a context-parallel rank divided by the mean work of all these ranks.
+    """Return the largest work of a context-parallel rank, divided by the mean work of all context-parallel ranks.
 
-    The work is that of the worst case, a row that is one document.
+    The work is computed for the worst case: a row that is a single document.
     """
     length = phase.settings.seq_len
     costs = token_costs(phase.arch, length)

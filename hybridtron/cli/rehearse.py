@@ -7,7 +7,7 @@
     hybridtron rehearse --suite                              every recipe in six parallel layouts, and a page of results
     hybridtron rehearse --suite --only samba_421m            one recipe; --only may be repeated
     hybridtron rehearse --suite --limit 600 --part 1/2       one half of the cases; no case starts after ten minutes
-    hybridtron rehearse --suite --keep                       skip cases whose results older code has recorded
+    hybridtron rehearse --suite --keep                       skip recorded cases, even if older code recorded them
 
 A rehearsal runs the training code on fake tensors, which have shapes but no values, so it takes seconds and little
 memory. It needs neither a GPU nor a GPU driver. It needs Triton, which torch's builds without CUDA do not contain; the
@@ -17,8 +17,8 @@ A suite appends its results to benchmarks/rehearse.jsonl, so that an interrupted
 page benchmarks/rehearse.md. `make rehearse` runs the suite. A budget is a file with the highest allowed costs of a
 configuration: `--budget write` writes the file, and `--budget check` compares a rehearsal with the file.
 
-Exit codes: 0 success; 1 a budget is exceeded or missing, cases of a suite failed or remain, or this machine has no C++
-compiler, which builds the library that imitates the CUDA driver; 2 bad configuration or arguments, or no Triton.
+Exit codes: 0 success; 1 a budget is exceeded or missing, cases of a suite failed or remain, or there is no C++ compiler
+to build the library that imitates the CUDA driver; 2 bad configuration or arguments, or no Triton.
 """
 
 from __future__ import annotations

@@ -183,9 +183,9 @@ def _write(chosen: argparse.Namespace) -> list[Path]:
 
 
 def _named_tasks(words: list[str]) -> tuple[Task, ...]:
-    """Return the tasks that the words name, by themselves or by a group.
+    """Return the tasks whose names, or whose groups' names, are among the words.
 
-    Words of the form OPTION=VALUE are options. Each task gets only the options that it has.
+    Words such as OPTION=VALUE are options. Each task gets only the options that it has.
     """
     settings = [word for word in words if "=" in word]
     names = [word for word in words if "=" not in word]

@@ -49,7 +49,7 @@ EXIT_CODES: dict[type[Exception], int] = {ConfigError: 2, ExportsFailed: 1, Pree
 
 
 def main(arguments: list[str]) -> int:
-    """Check the configuration, then train. Or only print the help or the plan. Returns the exit code."""
+    """Check the configuration and train, or only print the help or the plan. Returns the exit code."""
     if {"-h", "--help"} & set(arguments):
         names = choices_of("recipe")
         recipes = ", ".join(name for name in names if "/" not in name)

@@ -1,7 +1,7 @@
 """Start of a run whose training has already finished.
 
-Such a start logs that nothing is left to train, and repeats failed exports. It compares the configuration with that in
-the run's last checkpoint. A changed value has one of three effects, which depends on the key:
+Such a start logs that nothing is left to train, and repeats failed exports. It compares the configuration with the
+configuration in the run's last checkpoint. A changed value has one of three effects, which depends on the key:
 
     keys in FREE      no effect: these keys say where and how a run is started, or which exports it makes
     keys in UNUSED    a warning: these keys only observe or speed up training steps, and no step is left
@@ -58,9 +58,9 @@ def report_finished(start: Checkpoint, plan: RunPlan, hooks: Sequence[Hook], gro
 
 
 def check_unchanged(start: Checkpoint, plan: RunPlan) -> None:
-    """Raise ConfigError if a key's value differs from that in `start`, the last checkpoint of a finished run.
+    """Raise ConfigError if a key's value has changed since `start`, the last checkpoint of a finished run.
 
-    The values of keys in FREE and UNUSED may differ.
+    The values of keys in FREE and UNUSED may change.
     """
     step = start.meta.step
     problems = [
@@ -77,9 +77,9 @@ def check_unchanged(start: Checkpoint, plan: RunPlan) -> None:
 
 
 def _changed(start: Checkpoint, plan: RunPlan) -> dict[str, tuple[str, str]]:
-    """Return the keys whose configured and stored values differ, each with both values as text.
+    """Return {key: (configured value, stored value)} for the keys whose values differ, with values as text.
 
-    Stored values are those in the checkpoint `start`.
+    The stored values are read from the checkpoint `start`.
     """
     step = start.meta.step
     trained = values_by_key(start.config)

@@ -37,8 +37,8 @@ class HeldOutLoss(Hook):
 def evaluate(engine: Engine, sources: Sources, phase: ResolvedPhase) -> tuple[dict[str, float], dict[str, float]]:
     """Return the held-out losses by length, and the held-out losses by source.
 
-    Lengths are multiples of the training length, which `run.eval_lengths` lists. For example, the losses by length are
-    {"1x": 3.21, "2x": 3.18}. The losses by source are those at the first length. A length without learned tokens has
+    `run.eval_lengths` lists the lengths, as multiples of the training length. For example, the losses by length are
+    {"1x": 3.21, "2x": 3.18}. The losses by source are measured at the first length. A length without learned tokens has
     the loss nan; a source without learned tokens is left out.
     """
     run = phase.config.run

@@ -113,7 +113,7 @@ class Hook:
         """Prepare for a phase, at its start or where the run resumes within it; called again after a rollback."""
 
     def on_evaluation(self, context: StepContext, metrics: StepMetrics) -> StepMetrics:
-        """Measure the model after a step at which an evaluation is due (`run.eval_every`, and a phase's last step).
+        """Measure the model after a step at which an evaluation is due: see `run.eval_every`, or a phase's last step.
 
         Returns the step's metrics. `metrics.adding` adds a hook's numbers to them.
         """
@@ -156,7 +156,7 @@ class Hook:
 
     @property
     def failed(self) -> Mapping[str, str]:
-        """Reasons why this hook's work has failed on this process, by the name of the work (such as a phase's name).
+        """Failed work of this hook on this process, as {name of the work, such as a phase's name: reason}.
 
         If this is not empty when training has finished, the process exits with code 1.
         """

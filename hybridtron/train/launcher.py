@@ -16,7 +16,7 @@ from pathlib import Path
 
 PARENT = os.getppid()  # read when this module is imported, since torchrun may die during the slow imports that follow
 GRACE_S = 30.0  # seconds; torchrun, too, gives processes 30 s to stop before it kills them
-POLL_INTERVAL_S = 0.5  # seconds between checks if torchrun is alive
+POLL_INTERVAL_S = 0.5  # seconds between checks whether torchrun is alive
 
 
 class Launcher:
@@ -38,7 +38,8 @@ class Launcher:
             return False
         if self.torchrun is None or os.getppid() != PARENT:
             return True
-        # a wrapper outlives torchrun, and stays the parent; the walk to its ancestors is left out where torchrun is it
+        # The parent is alive. If it is torchrun, torchrun is alive too. If it is a wrapper, which outlives torchrun,
+        # then torchrun is searched again among the wrapper's ancestors.
         return self.torchrun != PARENT and _torchrun_above(PARENT) != self.torchrun
 
     def watch(self) -> None:
@@ -59,7 +60,7 @@ class Launcher:
 
 
 def _torchrun_above(process: int) -> int | None:
-    """Return the first of a process and its ancestors that may be torchrun, or None."""
+    """Search a process and then its ancestors, and return the first that may be torchrun, or None."""
     while process > 1:
         if _may_be_torchrun(process):
             return process
@@ -73,7 +74,7 @@ def _parent_of(process: int) -> int:
         fields = Path(f"/proc/{process}/stat").read_text()
     except OSError:
         return 0
-    return int(fields.rpartition(")")[2].split()[1])  # after the program's name, which may hold spaces: state, parent
+    return int(fields.rpartition(")")[2].split()[1])  # after ")", which ends the program's name: state, parent
 
 
 def _may_be_torchrun(process: int) -> bool:

@@ -19,7 +19,7 @@ from hybridtron.config.units import parse_share, parse_tokens
 
 
 def learning_rate(phases: Sequence[ResolvedPhase], index: int, tokens: int) -> float:
-    """Return the learning rate for the step at whose end the phase with this index has read `tokens` tokens."""
+    """Return the learning rate of a step in the phase at `index`, which has read `tokens` tokens after the step."""
     settings = phases[index].settings
     if settings.lr_piece is LrPiece.decay:
         assert settings.lr_to is not None
@@ -37,8 +37,9 @@ def learning_rate(phases: Sequence[ResolvedPhase], index: int, tokens: int) -> f
 def weight_decay(phases: Sequence[ResolvedPhase], index: int, lr: float) -> float:
     """Return the weight decay for a step with learning rate `lr` in the phase with this index.
 
-    If `optim.weight_decay_schedule` is constant, this is `optim.weight_decay`, otherwise `optim.weight_decay` * lr /
-    peak. The peak is the phase's setting `lr`, or the `lr` of the last earlier phase that sets it.
+    If `optim.weight_decay_schedule` is constant, the weight decay is `optim.weight_decay`. Otherwise it is
+    `optim.weight_decay * lr / peak`. The peak is the phase's setting `lr`, or the `lr` of the last earlier phase that
+    sets it.
     """
     optim = phases[index].optim
     if optim.weight_decay_schedule is DecaySchedule.constant:

@@ -1,7 +1,7 @@
 """outcome.json: how a run ended, and how far it had come.
 
-Job scripts read this file to decide if they start the run again: a launcher such as torchrun does not pass on the exit
-codes of the processes that it started. Keys (a key with an unknown value is left out):
+Job scripts read this file to decide whether to start the run again: a launcher such as torchrun does not pass on the
+exit codes of the processes that it started. Keys (a key with an unknown value is left out):
 
     outcome           finished, failed, or preempted (stopped on request after saving a checkpoint)
     step              the last step
@@ -126,8 +126,8 @@ class Failures:
     def report(self, reason: str, waiting: bool) -> tuple[int, str]:
         """Write a failure to outcome.json unless the file exists; return the rank that failed first and the reason.
 
-        `waiting` is True if this rank failed while it waited for other ranks. If it did, and a rank on this machine is
-        dead or stopped, that rank is reported as the first that failed.
+        `waiting` is True if this rank failed while it waited for other ranks. In this case, if a rank on this machine
+        is dead or stopped, that rank is reported as the first that failed.
         """
         rank = self.rank
         if waiting and (failed := self._find_faulty_rank()) is not None:
@@ -245,7 +245,7 @@ def record_exports(run_dir: Path, failed: Mapping[str, str]) -> None:
 def finite(value: Any) -> Any:
     """Return a value with NaN and infinite floats replaced by None, since JSON can't represent them.
 
-    Floats in a mapping are replaced too, also in nested mappings, but not floats in lists.
+    Floats in mappings are replaced too, at any depth, but floats in lists are not.
     """
     if isinstance(value, Mapping):
         return {name: finite(entry) for name, entry in value.items()}

@@ -3,8 +3,8 @@
 A phase may change the model's options, the precision, the optimizer or the set of trained weights. Such a phase begins
 as if the run were resumed: a new engine is built, and the checkpoint from the end of the phase before is restored into
 the engine. If the phase has other adapters than that checkpoint, the checkpoint's adapters are merged into the weights.
-If it has another optimizer, the optimizer's state is zero. So it makes no difference if a run trains across the phase
-boundary, or is stopped there and started again.
+If the phase has another optimizer, the optimizer's state is zero. So it makes no difference whether a run trains across
+the phase boundary, or is stopped there and started again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class PhaseEngines:
     def build(self, phase: ResolvedPhase, whole: Callable[[str], Tensor] | None = None) -> Engine:
         """Build a phase's engine, after freeing the current engine.
 
-        `whole` returns the full initial weight for a name. If `whole` is None, weights are initialized at random.
+        `whole` takes a weight's name and returns the full initial weight. If `whole` is None, weights are initialized
+        at random.
         """
         self._current = None
         gc.collect()  # modules and their hooks form reference cycles
@@ -54,8 +55,8 @@ class PhaseEngines:
         """Return the engine that continues from a checkpoint, and the phase boundary at the checkpoint's step.
 
         A new engine is built if the current engine does not fit the phase that continues from the checkpoint. If a
-        phase other than the first begins at the checkpoint's step, the boundary has the checkpoint with the phase's
-        initial weights, and whether the optimizer's moments are kept. Otherwise the boundary is None.
+        phase other than the first begins at the checkpoint's step, the boundary holds the checkpoint with the phase's
+        initial weights, and says whether the optimizer's moments are kept. Otherwise the boundary is None.
         """
         phase = self.plan.phase_continuing_at(checkpoint.meta.step)
         begins = phase.index > 0 and checkpoint.meta.step == phase.start_step

@@ -111,7 +111,7 @@ class StopRequests:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Measure the duration of the block, which writes a checkpoint; it does not count as a step's duration."""
+        """Measure the duration of the block, which writes a checkpoint, and exclude it from the step's duration."""
         began = time.monotonic()
         yield
         took = time.monotonic() - began

@@ -165,7 +165,7 @@ def read_batch(folder: Path, turns: int) -> RefusedBatch:
 
 
 def _joined_rows(shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Join one data-parallel rank's sequence shards to full rows (sequences).
+    """Join one data-parallel rank's sequence shards into full rows (sequences).
 
     The tensor `continues` has one entry for each row, and is the same in all shards. The other tensors have an entry
     for each token.

@@ -110,8 +110,8 @@ def replay_of(run_dir: Path, folder: Path) -> Iterator[Replay]:
 def newest_before(run_dir: Path, phase: ResolvedPhase, step: int) -> Checkpoint | None:
     """Return the run's newest checkpoint of the given phase before the given step.
 
-    The checkpoint at the phase's start is included. If there is no such checkpoint, return None in the run's first
-    phase, whose replay can use the run's initial weights, and raise Unusable in a later phase.
+    The checkpoint at the phase's start counts. If the run's first phase has no such checkpoint, return None: a replay
+    can use the run's initial weights. If a later phase has no such checkpoint, raise Unusable.
     """
     for checkpoint in checkpoints.valid_checkpoints(run_dir):
         if phase.start_step <= checkpoint.meta.step < step:

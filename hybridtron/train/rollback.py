@@ -4,8 +4,8 @@ A refused step is a step whose update was discarded, because its loss or gradien
 too many refused steps in a row, and when a checkpoint that it writes has a weight or optimizer moment that is not
 finite. It returns to its newest valid checkpoint that was not written right after a refused step: after a refused step
 the weights may already be damaged. When the run continues, it skips the data of the steps after that checkpoint, up to
-and including the failed step. If a run has rolled back to one checkpoint MAX_ROLLBACKS times and would have to roll
-back to it once more, it ends with an error.
+and including the failed step. A run rolls back at most MAX_ROLLBACKS times to the same checkpoint. If it would have to
+roll back once more, it ends with an error.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Rollback:
     def checkpoints(self, request: RollbackRequested, written: set[int]) -> list[Checkpoint]:
         """Return the usable checkpoints before the failed step, newest first. Raises Diverged if there are none.
 
-        Usable are the checkpoints that this start of the run has written, at the steps in `written`, and those from
-        which this start could have resumed. The run's folder may have other checkpoints, for example if `run.resume`
-        names a single checkpoint. They are not used.
+        A checkpoint is usable if this start of the run has written it, at a step in `written`, or could have resumed
+        from it. The run's folder may have other checkpoints, for example if `run.resume` names a single checkpoint.
+        They are not used.
         """
         written_checkpoints = [
             checkpoint for checkpoint in checkpoints.valid_checkpoints(self.run_dir) if checkpoint.meta.step in written

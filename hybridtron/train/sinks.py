@@ -44,7 +44,7 @@ from hybridtron.train.outcome import clock, finite
 LOG = logging.getLogger(__name__)
 
 MLFLOW_SETTINGS = {
-    "MLFLOW_ALLOW_FILE_STORE": "true",  # else MLflow refuses to write to files, for which it plans no new features
+    "MLFLOW_ALLOW_FILE_STORE": "true",  # otherwise MLflow refuses to write to files, which it no longer develops
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # seconds; with MLflow's defaults an idle server delays for minutes
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
 }
@@ -193,9 +193,9 @@ class Mlflow:
     """
 
     FAILURES = 3
-    AT_ONCE = 1000  # most metrics in one of MLflow's requests
-    PARAMETERS = 100  # most parameters in one request
-    CHARACTERS = 6000  # longest value of a parameter
+    AT_ONCE = 1000  # maximum number of metrics in a request to MLflow
+    PARAMETERS = 100  # maximum number of parameters in a request
+    CHARACTERS = 6000  # maximum length of a parameter's value
 
     def __init__(self, start: SinkStart) -> None:
         for name, value in MLFLOW_SETTINGS.items():
@@ -206,7 +206,7 @@ class Mlflow:
         try:
             self._client = module.MlflowClient(tracking_uri=address)
             self._run = self._continued_or_new_run(start)
-        except Exception as error:  # a server may answer anything, and several libraries report it
+        except Exception as error:  # a server may answer anything, and errors come from several libraries
             cure = "check MLFLOW_TRACKING_URI and the server, or leave run.mlflow out"
             message = f"MLflow at {address} can't be used: {first_line(error)}; {cure}"
             raise Unusable(message, code="unavailable") from error

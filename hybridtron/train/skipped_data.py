@@ -68,8 +68,8 @@ class SkippedData:
     def and_failed(self, phases: Iterable[ResolvedPhase], done: int, failed: int) -> SkippedData:
         """Return the skipped data, extended by the batches that failed steps have read.
 
-        `done` is the last step that is kept, and `failed` the last failed step. Here steps are counted from 1 at the
-        run's start, and the two may be in different phases.
+        `done` is the last step that is kept. `failed` is the last failed step. Both are counted from 1 at the run's
+        start, and may be in different phases.
         """
         added = []
         for phase in phases:

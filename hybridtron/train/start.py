@@ -1,7 +1,7 @@
-"""Starting point of a run or phase: a checkpoint to resume, weights of another run, or none.
+"""Starting point of a run or phase: a checkpoint to resume, weights of another run, or neither.
 
-The functions `check_same_...` raise ConfigError if the configured model, optimizer or data differ from those in that
-checkpoint. `check_fp8` and `check_forced_ops` raise ConfigError if this device can't run the configured kernels.
+The functions `check_same_...` raise ConfigError if the configured model, optimizer or data differ from the
+checkpoint's. `check_fp8` and `check_forced_ops` raise ConfigError if this device can't run the configured kernels.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def check_same_weights(initial: Checkpoint, arch: Architecture, key: str, may_gr
 
 
 def _new_weights(new: Mapping[str, Parameter]) -> list[str]:
-    """Return lines that describe new weights: the weight's name in its sub-layer, the sub-layers, the initial value."""
+    """Return lines about new weights: a weight's name in its sub-layer, the sub-layers, and the initial value."""
     layers: dict[tuple[str, str], list[str]] = {}
     for name, weight in new.items():
         assert isinstance(weight.owner, LayerOwner)
@@ -194,7 +194,7 @@ def weights_of(initial: Checkpoint, phase: ResolvedPhase) -> Callable[[str], Ten
     """Return a function that takes a weight's name and returns the phase's full weight, from the checkpoint `initial`.
 
     If the checkpoint lacks the weight, `Parameter.grown` defines its initial value. `grown` is an initializer, or it
-    names other weights in the same sub-layer, and the initial value is their concatenation.
+    names other weights in the same sub-layer, whose concatenation is the initial value.
     """
     table = phase.table
     stored = initial.plan.arch.table
@@ -257,9 +257,9 @@ def check_forced_ops(config: Config) -> None:
 def check_same_data(start: Checkpoint, config: Config, phase: ResolvedPhase, fingerprint: Fingerprint) -> list[Problem]:
     """Raise ConfigError if a resumed run's data differ from the data in the checkpoint `start`.
 
-    `fingerprint` describes the present data. If the run resumes in the middle of the phase, data and order must be
-    those in the checkpoint. If it resumes at the phase's start or end, only the tokenizer must be that in the
-    checkpoint. With `run.accept_data_changes` the differences are returned, and no error is raised.
+    `fingerprint` describes the present data. If the run resumes in the middle of the phase, the data, their order and
+    the tokenizer must equal the checkpoint's. If it resumes at the phase's start or end, only the tokenizer must equal
+    the checkpoint's. With `run.accept_data_changes` the differences are returned, and no error is raised.
     """
     stored = start.meta.data
     step = start.meta.step
@@ -280,7 +280,7 @@ def check_same_data(start: Checkpoint, config: Config, phase: ResolvedPhase, fin
 
 
 def archive_superseded(start: Checkpoint | None, config: Config) -> None:
-    """Rename the checkpoints in the run's folder for later steps than `start`, so that the next start ignores them.
+    """Rename the checkpoints of later steps than `start` in the run's folder, so that the next start ignores them.
 
     If the checkpoint `start` is not in the run's folder, or the run starts from scratch (None), all checkpoints in the
     run's folder are renamed.

@@ -1,7 +1,7 @@
 """The training loop: phases, steps, checkpoints, and the points at which hooks run (`train/hooks.py`).
 
 A run consists of phases, which may differ in their data, lengths and learning rates. All models and parallel layouts
-have this same loop; the engine does the work that depends on the model or the layout.
+share this loop; the engine does the work that depends on the model or the layout.
 
 A refused step is a step whose update the engine discards, because its loss or gradients are abnormal. After too many
 refused steps in a row the run rolls back to a checkpoint (`rollback.py`). A start is one launch of the run: a run that
@@ -193,7 +193,7 @@ class Trainer:
                 batches = next(steps)
                 with profile_if_chosen(step, self.config.run.profile, self.run_dir / "logs", self.groups.rank):
                     metrics = self.train_step(step, phase, batches, waiting_since)
-                # This does not wait: the step's update came after the last checkpoint's tensors were copied.
+                # The check does not wait: the last checkpoint's tensors were copied before this step's update.
                 self.check_saved()
                 data = self.batch_key(step, phase)
                 context = StepContext(self.run, phase, self.engine, loader, step, batches, data)
@@ -325,10 +325,7 @@ class Trainer:
             raise rollback.not_saved(self.saver.step, fault) from fault
 
     def roll_back(self, request: RollbackRequested) -> None:
-        """Restore the newest usable checkpoint, and skip the data of the steps after it.
-
-        The data is skipped up to and including the failed step.
-        """
+        """Restore the newest usable checkpoint, and skip the data of later steps, the failed step included."""
         self.watchdog.beat(f"rolling back from step {request.step}")
         self.saver.settle()  # a checkpoint that is still being written may become the newest usable one
         self.start = self.restored(self.rollback.checkpoints(request, self.saver.written))
@@ -355,8 +352,8 @@ class Trainer:
     def loader_of(self, phase: ResolvedPhase) -> Loader:
         """Build this rank's loader.
 
-        The first rank builds its loader before the other ranks. Building a loader also prepares the corpus if that has
-        not been done, so that only the first rank prepares it.
+        The first rank builds its loader before the other ranks do. It is then the only rank that prepares the corpus,
+        since building a loader prepares a corpus only if this has not been done.
         """
         data = self.groups.data
         build = partial(build_loader, phase, data.rank, data.size, self.groups.shard_index)

@@ -35,7 +35,7 @@ from hybridtron.data.loader import STACKS
 from hybridtron.train.outcome import Failures, process_fault, waits_for_others
 
 # Seconds after the time limit at which faulthandler ends the process. The number is small because a launcher that has
-# lost another rank soon kills this process too: the stacks must be written before.
+# lost another rank soon kills this process too: the stacks must be written before that.
 BACKSTOP_S = 4.0
 LAST_WORDS_S = 10.0  # seconds in which the watchdog must record a failure and end the process
 WORKERS_S = 0.5  # seconds for worker processes to write their stacks
@@ -70,10 +70,10 @@ class Watchdog:
     def beat(self, doing: str, at_least_s: float = 0.0) -> None:
         """Announce the start of the work named `doing`, and the end of the work before it.
 
-        The new part's time limit is the larger of `run.timeout` and `at_least_s`, in seconds.
+        The time limit of the new work is the larger of `run.timeout` and `at_least_s`, in seconds.
         """
         patience = max(self.timeout_s, at_least_s)
-        # name of the part, time limit in seconds, deadline on the monotonic clock
+        # name of the work, time limit in seconds, deadline on the monotonic clock
         self._doing = (doing, patience, time.monotonic() + patience)
         faulthandler.dump_traceback_later(patience + BACKSTOP_S, exit=True, file=self._file)
 

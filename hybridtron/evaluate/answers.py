@@ -1,7 +1,7 @@
 """Asks a model for answers to task samples, and scores the answers.
 
-- Text tasks: the prompt is continued greedily, until the end-of-text token or the sample's number of tokens. Only the
-  continuation is scored, by the task's metrics. There are no stop strings and no BOS.
+- Text tasks: the prompt is continued greedily, up to the end-of-text token or the number of tokens that the sample
+  allows. Only the continuation is scored, by the task's metrics. There are no stop strings and no BOS.
 - Tasks on token ids are scored teacher-forced: the model reads the sample with all right tokens, and at each scored
   position its likeliest next token is compared with the right token.
 
@@ -36,11 +36,11 @@ def ask(
     batch: int,
     moved: Callable[[int, int], object],
 ) -> None:
-    """Ask all samples that have no line in `records`, and add their lines.
+    """Ask the model all samples that have no line in `records`, and add lines with the answers.
 
     A batch has `batch` samples; in each turn, every model replica answers one batch. After each turn `moved` is called
-    with two token counts, for a progress bar: in the samples answered so far, and in all samples to answer. All
-    processes call this function together.
+    for a progress bar, with (tokens in the samples answered so far, tokens in all samples to answer). All processes
+    call this function together.
     """
     missing = {cell: [i for i in range(cell.samples) if cell.key(i) not in records] for cell in cells}
     total = sum(cell.length * len(indices) for cell, indices in missing.items())

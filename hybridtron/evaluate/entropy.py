@@ -135,7 +135,7 @@ def span_entropy(inputs: SpanInputs, first: int) -> Looked:
 def _turns(first: int, length: int, scores: int) -> Iterator[tuple[int, int]]:
     """Yield query ranges (start, stop) to process together, so that at most `SCORES` scores are in memory.
 
-    `scores` counts one query's scores, over all rows, heads and keys.
+    `scores` is the number of scores that one query position has, over all rows, heads and keys.
     """
     num_queries = max(1, SCORES // scores)
     for start in range(first, length, num_queries):
@@ -159,8 +159,8 @@ class Attending:
     """A layer's accumulated attention entropies, over the queries from position `first` on.
 
     read: how many tokens in each row were read so far
-    sums: by head, the summed entropies, the summed upper bounds, and the query count, as (H, 3). In span attention some
-        heads may have shifted span chunks: the key is their shift. For other attention it is 0.
+    sums: shift -> (H, 3), with the sum of entropies, the sum of upper bounds and the number of queries for each head
+        with this shift. In span attention the shift is that of the heads' span chunks; in other attention it is 0.
     """
 
     first: int
@@ -189,14 +189,14 @@ class Attending:
         self.read += length if shard is None else length * shard.size
 
     def _add(self, shift: int, looked: Looked) -> None:
-        """Add the sums over rows and queries to the head's sums."""
+        """Add sums over rows and queries to the sums of the heads with this shift."""
         entropy_BHQ, keys_BHQ = looked
         ones_BHQ = torch.ones_like(entropy_BHQ)
         sums_H3 = torch.stack([x.sum((0, 2)) for x in (entropy_BHQ, keys_BHQ.log(), ones_BHQ)], dim=1)
         self.sums[shift] = self.sums.get(shift, 0) + sums_H3
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return by name the tensors to sum over the ranks."""
+        """Return the tensors to sum over the ranks, by name."""
         return {str(shift): sums_H3 for shift, sums_H3 in self.sums.items()}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Attending:
@@ -234,7 +234,7 @@ class Selecting:
         self.logs_BE = self.logs_BE + torch.xlogy(delta_BLE, delta_BLE).sum(1)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return by name the tensors to sum over the ranks."""
+        """Return the tensors to sum over the ranks, by name."""
         sums = {"sum": torch.as_tensor(self.sum_BE), "logs": torch.as_tensor(self.logs_BE)}
         return {"tokens": torch.tensor(self.tokens), **sums}
 
@@ -283,8 +283,8 @@ class Looking:
         """Add the inputs of an op (attention or scan) to the sums of the layer that is running.
 
         If the ranks do not divide the tokens, all ranks observe the same inputs. Then only the last rank counts them.
-        If the ranks divide the tokens, a scan runs twice: first without an initial state, then with the state after the
-        tokens of the rank before. Only the second scan counts.
+        If the ranks divide the tokens, a scan runs twice: first without an initial state, then with the final state of
+        the rank before. Only the second scan counts.
         """
         counts = self.shard is not None or self.context.rank == self.context.size - 1
         if isinstance(inputs, AttentionInputs | SpanInputs):

@@ -9,8 +9,8 @@ position (`instruments.py`). These files are written:
     *.png               charts for instruments, and for task scores by length and by depth
     index.html          all results on one page
 
-If an evaluation is killed, the next one skips everything that has a line in `samples.jsonl`. A sample's depth is the
-relative position of the sentence to find in its text: 0 at the start, 1 at the end.
+If an evaluation is killed, the next evaluation skips everything that has a line in `samples.jsonl`. A sample's depth is
+the position of the sentence that the model must find: 0 at the start of the sample's text, 1 at its end.
 
 All processes that torchrun started run this code. Only rank 0 writes.
 """
@@ -218,7 +218,7 @@ def write_results(name: str, suite: Suite, records: SampleLog, output: Path, seq
 
 
 def _verdict(lines: Iterable[Line], records: SampleLog, output: Path, seq_len: int) -> list[Row]:
-    """Return a list with one row: does the model generalize to lengths beyond the training length?
+    """Return a list with one row, the verdict on whether the model generalizes beyond the training length.
 
     The list is empty if no position beyond the training length was measured.
     """
@@ -236,7 +236,7 @@ def _verdict(lines: Iterable[Line], records: SampleLog, output: Path, seq_len: i
 
 
 def draw_all(evaluated: Evaluated, seq_len: int) -> None:
-    """Draw an evaluation's pictures, and add them and the instruments' pictures to `evaluated.pictures` by title."""
+    """Draw the tasks' pictures. Add them and the instruments' pictures to `evaluated.pictures`, by title."""
     tasks = by_length_rows(evaluated.rows)
     for task, rows in tasks.items():
         if "by_depth" in rows[0]:

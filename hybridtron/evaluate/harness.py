@@ -50,7 +50,7 @@ from hybridtron.parallel.vocabulary import likeliest
 from hybridtron.problems import Unusable, did_you_mean
 
 VERSION = lm_eval.__version__
-SEEDS = (0, 1234)  # the harness's default seeds: of Python, and of numpy and the choice of examples in prompts
+SEEDS = (0, 1234)  # the harness's default seeds: first for Python; second for numpy and the examples in prompts
 RESAMPLED = 1000  # bootstrap samples, for the standard errors of metrics that are not means
 Moved = Callable[[int, int], object]
 Loaded = dict[str, Any]
@@ -275,7 +275,7 @@ def _keys(requests: Sequence[Request]) -> Iterator[str]:
 def known_tasks(wanted: Sequence[HarnessTask], include: Path | None) -> TaskManager:
     """Return the harness's task manager. Raises Unusable for an unknown task.
 
-    Listing the harness's built-in tasks takes seconds, so they are listed only if a wanted task is one of them.
+    Listing the harness's built-in tasks takes seconds, so they are listed only if a wanted task is found nowhere else.
     """
     if include is not None and not include.is_dir():
         raise Unusable(f"--include: the folder {include} does not exist", code="no-file")

@@ -44,7 +44,7 @@ class HarnessRequest:
     batch: how many requests a batch has
     max_length: maximum number of tokens in a request; None for the length that config.json of an export would have
     run_code: allow tasks that run code from the model's answers
-    chat: format all tasks' prompts as chats; otherwise only those for tasks whose group sets `chat`
+    chat: format all tasks' prompts as chats; otherwise only the prompts of tasks whose group sets `chat`
     """
 
     names: Sequence[str]
@@ -57,7 +57,7 @@ class HarnessRequest:
 
 
 def wanted_tasks(names: Sequence[str], chat: bool = False) -> list[HarnessTask]:
-    """Replace group names by the groups' tasks, and remove duplicates.
+    """Replace each group's name with the group's tasks, and remove duplicates.
 
     A task may be in the list twice: with prompts as chats and with prompts as plain text.
     """
@@ -111,7 +111,7 @@ def evaluate_by_harness(model: LoadedModel, name: str, request: HarnessRequest, 
 def chat_template(checkpoint: Checkpoint, needed_by: Sequence[str]) -> ChatTemplate | None:
     """Return the checkpoint's chat template, or None if the checkpoint has no template.
 
-    Raises Unusable if the checkpoint has no template and there are tasks that need one (`needed_by`).
+    Raises Unusable if the checkpoint has no template, but tasks need a template (`needed_by`).
     """
     if (stored := checkpoint.meta.data.get(CHAT)) is not None:
         return ChatTemplate.of_stored(stored)

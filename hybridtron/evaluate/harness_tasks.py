@@ -2,8 +2,9 @@
 
 Groups (the option `--harness NAME`):
 
-    samba_short     the tasks in the Samba paper's Tables 1 and 2. MMLU and GSM8K are 5-shot. Answers are greedy, except
-                    those sampled with top-p 0.95: HumanEval at temperature 0.2, MBPP and SQuAD at 0.01
+    samba_short     the tasks in the Samba paper's Tables 1 and 2. MMLU and GSM8K are 5-shot. Answers are greedy, with
+                    three exceptions, which are sampled with top-p 0.95: HumanEval at temperature 0.2, MBPP and SQuAD at
+                    temperature 0.01
     samba_instruct  the tasks in Samba's Table 4, as chats: MMLU 5-shot, GSM8K 8-shot with chain of thought, HumanEval,
                     GovReport, SQuALITY
     span_short      the short tasks in the Expansion Span paper
@@ -40,9 +41,9 @@ SCROLLS = "zip://{name}/validation.jsonl::https://huggingface.co/datasets/tau/sc
 class HarnessTask:
     """A task from the harness or from `OWN_TASKS`.
 
-    shots: how many examples a prompt has; None for the task's number
+    shots: how many examples a prompt has; None for the number in the task's settings
     generation: settings for generation, merged into the task's settings
-    chat: format the prompt as a chat, with each example as a user's message and the answer
+    chat: format the prompt as a chat, in which each example is a user's message with an answer
     """
 
     name: str

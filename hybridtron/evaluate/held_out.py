@@ -1,4 +1,4 @@
-"""Held-out text for a checkpoint: the beginnings of long documents, or packed documents if none is long enough.
+"""Held-out text for a checkpoint: the beginnings of long documents, or packed documents if all are too short.
 
 The text is read from a prepared folder, whose tokens must have been made with the checkpoint's tokenizer.
 """

@@ -2,8 +2,8 @@
 
 A second model is evaluated. It shares the weights of the model that is trained, but uses no FP8, no sequence
 parallelism and no recomputation. So the results equal those from `hybridtron evaluate` on a checkpoint from that step.
-The second model has its own recurrent states and draws no random numbers. So training gives the same bits with
-evaluation as without.
+The second model has its own recurrent states and draws no random numbers. So training gives the same bits with and
+without evaluation.
 
 A suite's instruments (such as the loss by position) are not measured during training, since they write files instead of
 metrics. `hybridtron evaluate` measures them.
@@ -61,7 +61,7 @@ class InTraining(Hook):
     def on_phase_start(self, context: StepContext) -> None:
         """Prepare the suite for a phase: check that its samples fit, and read the held-out rows.
 
-        The first process logs the tasks that are left out since the model can't be asked.
+        The first process logs the tasks that are left out because the model can't be asked.
         """
         sources = context.loader.sources
         self.phase = context.phase
@@ -73,7 +73,7 @@ class InTraining(Hook):
                 LOG.info("run.evaluate leaves out %s", reason)
 
     def on_step(self, context: StepContext, metrics: StepMetrics) -> StepMetrics:
-        """Evaluate if it is time, and return the step's metrics with the results."""
+        """Evaluate if an evaluation is due, and return the step's metrics with the results."""
         every = parse_steps(self.phase.config.run.evaluate_every, self.phase.settings.tokens_per_step)
         if not context.ends_phase and context.step % every:
             return metrics

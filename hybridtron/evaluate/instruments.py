@@ -43,8 +43,8 @@ class InstrumentTable(NamedTuple):
 class Instrument(NamedTuple):
     """An instrument's two functions.
 
-    measure: read a text with a model, in chunks with the given number of tokens, and return lines
-    table: summarize lines as a table, given the training length
+    measure: (model, text, tokens per chunk, progress callback) -> lines with the measurements
+    table: (lines, training length) -> table that summarizes the lines
     """
 
     measure: Callable[[Reader, Text, int, Moved], Lines]
@@ -122,8 +122,8 @@ def positions_table(lines: Lines, seq_len: int) -> InstrumentTable:
 class Rise(NamedTuple):
     """Perplexity over the tokens with `first` to `last` tokens before them in the row.
 
-    perplexity: if the model reads all tokens before
-    within: if the model reads only the nearest tokens before, at most the training length
+    perplexity: perplexity with all tokens before as context
+    within: perplexity with context limited to the training length
     """
 
     first: int
@@ -148,8 +148,8 @@ def rises(lines: Lines, seq_len: int) -> list[Rise]:
 class Verdict(NamedTuple):
     """Verdict on length generalization.
 
-    most: the largest ratio between two perplexities, with all tokens before and with context limited to the training
-        length, over all doublings beyond the training length
+    most: perplexity with all tokens before as context, divided by perplexity with context limited to the training
+        length; the largest such ratio over all doublings beyond the training length
     """
 
     most: float

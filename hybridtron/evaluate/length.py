@@ -94,7 +94,7 @@ def unheard(_: int) -> None:
 def position_losses(model: Reader, tokens_BT: Tensor, chunk: int, advance: Advance = unheard) -> Tensor:
     """Compute -log q, averaged over rows, in nats: (L,) in float64 on the CPU.
 
-    Entry i is the loss for the token after i + 1 tokens.
+    Entry i is the loss for the token that follows the first i + 1 tokens.
     """
     return token_losses(model, tokens_BT, chunk, advance).mean(1)
 
@@ -181,7 +181,7 @@ def perplexity_bins(losses_L: Tensor, seq_len: int, per_doubling: int = 1) -> li
 def remembrance_points(length: int) -> list[int]:
     """Choose values for t, the number of first tokens that are not read, in Effective Remembrance.
 
-    They are multiples of length / 8, length / 32, length / 16, and length - length / 2**n for n = 0, 1, 2, ...
+    They are length / 32, length / 16, the multiples of length / 8, and length - length / 2**n for n = 0, 1, 2, ...
     """
     halves = (length - (length >> power) for power in range(length.bit_length()))
     return sorted({length // 32, length // 16, *(eighth * length // 8 for eighth in range(8)), *halves})
@@ -190,8 +190,8 @@ def remembrance_points(length: int) -> list[int]:
 def fitting_chunk(arch: Architecture, rows: int, ranks: int = 1) -> int:
     """Choose how many tokens a chunk has, such that a rank's logits take at most half a GiB in fp32.
 
-    A chunk's tokens are divided over `ranks` ranks. Each rank's part is a power of two, rounded down to a multiple of
-    the architecture's `chunk_multiple`, but at least one multiple.
+    A chunk's tokens are divided over `ranks` ranks. The number of tokens per rank is a power of two, rounded down to a
+    multiple of the architecture's `chunk_multiple`, but is at least `chunk_multiple`.
     """
     max_tokens = max(1, CHUNK_VALUES // (rows * arch.model.vocab_size))
     multiple = arch.chunk_multiple
@@ -214,7 +214,7 @@ def effective_remembrance(
 ) -> list[Remembrance]:
     """Compute the distances between q(. | x_t:T) and q(. | x_0:T), averaged over rows, for each t in `ts`.
 
-    All T tokens are read once, and the last T - t tokens for each t above 0.
+    All T tokens are read once. Then, for each t above 0, the last T - t tokens are read.
     """
     length = tokens_BT.shape[1]
     if wrong_ts := [t for t in ts if not 0 <= t < length]:
@@ -249,7 +249,8 @@ def state_deviation(
 ) -> list[Deviation]:
     """Measure the standard deviation of every layer's recurrent state, after every `step` tokens.
 
-    A deviation is about the mean over all rows and elements. The list is empty if no layer has a recurrent state.
+    A deviation is measured from the mean over the same rows and elements. The list is empty if no layer has a recurrent
+    state.
     """
     length = tokens_BT.shape[1]
     positions = range(step, length + 1, step)

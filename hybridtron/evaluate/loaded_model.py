@@ -33,7 +33,7 @@ class LoadedModel:
     """A model that is loaded for inference, on one process or several.
 
     If the parallel layout divides the model over fewer processes than were started, there are several model replicas,
-    for different batches. This process belongs to replica number `replica`.
+    which read different batches. This process belongs to replica number `replica`.
     """
 
     folder: Path  # the checkpoint's folder
@@ -115,7 +115,7 @@ def load_model(
 
 
 def open_checkpoint(folder: Path, averaged: bool = False) -> Checkpoint:
-    """Open a checkpoint, with its adapters merged; with `averaged`, its weights are their moving average (`run.ema`).
+    """Open a checkpoint with its adapters merged. With `averaged`, open the moving average of its weights (`run.ema`).
 
     Raises Unusable if the checkpoint or its configuration is faulty, or if there is no average.
     """

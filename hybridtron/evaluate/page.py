@@ -12,7 +12,7 @@ from html import escape
 from hybridtron.evaluate.results import Evaluated, main_rows, shown
 from hybridtron.evaluate.sample_log import Line
 
-SAMPLES = 2  # number of right answers shown for each task, and number of wrong answers
+SAMPLES = 2  # the page shows at most this number of right answers, and of wrong answers, for each task
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
 table { border-collapse: collapse; margin: .8rem 0 1.6rem; } caption { text-align: left; font-weight: 600; }

@@ -1,11 +1,11 @@
 """Perplexity and bits per byte on held-out text, in rows with given lengths or in sliding windows.
 
-    perplexity    = exp(sum over tokens of -log q / token count)
-    bits per byte = sum over tokens of -log2 q / byte count
+    perplexity    = exp((sum over tokens of -log q) / token count)
+    bits per byte = (sum over tokens of -log2 q) / byte count
 
 q is the probability that the model gives a token. Each row or window starts from zero states, without BOS, so its first
-token has no prediction and does not count. The end-of-text token counts as a token with zero bytes. Bits per byte allow
-to compare models with different tokenizers.
+token has no prediction and does not count. The end-of-text token counts as a token with zero bytes. Bits per byte can
+be compared between models with different tokenizers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def measure(
     """Score all rows that have no line in `records`, and add their lines. All processes call this together.
 
     A batch has `batch` rows; in each turn, every model replica scores one batch. After each turn `moved` is called with
-    two row counts: scored so far, and to score.
+    (number of rows scored so far, number of rows to score).
     """
     missing = [index for index in range(len(rows_BT)) if wanted.key(index) not in records]
     for first in range(0, len(missing), batch * model.replicas):

@@ -1,7 +1,7 @@
 """The charts of `hybridtron evaluate`, drawn with matplotlib.
 
 An instrument is a measurement on held-out text, such as the loss by position. An instrument's chart is drawn from the
-lines (dicts) that the instrument wrote, and a task's chart from rows: a dict for each task, length and metric.
+lines (dicts) that the instrument wrote. A task's chart is drawn from rows: a dict for each task, length and metric.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def draw(name: str, lines: Lines, seq_len: int, output: Path) -> None:
         return
     with picture(output) as axes:
         {"positions": draw_positions, "remembrance": draw_remembrance, "states": draw_states}[name](axes, lines)
-        if name == "remembrance":  # the axis has the number of tokens that are not shown
+        if name == "remembrance":  # the x axis is the number of tokens not shown
             line_at = lines[0]["length"] - seq_len
         else:
             line_at = seq_len
@@ -105,7 +105,7 @@ def position_curves(of_runs: dict[str, Lines], seq_lens: list[int], output: Path
 
 
 def draw_remembrance(axes: Axes, lines: Lines) -> None:
-    """Draw the distances between the next token's distributions, with and without the first t tokens, by t."""
+    """Draw the distances between the next token's distributions with and without the first t tokens, over t."""
     for key, width in (("total_variation", 1.8), ("jensen_shannon", 0.8), ("cosine", 0.8)):
         axes.plot([line["t"] for line in lines], [line[key] for line in lines], ".-", linewidth=width, label=key)
     axes.set(xlabel=f"t (tokens not shown, of {lines[0]['length']})", ylabel="Effective Remembrance", ylim=(0, None))
@@ -147,7 +147,7 @@ def entropy_curves(of_runs: dict[str, Lines], output: Path) -> None:
 def heat_map(title: str, rows: Lines, seq_len: int, output: Path) -> None:
     """Draw a task's mean metric, from 0 to 1, by length (to the right) and depth (down). Missing cells are grey.
 
-    The depth is the relative position of the sentence to find in the text: 0% is the start, 100% the end.
+    The depth is the position in the text of the sentence that the model must find: 0% is the start, 100% is the end.
     """
     import numpy as np
     from matplotlib import colormaps

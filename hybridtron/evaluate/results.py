@@ -24,7 +24,7 @@ from hybridtron.tasks import RULER_SE_GROUPS
 
 Row = dict[str, Any]
 EFFECTIVE = 0.856  # RULER's threshold: the score of Llama-2-7B at 4096 tokens
-SCALES = ("tokens", "holds")  # metrics that have one value for all lengths together; not in charts by length
+SCALES = ("tokens", "holds")  # metrics that have one value for all lengths together; charts by length omit them
 AVERAGES = {**RULER_SE_GROUPS, "ruler_se": tuple(name for names in RULER_SE_GROUPS.values() for name in names)}
 
 
@@ -75,7 +75,7 @@ def _scored(lines: Sequence[Line]) -> Iterable[Row]:
     """Compute a row for each metric of a task at one length.
 
     If the task has depths, `by_depth` has depth, mean and sample count for each depth. The depth is the position in the
-    text at which the sentence stands that the model must find, from 0 (start) to 1 (end).
+    text of the sentence that the model must find, from 0 (start) to 1 (end).
     """
     empty = sum(not line["written"].strip() for line in lines)
     for metric in lines[0]["metrics"]:
@@ -129,7 +129,7 @@ def averages(rows: Sequence[Row]) -> list[Row]:
     """Average each group of at least two RULER tasks, and all eleven tasks, at each length. All tasks weigh equally.
 
     If tasks were measured with options, each distinct option string, such as `[essay=files:DIR]`, has its own averages.
-    If a task of the group has no row with these options, its row without options is used instead: for example for `vt`,
+    If a task of the group has no row with these options, its row without options is used instead. An example is `vt`,
     which has no option `essay`. There is no average for a length at which a task has neither row.
     """
     by_cell = {(row["task"], row["length"]): row for row in rows if row["metric"] == "string_match_all"}
@@ -158,7 +158,7 @@ def _options(task: str) -> str:
 def _average(rows: Sequence[Row]) -> Row:
     """Compute the mean over the rows of a group's tasks.
 
-    Its standard error follows under the assumption that the tasks' errors are independent.
+    The mean's standard error is computed as if the tasks' errors were independent.
     """
     error = math.hypot(*(row["standard_error"] or 0.0 for row in rows)) / len(rows)
     value = fmean(row["value"] for row in rows)
@@ -168,7 +168,7 @@ def _average(rows: Sequence[Row]) -> Row:
 
 
 def effective_lengths(rows: Sequence[Row]) -> list[Row]:
-    """Compute RULER's effective length: the longest length at which the mean over its tasks is at least `EFFECTIVE`.
+    """Compute RULER's effective length: the longest length at which its tasks' mean score is at least `EFFECTIVE`.
 
     The effective length is 0 if there is no such length. Each distinct option string has its own row.
     """
@@ -199,7 +199,8 @@ def main_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
 def by_length_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Return each task's rows for its first metric, sorted by length, for charts by length.
 
-    Left out are metrics with one value for all lengths (`SCALES`), and rows whose length is a label such as `5-shot`.
+    Metrics with one value for all lengths (`SCALES`) are left out, and so are rows whose length is a label such as
+    `5-shot`.
     """
     return main_rows([row for row in rows if row["metric"] not in SCALES and isinstance(row["length"], int)])
 

@@ -1,7 +1,7 @@
 """An evaluation's file samples.jsonl: a line with the measurement's conditions, then a line for each sample.
 
-Lines are written in batches and flushed to disk. If an evaluation is killed, the next one keeps all complete lines, and
-measures only the samples without a line.
+Lines are written in batches and flushed to disk. If an evaluation is killed, the next evaluation keeps all complete
+lines, and measures only the samples without a line.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Protocol
 
 from hybridtron.problems import Unusable
 
-TRAINING_SEEDS = 2**32  # seeds from this number on are for training, smaller seeds for evaluation
+TRAINING_SEEDS = 2**32  # smaller seeds are for evaluation; this seed and larger seeds are for training
 IGNORED = -100  # label of a position without a target
 
 

@@ -2,9 +2,10 @@
 
     vocabulary   26 letters (0-25), $ (26), | (27), . (28), * for padding (29)
 
-The copy and its period count in the loss. A sample holds one string with its copy, or with `packed` several strings
-with copies, exactly `length` tokens in all. If a packed sample ends before the last string's copy is complete, this
-copy does not count in the loss. Buitrago Ruiz & Gu (Table 1) train on strings with 50 to 100 letters and test on 300.
+The copy and its period count in the loss. A sample holds one string with its copy. With `packed` it holds several
+strings with their copies, and has exactly `length` tokens. If a packed sample ends before the last string's copy is
+complete, this copy does not count in the loss. Buitrago Ruiz & Gu (Table 1) train on strings with 50 to 100 letters and
+test on 300.
 """
 
 from __future__ import annotations

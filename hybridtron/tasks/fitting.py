@@ -41,7 +41,7 @@ def most_units(size: Callable[[int], int], length: int, fewest: int, step: int) 
 
 
 def shrink(size: Callable[[int], int], length: int, units: int, fewest: int, step: int, what: str) -> int:
-    """Reduce `units` by `step`, again and again, until the sample has at most `length` tokens; return the result.
+    """Reduce `units` repeatedly by `step` until the sample has at most `length` tokens, and return the result.
 
     size: function that returns the sample's length in tokens for a number of units
     what: the task's name, for the message

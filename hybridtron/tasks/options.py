@@ -72,7 +72,7 @@ def members(names: Sequence[str]) -> list[str]:
 
 
 def _read(name: str, option: str, text: str, default: object) -> object:
-    """Return an option's value from its text, with the type of the default.
+    """Parse an option's text to a value with the type of the default.
 
     Raises TaskError if the text has another type, or the number is too large.
     """

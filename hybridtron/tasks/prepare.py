@@ -31,7 +31,7 @@ Moved = Callable[[int, int], None]
 def prepare(wanted: WrittenSet, folder: Path, moved: Moved) -> TokenFolder:
     """Write a prepared folder; `wanted.evaluation` is the number of held-out samples per task and length.
 
-    To show progress, `moved` is called before each sample with two numbers: the number of samples up to this one, and
+    To show progress, `moved` is called before each sample with two numbers: the sample's number, counted from 1, and
     the total number of samples. Raises TaskError if a task can't be prepared.
     """
     tasks = token_tasks(wanted)

@@ -1,11 +1,11 @@
 """Joint recall, a synthetic task on token ids: a key's value depends on the context in which the key occurs.
 
 The task is from the paper on HAX (section 3.2 and appendices C.1 and D), extended to any number of levels. A sample is
-based on a random table. Each level of the table has some tokens: the last level has keys, the level before it contexts,
-the level before that contexts of contexts. The table has a value for every path: one token from each level. The table
-is written as nested blocks. A block is a token followed by all blocks of the next level; in the last level, a block is
-a key followed by its value. With contexts a, b and keys x, y, for instance: a x 1 y 2 b x 3 y 4. A sample holds the
-table twice:
+based on a random table. The table has levels of tokens: the last level has keys, the level before it has contexts, and
+the level before that has contexts of contexts. A path is one token from each level, and the table has a value for every
+path. The table is written as nested blocks. A block is a token followed by all blocks of the next level; in the last
+level, a block is a key followed by its value. With contexts a, b and keys x, y, for instance: a x 1 y 2 b x 3 y 4. A
+sample holds the table twice:
 
     BOS, the table with every level in random order, SEP, the table with every level in another random order
 

@@ -49,7 +49,7 @@ CLAUSES = (  # n: noun, a: adjective, v: verb
     "the {n} was {a} and the {n} was not even close to {a}",
     "all that remains of the {n} is a {a} {n} which they {v}",
 )
-JOINTS = (", and ", ", but ", " because ", ", so ", " although ")  # connect two clauses to a sentence
+JOINTS = (", and ", ", but ", " because ", ", so ", " although ")  # join two clauses into one sentence
 
 
 @cache

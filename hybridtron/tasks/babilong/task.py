@@ -1,17 +1,17 @@
 """BABILong's tasks: the facts of a bAbI story, scattered in order between the sentences of a long text, and a question.
 
 The text (background) begins at a random sentence of an essay (in the paper: a book from PG-19) and has as many words as
-fit the length, which is the sample's maximum number of tokens. The background has only sentences with at least 10
-words, and none with both a person and a place from the stories. Facts are inserted at random gaps between sentences; a
-gap may get several facts. If more than one fact per 8 tokens of the length stands before the story's question, or if
-the sample does not fit the length even without background, another story is drawn.
+fit the length, which is the sample's maximum number of tokens. Every sentence of the background has at least 10 words,
+and does not contain both a person and a place from the stories. Facts are inserted at random gaps between sentences; a
+gap may get several facts. If the story has more than length / 8 facts before its question, or if the sample does not
+fit the length even without background, another story is drawn.
 
 Labels are a task's possible answers; only in qa8, an answer may be several labels, separated by commas. There are three
 metrics. The first two read the model's answer only up to its first period:
 
     accuracy            1 if the answer has all right labels and no other label; labels in the question don't count
     accuracy_reference  like accuracy, but labels also match within words, as in the public code: "one" is in "none"
-    contains            1 if the right answer occurs literally anywhere in the answer; as in lm-evaluation-harness
+    contains            1 if the right answer occurs anywhere in the model's answer, as in lm-evaluation-harness
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The base class for RULER's tasks, with their metric and their shuffling, and a function that joins words.
 
 Prompts, rules and metrics follow RULER's public generator. With `faithful=true` two unintended properties of the
-generator are reproduced too. A text is lengthened in coarse steps, such as 500 words or 25 lines, so it may be much
-shorter than the context. And all samples are shuffled by the same permutation, so facts are at the same positions in
-every sample. The generator's random numbers are not reproduced: here a sample depends only on its seed and index. RULER
-has no training data, so the wording of training answers is ours.
+generator are reproduced too. First, a text is lengthened in coarse steps, such as 500 words or 25 lines, so it may be
+much shorter than the context. Second, all samples are shuffled by the same permutation, so facts are at the same
+positions in every sample. The generator's random numbers are not reproduced: here a sample depends only on its seed and
+index. RULER has no training data, so the wording of training answers is ours.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RulerTask(FittedTask):
         return 0.0  # nearly 0: the possible answers are thousands of words or millions of numbers
 
     def shuffled(self, items: list[Any], random: Random) -> list[Any]:
-        """Return the items in random order, drawn by `random`; with `faithful`, by one seed for all samples."""
+        """Return the items in an order that `random` draws, or with `faithful` one seed for all samples."""
         items = list(items)
         (Random(SHUFFLE_SEED) if self.faithful else random).shuffle(items)
         return items

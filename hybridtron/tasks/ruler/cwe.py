@@ -35,8 +35,8 @@ QUESTION = (
 )
 PREFIX = " Answer: The top 10 words that appear most often in the list are:"
 COMMON = 10  # number of common words
-# setting -> (repeats of common words, of other words) in the list; the same in the example; different words in the
-# example
+# setting -> (repeats in the list, repeats in the example, number of different words in the example) repeats: (of each
+# common word, of each other word)
 REPEATS = {"large": ((30, 3), (10, 3), 40), "small": ((6, 1), (3, 1), 20)}
 MAX_LIST_BYTES = 2**26  # maximum size of a file with words
 
@@ -114,7 +114,7 @@ class CommonWords(RulerTask):
     ) -> tuple[list[str], str]:
         """Draw `count` words, of which the first COMMON words are the common words.
 
-        repeats: how many times a common word and another word appear in the list
+        repeats: (how often each common word appears in the list, how often each other word appears)
 
         Returns the common words, and the text of the numbered list in random order.
         """

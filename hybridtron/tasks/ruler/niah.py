@@ -156,7 +156,7 @@ class Needles(RulerTask):
         return sorted(random.sample(range(lines), needles))
 
     def _distractors(self, keys: list[str], count: int, random: Random) -> list[str]:
-        """Return `count` needles as a haystack; none of them has one of the hidden keys `keys`."""
+        """Return `count` needles as a haystack. Their keys differ from the hidden keys `keys`."""
         lines = []
         while len(lines) < count:
             key = drawn(self.keys, random)

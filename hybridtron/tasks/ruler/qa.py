@@ -1,10 +1,10 @@
 """RULER's question answering among documents: qa_1 (SQuAD) and qa_2 (HotpotQA).
 
-The prompt has documents in random order: those that answer the question, then, as far as the length allows, other
-documents from the same article, and then random documents. Sample i asks question i of the data set. The data set is a
-file: SQuAD's dev-v2.0.json or HotpotQA's hotpot_dev_distractor_v1.json. `hybridtron tasks download` stores this file
-where the task looks for it; the option `data` names another path. Similar tasks that need no download are in
-qa_synth.py.
+The prompt has the documents that answer the question. As far as the length allows, it also has other documents from the
+same article, and then random documents. All documents are in random order. Sample i asks question i of the data set.
+The data set is a file: SQuAD's dev-v2.0.json or HotpotQA's hotpot_dev_distractor_v1.json. `hybridtron tasks download`
+stores this file where the task looks for it; the option `data` names another path. Similar tasks that need no download
+are in qa_synth.py.
 """
 
 from __future__ import annotations

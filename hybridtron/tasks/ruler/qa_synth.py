@@ -51,7 +51,7 @@ ENDS = "lnrs"
 class SyntheticQuestions(RulerTask):
     """A question about invented people. A text is lengthened by adding documents.
 
-    hops      1 asks about a person, 2 about a person's partner
+    hops      1: the question is about a person; 2: it is about a person's partner
     faithful  also reproduce accidents of RULER's public generator (base.py)
     """
 

@@ -5,7 +5,7 @@
 
 A chain's assignments are inserted in this order at random places between noise lines. The prompt begins with a solved
 example, which has shorter names and a fixed number of noise lines. (The public generator instead limits the example to
-500 tokens. With common tokenizers these are about 10 noise lines, but with bytes as tokens not a single line.)
+500 tokens. About 10 noise lines fit with common tokenizers, but no line fits if bytes are tokens.)
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class VariableTracking(RulerTask):
     def drawn(self, random: Random, chains: int, letters: int, lines: int, taken: list[int] | tuple[()]) -> Drawn:
         """Draw chains with distinct variables and values, and the places at which they are inserted.
 
-        `letters` is the length of a variable's name, `lines` the number of noise lines. No value is in `taken`.
+        `letters` is the length of a variable's name. `lines` is the number of noise lines. No value is in `taken`.
         """
         links = self.num_hops + 1
         names: list[str] = []

@@ -49,7 +49,7 @@ class NotBuilt(Exception):
 
 
 class DamagedLibrary(Exception):
-    """Raised when a library's file is missing or differs from its record; the message is empty if it is missing."""
+    """Raised when a library's file is missing or differs from its record. For a missing file the message is empty."""
 
 
 @dataclass(frozen=True)
@@ -279,8 +279,8 @@ def _try_lock(lock: int) -> bool:
 def _link(file: BufferedReader, path: Path, mode: int) -> ctypes.CDLL:
     """Load a library from its open, verified file.
 
-    The loader gets the file's path in /proc, where the system has /proc, and not its name in the cache. A file that has
-    replaced the verified file under that name is therefore not loaded. The descriptor is never closed: the loader
+    If the system has /proc, the loader gets the file's path in /proc instead of its path in the cache. So a file that
+    has since replaced the verified file in the cache is not loaded. The descriptor is never closed: the loader
     identifies libraries by path, and would mistake a later file with the same descriptor number for this library.
     """
     descriptor = os.dup(file.fileno())

@@ -132,9 +132,9 @@ def path_of(text: str) -> Path:
 def limit_problems(value: Any, key: str = "", limits: tuple[Limit, ...] = ()) -> Iterator[Problem]:
     """Yield a problem for each value that violates a limit.
 
-    `value` may be a single value, or a dataclass, list or dictionary, whose values are checked recursively. A dataclass
-    field has the limits in its annotation. `limits` apply to a single value, or to each entry of a list or dictionary.
-    `key` is the path to `value` in the configuration.
+    `value` may be a single value, or a dataclass, list or dictionary, whose values are checked recursively. The limits
+    of a dataclass field are in its annotation. `limits` apply to a single value, or to each entry of a list or
+    dictionary. `key` is the path to `value` in the configuration.
     """
     if dataclasses.is_dataclass(value):
         inner = [(name, getattr(value, name), of_field) for name, of_field in _limits(type(value)).items()]

@@ -75,7 +75,7 @@ def _check_bounded(events: Iterable[yaml.Event]) -> None:
 
     This check reads the parser's events and builds no value.
     """
-    # the document, then the lists and mappings that have begun but not ended, each inside the entry before
+    # the document, then the lists and mappings that have begun but not ended, each inside the previous entry
     within = [YamlValue(None, 0, 0)]
     named: dict[str, YamlValue] = {}
     repeated = 0

@@ -19,7 +19,7 @@ These folders are checked:
     / to `base`       all folders, after links are resolved, because homes are often behind links (/home -> /data/home).
                       Exception: if `base` is in the user's home, the folders above the home are not checked. On
                       clusters these folders often have other owners. An attacker who can replace the home can run code
-                      as the user anyway, by the files that a shell reads there
+                      as the user anyway, through the files that a shell reads there
 
 In the path of `base`, the owner of / is accepted like root, because in an unprivileged container the owner of / has
 another user number than 0.
@@ -49,7 +49,7 @@ class NotOwn(OSError):
 
 @dataclass(frozen=True)
 class OwnFolder:
-    """An open folder. `descriptor` is its file descriptor, and `path` its path without links."""
+    """An open folder. `descriptor` is its file descriptor, and `path` is its path without links."""
 
     path: Path
     descriptor: int

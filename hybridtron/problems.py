@@ -147,7 +147,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Return ` (did you mean width?)` for the closest known name, or an empty string if none is close."""
+    """Return ` (did you mean width?)` for the closest known name, or an empty string if no name is close."""
     close = difflib.get_close_matches(name, known, 1)
     if close:
         return f" (did you mean {close[0]}?)"

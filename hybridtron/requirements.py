@@ -25,13 +25,14 @@ from pathlib import Path
 NAME = "hybridtron"
 PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 ALONE = {"streaming": {"mosaicml-streaming": "==0.13.0"}}
-"""Packages that pip must install without their dependencies: by extra, from the package's name to its version range.
+"""Maps each extra to its packages that pip must install without their dependencies, as {package: version range}.
 
 mosaicml-streaming requires transformers < 5, numpy < 2.2 and torchvision, which conflict with this project's
 requirements. The code of mosaicml-streaming that this project uses does not need them.
 """
 COMPILED = {"te", "kernels"}
-"""Extras with packages that pip compiles against the installed torch, and so outside an isolated build environment."""
+"""Extras with packages that pip compiles against the installed torch, so pip must not isolate the build from torch."""
+# distribution -> module; left out are distributions whose module has the same name, except that - becomes _
 MODULES = {
     "fla-core": "fla",
     "hydra-core": "hydra",
@@ -41,7 +42,7 @@ MODULES = {
     "nvidia-dali-cuda130": "nvidia.dali",
     "pillow": "PIL",
     "python-snappy": "snappy",
-}  # modules by distribution; not listed: distributions whose module has the same name, with _ for -
+}
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Requirements:
 
     python: the Python interpreter's version range
     required: distributions that training needs
-    extras: distributions by extra. They include the distributions in `ALONE`. An extra that refers to other extras has
-        only its own distributions here
+    extras: extra -> {distribution: version range}, with the distributions in `ALONE`. If an extra refers to other
+        extras, their distributions are not included
     """
 
     python: str
@@ -95,7 +96,7 @@ def is_checkout() -> bool:
 def _parted(texts: list[str]) -> dict[str, str]:
     """Parse requirements such as `torch>=2.11`; return version ranges by distribution.
 
-    Requirements of this package itself, by which an extra refers to others, are left out.
+    Requirements such as `hybridtron[plot]`, with which an extra refers to other extras of this package, are left out.
     """
     matches = [re.match(r"([\w.-]+)(?:\[[^]]*\])?\s*([^;]*)", text) for text in texts]
     return {match[1]: match[2].strip() for match in matches if match and match[1] != NAME}

@@ -1,7 +1,7 @@
 """Paths of the folders that ship with the package: configs/ and benchmarks/.
 
-In a checkout, these folders are next to the package's folder. A wheel has them inside the package's folder. Next to it,
-in site-packages, they could clash with other packages' folders.
+In a checkout, these folders are next to the package's folder. In a wheel they are inside the package's folder, because
+in site-packages they could clash with other packages' folders.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def open_regular(path: Path) -> FileIO:
     _check(path.stat())  # before opening, because opening a device can already have an effect
     file = FileIO(path, opener=_without_waiting)
     try:
-        _check(os.fstat(file.fileno()))  # again, because another file may have replaced the first one
+        _check(os.fstat(file.fileno()))  # again, because another file may have replaced the checked file
     except Unreadable:
         file.close()
         raise

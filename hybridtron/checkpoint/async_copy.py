@@ -71,10 +71,10 @@ class Copier:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(COPIERS, "copier")
-        self._memory: dict[tuple[str, tuple[int, ...]], Tensor] = {}  # by key and offset of a block
+        self._memory: dict[tuple[str, tuple[int, ...]], Tensor] = {}  # (key, offset) of a block -> its copy
 
     def start(self, blocks: Mapping[str, Sequence[Any]]) -> Copies:
-        """Start to copy all blocks. Return when all blocks are copied except weights and moments."""
+        """Start to copy all blocks, and return when all blocks other than weights and moments are copied."""
         kinds = sorted(blocks, key=KINDS.__contains__)  # weights and moments last: training need not wait for them
         files = {
             name: [self._threads.submit(self._copy, item, beside_computing()) for item in blocks[name]]

@@ -3,7 +3,7 @@
     weight = sum of share_i * weight_i        share_i = factor_i / sum of all factors
 
 Each weight is read from its fp32 master if the checkpoint has one. Sums are computed in float64, one tensor at a time.
-If the last checkpoint has a master for a weight, and no checkpoint has the weight in bf16 alone, the average has a
+If the last checkpoint has a master for a weight, and no checkpoint has the weight only in bf16, the average has a
 master too. A phase that starts from the average (`phases.N.init_from`), and a further average, read the master; a run
 with `run.weights` reads the rounded weight. Adapters are refused: the product of two averaged matrices is not the
 average of the products.

@@ -43,7 +43,7 @@ from hybridtron.config.schema import Config
 from hybridtron.model.lm import LanguageModel
 from hybridtron.parallel.blocks import full_rectangle, weight_blocks
 
-MASTER = "master."  # what the key of a weight's fp32 master begins with, before the weight's key
+MASTER = "master."  # prefix of fp32 masters' keys, in front of the weight's key
 READERS = 4  # threads; they run in parallel, because reading and digesting release Python's lock
 
 
@@ -216,7 +216,7 @@ class Checkpoint:
     def _fill(self, key: str, wanted: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
         """Fill tensors with rectangles of the stored tensor `key`.
 
-        `wanted` has for each rectangle the tensor to fill, and the rectangle's offset in the full tensor. A chunk that
+        `wanted` lists the rectangles, each as (tensor to fill, the rectangle's offset in the full tensor). A chunk that
         overlaps any rectangle is read once. Other chunks are not read.
         """
         missing = sum(target.numel() for target, _ in wanted)
@@ -242,7 +242,7 @@ class Checkpoint:
 
 
 def fill_rectangles(whole: Tensor, wanted: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
-    """Copy rectangles of a full tensor. `wanted` has for each the tensor to fill and the offset in the full tensor."""
+    """Copy rectangles of a full tensor. `wanted` lists (tensor to fill, its rectangle's offset in the full tensor)."""
     for target, offset in wanted:
         copy(whole[tuple(slice(first, first + n) for first, n in zip(offset, target.shape, strict=True))], target)
 

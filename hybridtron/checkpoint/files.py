@@ -38,7 +38,7 @@ NAMES = {
 }
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NAME_OF_DTYPE = {dtype: name for name, dtype in NAMES.items()}
-_BYTES_PER_WRITE = 2**20  # these bytes are digested, then written: they should stay in the CPU's cache between
+_BYTES_PER_WRITE = 2**20  # few enough to stay in the CPU's cache between digesting and writing
 
 
 def write_tensors(path: Path, blocks: Sequence[Any]) -> tuple[File, list[StoredShard]]:

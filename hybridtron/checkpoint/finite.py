@@ -1,6 +1,6 @@
 """Checks for NaN and infinity in weights and Adam's moments.
 
-A checkpoint that contains one is neither written nor resumed from. The loss need not show the fault: if a weight's
+A checkpoint with such a value is neither written nor resumed from. The loss need not show the fault: if a weight's
 second moment is infinite, each update of this weight is zero.
 
 Recurrent states and FP8 statistics are not checked, since both may contain NaN or infinity: the engine sets such a
@@ -19,7 +19,7 @@ from torch import Tensor
 from hybridtron.parallel.plain_values import all_gather_values
 
 KINDS = ("model", "optimizer")  # kinds of a checkpoint's files that are checked
-THREADS = 2  # Python threads: a single one leaves memory bandwidth unused if torch is set to compute with one thread
+THREADS = 2  # Python threads: if torch computes with one thread, a single Python thread leaves bandwidth unused
 
 
 class NotFinite(ArithmeticError):
@@ -42,10 +42,9 @@ def not_finite(blocks: Iterable[Any]) -> str | None:
 
 
 def all_finite(key: str | None) -> None:
-    """Raise NotFinite on all processes if any process has a bad block.
+    """Raise NotFinite on all processes if any process has a block with NaN or infinity.
 
-    `key` is what `not_finite` returned on this process: the bad block's key, or None.
-    All processes call this together.
+    `key` is the result of `not_finite` on this process: such a block's key, or None. All processes call this together.
     """
     if bad_key := next(filter(None, all_gather_values(key)), None):
         raise NotFinite(f"{bad_key} contains NaN or infinity")

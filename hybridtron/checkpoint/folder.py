@@ -1,4 +1,4 @@
-"""The checkpoints in a run's folder: find the newest valid checkpoint, archive (rename) unusable ones, remove old ones.
+"""The checkpoints in a run's folder: find the newest valid checkpoint, rename unusable and remove old checkpoints.
 
 checkpoints/step-00000100/             a complete checkpoint: it gets this name when all files are on disk
 checkpoints/latest                     the newest checkpoint's name and its manifest's digest
@@ -64,7 +64,7 @@ def newest(run_dir: Path) -> Checkpoint | None:
 def valid_checkpoints(run_dir: Path) -> Iterator[Checkpoint]:
     """Yield the checkpoints whose manifest and configuration are valid, newest first.
 
-    Warns about each other checkpoint, and about a fault in the file `latest`.
+    Warns about each checkpoint that is not valid, and about a fault in the file `latest`.
     """
     if fault := pointer_fault(run_dir):
         warnings.warn(f"{fault}; using the newest valid checkpoint in {run_dir / 'checkpoints'}", stacklevel=2)
@@ -121,7 +121,7 @@ def point_at(folder: Path) -> None:
     """Write a checkpoint's name and digest into the pointer (the file `latest`), atomically."""
     pointer = folder.parent / POINTER
     if pointer.is_dir() and not pointer.is_symlink():
-        _archive(pointer, "broken")  # no checkpoint should fail to be saved because `latest` is a folder
+        _archive(pointer, "broken")  # a checkpoint must be saved even if `latest` is a folder
     put(pointer, f"{folder.name} {digest_of(manifest.stored_in(folder))}\n".encode())
 
 
@@ -195,7 +195,7 @@ def apply_retention(
     - checkpoints in `in_use`
 
     Before any checkpoint is removed, the newest checkpoint is read back and verified. If it is broken, nothing is
-    removed, since an old checkpoint might be the only usable one.
+    removed, since an old checkpoint might be the only usable checkpoint.
     """
     remove_temporaries(run_dir)
     newest_valid, failures = _newest_valid(run_dir, settings.keep)

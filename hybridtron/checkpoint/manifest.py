@@ -2,7 +2,7 @@
 
     {"digest": "32 hex digits", "content": {"format": 3, "meta": {...}, "files": {...}, "chunks": [...]}}
 
-The first digest covers the bytes after `"content": `, up to the last brace.
+The first digest covers the bytes after `"content": ` and before the last brace.
 
 - `files`: each file's size, and its head's size and digest. The head is the part before the first tensor; in
   a file without tensors it is the entire file.
@@ -65,7 +65,7 @@ class Meta:
     torch_version: str
     validation: float | None = None  # held-out loss at the training length, if it was measured at this step
     norms: list[float] = field(default_factory=list)  # gradient norms of the last accepted steps, for the step guard
-    refused: int = 0  # number of the last steps in a row that the step guard has refused
+    refused: int = 0  # how many steps in a row, up to this step, the step guard has refused
     windows: list[list[int]] = field(default_factory=list)  # skipped data, each [phase, first step, last step + 1]
 
 

@@ -1,6 +1,6 @@
 """Copies of finished checkpoints in an S3-compatible store: upload and download.
 
-    s3://BUCKET/PREFIX/step-00000100/...    a checkpoint; a copy is complete once it has the manifest, uploaded last
+    s3://BUCKET/PREFIX/step-00000100/...    a checkpoint; its manifest is uploaded last and completes the copy
     s3://BUCKET/PREFIX/latest               the name of the newest checkpoint, and its manifest's digest
 
 Rank 0 uploads in a background thread, one checkpoint at a time. Each file is read back and verified before the manifest
@@ -65,7 +65,7 @@ class Mirror:
             self._thread.join()
 
     def in_use(self) -> set[Path]:
-        """Return the folders that must not be removed: the checkpoint that is being uploaded, and the waiting one."""
+        """Return the folders of the checkpoints that are uploading or waiting, which must not be removed."""
         with self._lock:
             return {folder for folder in (self.busy, self._waiting) if folder is not None}
 

@@ -11,7 +11,7 @@ from hybridtron.checkpoint.checkpoint import MASTER, Checkpoint
 from hybridtron.engine.optimizer import AVERAGE
 from hybridtron.problems import Unusable
 
-PREFIX = f"{AVERAGE}."  # what the key of a weight's average begins with, before the weight's key
+PREFIX = f"{AVERAGE}."  # prefix of averages' keys, in front of the weight's key
 
 
 def moving_average(checkpoint: Checkpoint) -> Checkpoint:

@@ -168,7 +168,8 @@ def _load_phase_start(boundary: PhaseBoundary, blocks: Mapping[str, list[Any]]) 
 
     - A weight in another dtype than bf16 is read from its fp32 master, or from the weight if there is no master.
     - A master that the checkpoint lacks is read from the weight.
-    - A moving average that the checkpoint lacks starts as the weight. If moments are set to zero, each average does.
+    - A moving average that the checkpoint lacks starts as the weight. If moments are set to zero, every moving average
+      starts as the weight.
     - Moments are set to zero if the checkpoint lacks them or if `boundary.moments` is False.
     - Adapters that the checkpoint lacks keep their initial values, and so do their masters.
     """

@@ -67,8 +67,8 @@ def differences(left: Checkpoint, right: Checkpoint) -> Iterator[CheckpointDiffe
 def in_short(left_value: Any, right_value: Any) -> tuple[str, str]:
     """Describe two different values briefly.
 
-    Two lists are described by their lengths, and the right list by its differences from the left one too. A long text
-    is cut to the part around the first difference.
+    Two lists are described by their lengths, and the right description also says how the lists differ. A long text is
+    cut to the part around the first difference.
     """
     if isinstance(left_value, Sequence) and isinstance(right_value, Sequence) and not isinstance(left_value, str):
         return f"{len(left_value)} values", f"{len(right_value)} values, {_list_differences(left_value, right_value)}"

@@ -106,8 +106,8 @@ class Saver:
     def save(self, engine: Engine, meta: Meta, tokenizer: Path) -> None:
         """Write a step's checkpoint, or with `checkpoint.asynchronous` start to write it.
 
-        Without `checkpoint.asynchronous` NotFinite is raised, before anything is written, if weights or moments contain
-        NaN or infinity. With `checkpoint.asynchronous` the method `check` raises NotFinite.
+        If weights or moments contain NaN or infinity, this method raises NotFinite before anything is written. With
+        `checkpoint.asynchronous` the method `check` raises NotFinite instead.
         """
         self.settle()  # the previous checkpoint must be done: it uses the same memory and the same thread
         self.step = meta.step

@@ -63,8 +63,8 @@ class ArrayJob:
 def arrays_of(sweep: Sweep, folder: Folder, config: Config) -> list[ArrayJob]:
     """Group a sweep's unfinished runs into arrays, one for each stage.
 
-    Runs in stage 0 start from scratch, and runs in stage n + 1 from the weights of runs in stage n. All arrays use the
-    section `cluster` in `config`.
+    Runs in stage 0 start from scratch, and runs in stage n + 1 start from the weights of runs in stage n. All arrays
+    use the section `cluster` in `config`.
     """
     stages: dict[int, dict[str, Sequence[str]]] = {}
     runs = {run.name: run for run in sweep.runs}
@@ -84,7 +84,7 @@ def last_of(folder: Folder, config: Config, command: str) -> ArrayJob:
 
 
 def _stage(run: SweepRun, runs: Mapping[str, SweepRun]) -> int:
-    """Return a run's stage: how many runs are in the chain of runs whose weights it starts from."""
+    """Return a run's stage: 0 without initial weights, else 1 + the stage of the run that trains these weights."""
     if run.start is None:
         return 0
     return 1 + _stage(runs[run.start], runs)

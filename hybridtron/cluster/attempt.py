@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
 
 
 def begin(asked: argparse.Namespace) -> str:
-    """Record a new attempt and answer `go`, or answer `done` or `stop` if that was decided after an earlier attempt.
+    """Record a new attempt and answer `go`; or answer `done` or `stop` if an earlier attempt ended with this decision.
 
     If the last attempt was killed before it could record its end, its end is recorded first.
     """
@@ -128,7 +128,7 @@ def answer(before: Sequence[Attempt], last: Attempt) -> str:
 
 
 def settle(run_dir: Path, before: Sequence[Attempt], last: Attempt) -> Attempt:
-    """Return the last attempt with the decision about another attempt, which is also logged and recorded."""
+    """Decide about another attempt, log and record the decision, and return the last attempt with this decision."""
     settled = decide([*before, last])
     say(f"{settled.decision.upper()}: {settled.why}")
     attempt_log.record(run_dir, settled)

@@ -63,7 +63,7 @@ class Attempt:
 
 
 def decide(history: Sequence[Attempt]) -> Attempt:
-    """Decide if the job is done, runs again or stops, and return the last attempt with this decision and its reason.
+    """Decide whether the job is done, runs again or stops, and return the last attempt with decision and reason.
 
     `history` contains the attempts of jobs that were submitted together, the oldest first.
     """

@@ -51,7 +51,7 @@ class SlurmJob:
 
 
 def directives(job: SlurmJob) -> dict[str, str]:
-    """Return the #SBATCH options, each by the configuration key that determines its value."""
+    """Return {configuration key: the #SBATCH option whose value the key determines}."""
     cluster = job.cluster
     fitting = job.fitting
     elastic = len(fitting) > 1
@@ -62,7 +62,7 @@ def directives(job: SlurmJob) -> dict[str, str]:
     chosen = {
         "run.name": "--job-name=" + re.sub(r"[^\w.-]+", "-", job.name, flags=re.ASCII),
         "nodes": f"--nodes={nodes}",
-        # with a number of tasks, SLURM would allocate the fewest nodes of the range, although more are free
+        # if a number of tasks is set, SLURM allocates the fewest nodes of the range, although more are free
         "cluster.processes_per_node": "--exclusive" if elastic else f"--ntasks-per-node={cluster.processes}",
         "cluster.gpus_per_node": f"--gpus-per-node={cluster.gpus_per_node}" if cluster.gpus_per_node else None,
         "cluster.cpus_per_process": None if elastic else _option("--cpus-per-task", cluster.cpus_per_process),

@@ -43,7 +43,7 @@ BROKEN = (
     "retired_pages.pending",
 )  # `nvidia-smi --query-gpu` fields that must be 0 or No
 FAILED = "failed-"  # prefix of failed-RANK.json, written by processes that are not the first of their node
-REMAPPED = "remapped_rows.pending", "remapped_rows.failure"  # `nvidia-smi --query-remapped-rows` fields, as BROKEN
+REMAPPED = "remapped_rows.pending", "remapped_rows.failure"  # `--query-remapped-rows` fields that must be 0 or No
 
 
 @dataclass
@@ -145,7 +145,7 @@ def _nvidia_smi(query: str, name: str) -> list[str]:
 
 
 def adapter_fault(device: Path) -> str | None:
-    """Return the fault of a network adapter, a folder in /sys/class/infiniband, or None if a port is active."""
+    """Return a network adapter's fault, or None if a port is active; `device` is in /sys/class/infiniband."""
     states = [path.read_text().strip() for path in sorted(device.glob("ports/*/state"))]
     if any("ACTIVE" in state for state in states):
         return None
@@ -223,7 +223,7 @@ def look_at_links(report: NodeReport, checks: ChecksConfig, node_of: list[str]) 
 
 
 def wrong_sums(fault_of: list[str], node_of: list[str]) -> str:
-    """Return the first rank's fault as a text, with the number of ranks that have faults; empty without faults.
+    """Return the fault of the first faulty rank as text, with the number of faulty ranks; empty without faults.
 
     fault_of: each rank's fault in the all-reduce over all nodes; empty if its results are right
     node_of: each rank's node

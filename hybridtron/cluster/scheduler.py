@@ -26,7 +26,7 @@ class SlurmError(RuntimeError):
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition of the cluster. `nodes` is its number of nodes, and `time_s` its time limit or None."""
+    """A partition of the cluster. `nodes` is its number of nodes. `time_s` is its time limit in seconds, or None."""
 
     name: str
     is_default: bool

@@ -98,7 +98,7 @@ class Status:
     def tokens_per_second(self) -> float | None:
         """Speed over the recent steps in the current phase; None before the first step.
 
-        If there are several recent steps, the first one is left out, because its time may include start-up.
+        If there are several recent steps, the first step is left out, because its time may include start-up.
         """
         same = [line for line in self.lines if line["phase"] == self.lines[-1]["phase"]]
         counted = same[1:] or same

@@ -213,9 +213,9 @@ def write_run_folder(config: Config, job: SlurmJob) -> None:
 def copy_code(target: Path, files: Sequence[OutsideFile]) -> None:
     """Copy this package to `target`, so that later edits do not change a job.
 
-    The folder configs/ is copied into the package, where it is in an installed package too. The user's own
-    configuration files are added to this copy: those in ./configs, and `files`, which the command line names by path.
-    pyproject.toml is copied if it exists.
+    The folder configs/ is copied into the package, as in an installed package. The user's own configuration files are
+    added to this copy: the files in ./configs, and `files`, which the command line names by path. pyproject.toml is
+    copied if it exists.
     """
     temporary = target.with_name(".code.partial")
     shutil.rmtree(temporary, ignore_errors=True)

@@ -3,8 +3,8 @@
 A row (a sequence of the batch) is read in chunks of consecutive tokens. Each chunk is divided into sequence shards, one
 per rank, and layers exchange the earlier tokens they need, as in training (`parallel/context.py`). Results per token
 are all-gathered. The rank with the last shard has the states after the chunk, and broadcasts them, so that every rank
-can continue with the next chunk. Tokens that can't be divided evenly are read by all ranks redundantly: the remainder
-at a chunk's end, and new tokens in generation.
+can continue with the next chunk. Every rank reads all tokens that can't be divided evenly: the remainder at a chunk's
+end, and new tokens in generation.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def read_sharded(
 def broadcast_row_states(own: States, before: States, length: int, context: RankGroup) -> States:
     """Return the states after `length` tokens on every rank, broadcast from the last shard's rank.
 
-    `own` are this rank's states after its shard, `before` the states before the tokens. If a state tensor has the
-    tokens appended to its earlier content (the keys of full attention), only these tokens are sent, because all ranks
-    have the earlier content.
+    `own` has this rank's states after its shard. `before` has the states before the tokens. If the tokens were appended
+    to a state tensor's earlier content (such as the keys of full attention), only these tokens are sent, because all
+    ranks have the earlier content.
     """
     parts = [
         [layer, name, list(part.shape), _grown(name, part, before.get(layer, {}).get(name), length)]

@@ -66,7 +66,7 @@ class Detokenizer:
         return self._released(new)
 
     def _new_text(self) -> str:
-        """Return the text of the tokens in `_recent` after the first `_complete`."""
+        """Return the text of the tokens in `_recent` after the first `_complete` tokens."""
         if self._complete == len(self._recent):
             return ""
         return self.decode(self._recent)[len(self.decode(self._recent[: self._complete])) :]

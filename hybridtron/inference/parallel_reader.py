@@ -3,7 +3,7 @@
 All ranks read the same tokens, unless context-parallel ranks divide the tokens (`context_reader.py`). Each pipeline
 stage sends the residual stream to the next stage. The last stage broadcasts the requested result, so that every rank
 chooses the same next token without further communication. Stages compute one after another. In generation their work
-can't overlap, because a stage needs the new token, which follows from the last stage's result.
+can't overlap, because the first stage needs the new token, which follows from the last stage's result.
 
 Legend: B rows (sequences), L tokens, D width.
 """

@@ -58,7 +58,7 @@ def unchanged(by_layer: dict[int, Tensor]) -> dict[int, Tensor]:
 class Reader:
     """A model for inference: the full model on this process (`reader`), or this rank's part (`parallel_reader.py`).
 
-    `parts` are the pipeline stages that this process computes, `context` the ranks that divide the tokens.
+    `parts` are the pipeline stages that this process computes. `context` is the group of ranks that divide the tokens.
     `gather_layers` takes a result for each of this rank's layers, by layer index, with heads or channels on the first
     axis. It returns all layers' results. All ranks that share the model must call `gather_layers` together.
     """

@@ -1,4 +1,4 @@
-"""Sample the next token: the likeliest one, or a draw by temperature, top-k and top-p.
+"""Sample the next token: the likeliest token, or a draw by temperature, top-k and top-p.
 
     p = softmax(logits / temperature), over the allowed tokens
 

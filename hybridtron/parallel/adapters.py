@@ -2,10 +2,10 @@
 
     y = W x + scale B A x        W is frozen; the small matrices A and B are trained
 
-x is the layer's input, y its output, and scale a constant from the configuration. An adapter is attached to a linear
-layer when the model is built, so that attention, MLPs and other sub-layers need no code for adapters. In a row-parallel
-layer every rank adds the adapter's partial output to the layer's partial output. One all-reduce then serves both. With
-DoRA every rank also rescales its partial output before the all-reduce (`dora.py`).
+x is the layer's input, y is its output, and scale is a constant from the configuration. An adapter is attached to a
+linear layer when the model is built, so that attention, MLPs and other sub-layers need no code for adapters. In a
+row-parallel layer every rank adds the adapter's partial output to the layer's partial output. One all-reduce then
+serves both. With DoRA every rank also rescales its partial output before the all-reduce (`dora.py`).
 
 The dropout mask is a function of the micro-batch's random key, the layer's name, the token, and the input channel's
 index in the full layer. So the mask is the same in every parallel layout, and in a recomputed forward pass. The key is
@@ -36,8 +36,8 @@ class AdapterSizes:
 
     inputs: number of input channels on this rank
     first: index of the rank's first input channel among the layer's input channels
-    parts: the parts of the layer's output, such as queries and keys; each has its number of output channels on this
-        rank, and True if the part is adapted
+    parts: the parts of the layer's output, such as queries and keys; each gives the part's number of output channels on
+        this rank, and whether the part is adapted
     rank: the adapter's rank, which is A's number of rows per adapted part
     scale: factor of B A x
     dropout: dropout probability
@@ -92,7 +92,7 @@ class Adapter(nn.Module):
         return torch.cat(products, -1)
 
     def begin(self, _mixer: nn.Module, given: tuple[Any, ...]) -> None:
-        """Store the `SeqInfo` of a forward pass, the last argument of the mixer.
+        """Store the `SeqInfo` of a forward pass, which is the mixer's last argument.
 
         This method is a forward pre-hook of the mixer. It is also called when a forward pass is recomputed.
         """

@@ -41,10 +41,10 @@ def block(key: str, shape: tuple[int, ...], offset: tuple[int, ...], data: Tenso
 def weight_blocks(
     name: str, rectangles: Iterable[Rectangle], parameter: Parameter, mesh: Mesh, main: bool = True
 ) -> list[ShardedTensor]:
-    """Return the blocks for a weight, or for a tensor with its shape, such as an optimizer's moment.
+    """Return the blocks for a weight, or for a tensor of the same shape, such as an optimizer's moment.
 
-    `rectangles` are parts of this rank's shard, and their offsets are those in the shard. If several ranks have the
-    same data, `main` is True on the rank that writes the blocks.
+    `rectangles` are parts of this rank's shard, with offsets that are counted within the shard. If several ranks have
+    the same data, `main` is True on the rank that writes the blocks.
     """
     for cut in parameter.active_cuts(mesh.sizes):
         runs = held_runs(parameter, cut, mesh.dimensions[cut.over])

@@ -155,9 +155,9 @@ def incoming_state(
 def halo_tokens(x_BLC: Tensor, count: int, carried_BTC: Tensor | None, seq: SeqInfo) -> Tensor | None:
     """Return the activations for the `count` tokens before this shard, as a halo for a convolution.
 
-    Before the row's first token, the halo has the activations carried from the previous row, or zeros if none are
-    carried. It has zeros for tokens in another document than the shard's first token. Without context parallelism the
-    carried activations are returned unchanged.
+    Before the row's first token, the halo has the activations that are carried from the previous row, or else zeros. It
+    also has zeros for tokens of another document than the shard's first token. Without context parallelism the carried
+    activations are returned unchanged.
     """
     shard = seq.shard
     if shard is None:
@@ -176,8 +176,8 @@ def halo_kv(
 ) -> AttentionMemory | None:
     """Return the keys and values before this shard that the shard's queries can see.
 
-    These are the keys and values in the attention window, or all earlier ones if `window` is None. Keys and values
-    carried from the previous row come first.
+    These are the keys and values in the attention window, or all earlier keys and values if `window` is None. Keys and
+    values carried from the previous row come first.
     """
     shard = seq.shard
     if shard is None:
@@ -206,7 +206,7 @@ def halo_kv(
 def earlier_shards(x: Tensor, shard: SequenceShard) -> Iterator[Tensor]:
     """Yield each earlier shard's tensor x, in order.
 
-    Every rank gets a tensor for each shard but one, since all ranks must take part in all exchanges. Rank r has only r
+    For N shards every rank gets N - 1 tensors, since all ranks must take part in all exchanges. Rank r has only r
     earlier shards, so all tensors but the last r are zeros.
     """
     for hop in range(shard.size - 1, 0, -1):
@@ -269,7 +269,7 @@ def _halo(x_BLC: Tensor, count: int, shard: SequenceShard) -> Tensor:
 
 
 def _shifted(x: Tensor, shard: SequenceShard, hop: int) -> Tensor:
-    """Return the tensor x of the rank `hop` before this one, or zeros if there is no such rank.
+    """Return the tensor x of the rank that is `hop` places before this rank, or zeros if there is no such rank.
 
     In backward the gradient is sent to that rank.
     """
@@ -277,7 +277,7 @@ def _shifted(x: Tensor, shard: SequenceShard, hop: int) -> Tensor:
 
 
 class _Shifted(torch.autograd.Function):
-    """Sends x to the rank `hop` after this one; backward sends the gradient in the opposite direction."""
+    """Sends x to the rank that is `hop` places after this rank; backward sends the gradient the opposite way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shard: SequenceShard, hop: int) -> Tensor:
@@ -310,7 +310,7 @@ def _summed(x: Tensor, shard: SequenceShard) -> Tensor:
 
 
 def _exchanged(x: Tensor, shard: SequenceShard, hop: int) -> Tensor:
-    """Send x to the rank `hop` after this one and return the tensor received from the rank `hop` before it."""
+    """Send x to the rank `hop` places after this rank; return the tensor from the rank `hop` places before it."""
     x, received = x.contiguous(), torch.zeros_like(x, memory_format=torch.contiguous_format)
     calls = []
     for send, tensor, peer in ((dist.isend, x, shard.rank + hop), (dist.irecv, received, shard.rank - hop)):

@@ -1,10 +1,10 @@
-"""DoRA (Liu et al. 2024): a low-rank adapter changes the directions of a weight's rows, and a vector their lengths.
+"""DoRA (Liu et al. 2024): a low-rank adapter for the directions of a weight's rows, and a vector for their lengths.
 
     y = (|W| + M) / |W + s B A|  (W x + s B A x)
 
-x is the layer's input, y its output, and W its frozen weight. A and B are the adapter's matrices, and s = alpha / rank.
-|X| is the vector with the row lengths (Euclidean norms) of a matrix X. M is a learned vector, which is added to W's row
-lengths. M and B start at zero, so that the initial factor is exactly 1.
+x is the layer's input, y is its output, and W is its frozen weight. A and B are the adapter's matrices, and the factor
+s = alpha / rank. |X| is the vector with the row lengths (Euclidean norms) of a matrix X. M is a learned vector, which
+is added to W's row lengths. M and B start at zero, so that the initial factor is exactly 1.
 
 The denominator gets no gradient (the paper's section 4.3). It is computed without forming W + s B A. For each row w in
 W and the corresponding row b in B:

@@ -2,10 +2,10 @@
 
     y = q(x) q(W)^T        dx = q(dy) q(W)        dW = q(dy)^T q(x)            q(t) = round(clamp(t s)) / s
 
-x is the input, W the weight, y the output; dx, dW and dy are gradients. t stands for x, W or dy. `round` goes to the
-nearest value in an eight-bit format, whose largest value is F: e4m3 (F = 448) for x and W, e5m2 (F = 57344) for dy.
-`clamp` limits values to -F and F, infinities too; nan stays nan. The scale s maps the largest |t| to F. Transformer
-Engine 2.x has the same rules and defaults:
+x is the input, W is the weight, and y is the output. dx, dW and dy are gradients. t stands for x, W or dy. `round` goes
+to the nearest value in an eight-bit format, whose largest value is F: e4m3 (F = 448) for x and W, e5m2 (F = 57344) for
+dy. `clamp` limits values, infinities included, to the range from -F to F; nan stays nan. The scale s maps the largest
+|t| to F. Transformer Engine 2.x has the same rules and defaults:
 
     fp8_delayed   s = F / largest |t| in the last H steps (the history, `fp8_statistics.py`). s is fixed within a step,
                   and 1 until the first step has ended.
@@ -16,9 +16,9 @@ Engine 2.x has the same rules and defaults:
                   each used in two matrix products that sum over different axes, so they are rounded twice, once for
                   each product. The format is always e4m3.
 
-s is 1 if the largest |t| is zero or infinite. Matrix products are summed in fp32. y and dx are rounded to x's dtype, dW
-to W's dtype. A GPU's tensor core sums in another order, so its results may differ slightly. Rounded tensors are
-saved for the backward pass with one byte per element. The emulation is slow, and uses no FP8 hardware.
+s is 1 if the largest |t| is zero or infinite. Matrix products are summed in fp32. y and dx are rounded to x's dtype,
+and dW is rounded to W's dtype. A GPU's tensor core sums in another order, so its results may differ slightly. Rounded
+tensors are saved for the backward pass with one byte per element. The emulation is slow, and uses no FP8 hardware.
 
 Legend: T tokens in all rows (sequences), I input features, O output features, 3 the roles x, W and dy, H steps in a
 history.

@@ -158,7 +158,7 @@ def _join(launch: ProcessLaunch, init_method: str, fake: bool, timeout: timedelt
 
     Megatron forms about ten groups over all ranks. By default gloo connects every pair of ranks in each of these
     groups: 10 (N - 1) connections per rank for N ranks. With TORCH_GLOO_LAZY_INIT it connects two ranks only when they
-    first communicate in a group, so their number does not depend on N.
+    first communicate in a group, so the number of connections does not depend on N.
     """
     os.environ.setdefault(LAZY_CONNECTIONS, "1")
     if compute_device().type == "cpu":

@@ -52,7 +52,7 @@ class LinearBackend:
 
     transformer_engine: bool = False
     fp8: Fp8 | None = None  # FP8 settings; None without FP8
-    accumulate: bool = False  # if Transformer Engine is used: its layers add weight gradients to Megatron's buffers
+    accumulate: bool = False  # True: Transformer Engine's layers add weight gradients to Megatron's buffers
 
     @property
     def is_megatron(self) -> bool:
@@ -289,7 +289,7 @@ def project_all(x_LBD: Tensor, tensor: TensorGroup, *projections: nn.Module | Sp
         - On a GPU, no kernels are needed to concatenate the gradients of a projection's parts, or to add the gradients
           that several projections give for x_LBD.
 
-    Each projection is called separately if there is neither benefit, and with adapters, Transformer Engine or FP8.
+    Each projection is called by itself if neither benefit applies, or if adapters, Transformer Engine or FP8 are used.
     """
     cuts = [
         projection if isinstance(projection, SplitProjection) else SplitProjection(projection, ())

@@ -1,4 +1,4 @@
-"""Owners of full matrices: ranks that compute the directions of an optimizer that needs full matrices.
+"""Owners of full matrices: ranks that compute update directions from full matrices, for an optimizer such as Muon.
 
 Each rank updates some entries of each weight: a range in its tensor-parallel shard, flattened. An optimizer such as
 Muon needs full matrices. So every matrix in a pipeline stage has an owner among the stage's ranks. The ranks send their
@@ -6,9 +6,9 @@ entries to the owner, the owner computes the matrix's direction, and sends each 
 entries. A weight that is fused from several matrices has an owner for each matrix. If the optimizer takes the heads of
 a projection separately, the owner of the matrix processes all of its heads.
 
-The owners are balanced by the cost of products of the matrix with itself, m n min(m, n) for m rows and n columns,
-summed over heads: the matrices are distributed in the order of their costs, each to the rank with the smallest sum.
-Every matrix is processed by one rank in full, so the result's bits do not depend on the number of ranks.
+A matrix's cost is that of its product with itself: m n min(m, n) for m rows and n columns, summed over heads. To
+balance the owners, the matrices are distributed in decreasing order of cost, each to the rank with the smallest sum so
+far. Every matrix is processed by one rank in full, so the result's bits do not depend on the number of ranks.
 
 The exchange takes several rounds, which limits the memory for its buffers. All ranks compute the owners, and which
 entries other ranks send, from the parameter table and from the layout, without communication.
@@ -144,10 +144,10 @@ class Exchange:
         self.shapes = {name: shape for weight in weights for name, shape in weight.matrices.items()}
         self.owners = balanced_owners(self.shapes, ranks.size)
         own_pieces = [(weight.name, piece) for weight in weights for piece in pieces_of(weight, ranks.rank)]
-        # this rank's rectangles with the names of their weights, by the matrix's owner
+        # for each rank r, this rank's rectangles in the matrices that r owns, as (weight's name, rectangle)
         self.held = [[pair for pair in own_pieces if self.owners[pair[1].matrix] == r] for r in range(ranks.size)]
         owned_weights = [w for w in weights if any(self.owners[name] == ranks.rank for name in w.matrices)]
-        # the rectangles of this rank's own matrices, by the rank that holds them
+        # for each rank r, the rectangles that r holds in the matrices that this rank owns
         self.owned = [
             [piece for w in owned_weights for piece in pieces_of(w, r) if self.owners[piece.matrix] == ranks.rank]
             for r in range(ranks.size)

@@ -3,15 +3,15 @@
     forward     under sequence parallelism all-gather the tokens; for every weight y = x W^T
     backward    dx = sum over weights of dy W; then reduce dx over the ranks, and meanwhile compute every dW = dy^T x
 
-W is a weight, y its output; dx, dy and dW are gradients. With the option `again` a rank saves only its own tokens of x.
-The tokens are all-gathered a second time in backward, while dx is computed.
+W is a weight, and y is its output. dx, dy and dW are gradients. With the option `again` a rank saves only its own
+tokens of x. The tokens are all-gathered a second time in backward, while dx is computed.
 
 A weight's output may be returned in several parts, each with a range of the output channels. Backward multiplies each
 part's gradient by the weight's rows for these channels. Concatenating the gradients first would read and write all of
 them once more.
 
-Megatron-core's column-parallel layer overlaps communication and computation too, but only on CUDA. It has one weight,
-so that several layers would all-gather x several times.
+Megatron-core's column-parallel layer overlaps communication and computation too, but only on CUDA. Each such layer has
+one weight, so several layers would all-gather x several times.
 
 Legend: L tokens in a row, B rows (sequences in a micro-batch), D width of x, T tokens in all rows, O output channels in
 a part, I input channels of a weight (as many as D).

@@ -20,7 +20,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-# elements: torch's multi-tensor kernels give each program a chunk of this size, so a smaller tensor takes one program
+# Number of elements. It is the chunk size of torch's multi-tensor kernels, so a smaller tensor is a single chunk.
 SMALL = 2**16
 
 
@@ -44,7 +44,7 @@ class KeptGradients:
         if current != self.backward_pass:
             self.backward_pass = current
             # Gradients are left only if an earlier backward pass has raised an exception. Their weights are marked as
-            # added until `taken` removes the marks, so this precedes the reading of a mark below.
+            # added until `taken` removes the marks, so `taken` is called before a mark is read below.
             self.taken()
             torch.autograd.Variable._execution_engine.queue_callback(self.add)
         if weight.grad_added_to_main_grad:
@@ -73,8 +73,8 @@ class KeptGradients:
 def add_together(totals: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
     """Add each gradient to its total in place. All totals have one dtype, and all gradients have one dtype.
 
-    On a GPU, `torch._foreach_add_` starts a kernel for every tensor if the dtypes differ, and `torch._foreach_copy_`
-    does not. So the gradients are cast first.
+    On a GPU, `torch._foreach_add_` starts a kernel for every tensor if the dtypes differ, but `torch._foreach_copy_`
+    does not do so. So the gradients are cast first.
     """
     if totals[0].is_cuda and totals[0].dtype != gradients[0].dtype:
         gradients = cast_together(gradients, totals[0].dtype)

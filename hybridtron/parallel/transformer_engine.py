@@ -110,7 +110,7 @@ class TransformerEngineStatistics(ScalingStatistics):
         self.layers: dict[str, Any] = {
             f"{name}.weight": module for name, module in modules if isinstance(module, InFp8)
         }
-        # copies from before the current step: history and scale, by weight name and FORWARD or BACKWARD
+        # (weight's name, FORWARD or BACKWARD) -> copies of history and scale from before the current step
         self._before: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
 
     @contextmanager

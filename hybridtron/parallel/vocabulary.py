@@ -8,7 +8,8 @@ largest logit, the sum of exponentials, and the label's logit. In backward, `gat
 over ranks.
 
 Legend: L tokens in a row, B rows (sequences in a micro-batch), D width of the residual stream, C tokens whose logits
-are computed together, V entries in this rank's vocabulary shard, R ranks, 2 two quantities that are sent together.
+are computed together, V entries in this rank's vocabulary shard, R ranks. An axis 2 holds two quantities that are sent
+together.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ MARGIN = 0.1
 """Maximum relative error of the estimate, compared with peaks of at least `MARGIN_FROM` in `hybridtron rehearse`."""
 
 MARGIN_FROM = 1e9
-"""Smallest peak in bytes to which `MARGIN` applies; the peaks of smaller models are in buffers of single kernels."""
+"""Smallest peak in bytes to which `MARGIN` applies. In smaller models, buffers of single kernels decide the peak."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,8 @@ def with_offload(uses: Sequence[SublayerUse], count: int, received: int) -> tupl
 def working_values(uses: Sequence[SublayerUse]) -> int:
     """Return the most elements per token that a stage needs in addition to the kept elements.
 
-    The maximum is over the sub-layers' passes. An offloaded sub-layer and the previous one are on the device together.
+    The maximum is over the sub-layers' passes. The device holds an offloaded sub-layer's elements and those of the
+    sub-layer before it at the same time.
     """
     before = [0, *(use.offloaded for use in uses)]
     return max(use.working + use.offloaded + earlier for use, earlier in zip(uses, before, strict=False))
@@ -236,7 +237,7 @@ def is_row_parallel(weight: Parameter) -> bool:
 
 
 def stream_values(config: Config) -> int:
-    """Return the residual stream's elements per token on one device; an fp32 element beside bf16 counts twice."""
+    """Return the residual stream's elements per token on one device; with bf16, an fp32 element counts twice."""
     width = shared(config.model.width, config.parallel.tensor if config.parallel.sequence else 1)
     if config.model.residual_fp32:
         return width * FP32_BYTES // VALUE_BYTES[config.precision.name]

@@ -1,9 +1,9 @@
 """Forward FLOPs of each context-parallel rank, to show how balanced the ranks' computation is.
 
 Context-parallel ranks divide each row into equally long contiguous shards, so work with equal cost for every token is
-balanced. Attention is not: a token attends to all previous tokens in its document, up to its window. So a shard late in
-a long document computes the most. Span-expanded attention (chunked attention with selected blocks) is counted with an
-equal cost for every token.
+balanced. Attention is not balanced: a token attends to all previous tokens in its document, up to its window. So a
+shard late in a long document computes the most. Span-expanded attention (chunked attention with selected blocks) is
+counted with an equal cost for every token.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class TokenCosts:
     """A model's forward FLOPs.
 
     alike: FLOPs per token for everything but attention
-    by_window: FLOPs per (token, visible key) pair, summed over the attention layers with this window; the key None
-        stands for full attention
+    by_window: window -> FLOPs per (token, visible key) pair, summed over the attention layers with this window; the
+        window None stands for full attention
     """
 
     alike: float

@@ -3,9 +3,10 @@
 Context-parallel ranks divide each row into equally long contiguous shards. A rank sends to the ranks with later shards:
 
     ssm     the state that its shard adds to a recurrence, and the factor by which the shard multiplies the state before
-            it, in fp32. Ranks run a prefix scan: each sends to the next rank, then to the ranks 1, 2, 4, ... later.
+            it, in fp32. Ranks run a prefix scan: each rank sends to the next rank, and then to the ranks that are 1, 2,
+            4, ... places later.
     conv    its shard's last tokens, which a convolution or a token shift reads in the next shard
-    kv      keys and values: in full attention to all later ranks, with a window to ranks within the window
+    kv      keys and values: to all later ranks for full attention, or to the ranks within the window
     sparse  for attention to few selected keys: the keys that the shard keeps, to all later ranks, and a sum of queries,
             by a prefix scan without gradients
     span    for span-expanded attention: all keys and values, and an unfinished block's queries

@@ -41,7 +41,7 @@ class LayerCount:
     """Counts for one residual sub-layer, which is a norm, a mixer (a scan, attention or an MLP) and an addition.
 
     letter: the sub-layer's letter in the layer pattern
-    parameters: parameters in the mixer and the norm; weights that sub-layers share count only in the first one
+    parameters: parameters in the mixer and the norm; weights that sub-layers share count only in the first of them
     flops: forward FLOPs per token, by part
     """
 

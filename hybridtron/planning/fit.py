@@ -152,7 +152,7 @@ def _is_refused(phase: ResolvedPhase, gpus: int) -> bool:
 
 
 def _recomputing(run_plan: RunPlan, gpus: int) -> Iterator[tuple[ResolvedPhase, Plan]]:
-    """Yield the phase with the most memory and its plan for each amount of recomputation, from least to most."""
+    """Yield, for each amount of recomputation from least to most, (phase that needs the most memory, its plan)."""
     amounts = list(Recompute)
     parallel = run_plan.config.parallel
     if parallel.offload:

@@ -6,8 +6,8 @@ With t tensor-parallel ranks, p pipeline ranks with v virtual stages each, and m
                          Gradients have the dtype that `precision.gradients` selects. Frozen weights have neither
                          gradients nor optimizer states. An embedding that is tied to the head is on both the first and
                          the last pipeline rank.
-    optimizer            Moments in the dtype that `precision.moments` selects, and fp32 master weights if weights have
-                         a narrower dtype, and the moving average of `run.ema` in fp32. A distributed optimizer divides
+    optimizer            Moments in the dtype that `precision.moments` selects; fp32 master weights, if weights have a
+                         narrower dtype; and the moving average of `run.ema` in fp32. A distributed optimizer divides
                          all of them among the data- and context-parallel ranks.
     activations          Saved by the forward passes for all micro-batches in flight (`activations.py`). With
                          `states.through_time`, one pass runs several chunks per row, one after another. All chunks'
@@ -23,8 +23,8 @@ With t tensor-parallel ranks, p pipeline ranks with v virtual stages each, and m
     bubble               Fraction of the time in which a pipeline rank waits: (p - 1) / (v m + p - 1), if all stages
                          take equally long.
 
-The total is within `activations.MARGIN` of the peak that `hybridtron rehearse` counts. It does not include buffers that
-the allocator, the kernels and the network use, and the inputs that FP8 matrix multiplications save in one byte per
+The total is within `activations.MARGIN` of the peak that `hybridtron rehearse` counts. It includes neither the buffers
+that the allocator, the kernels and the network use, nor the inputs that FP8 matrix multiplications save in one byte per
 element.
 """
 
@@ -97,7 +97,7 @@ class RankPlan:
     rank: the rank's index in its pipeline. All devices with this index have equal estimates.
     chunks: the rank's virtual stages
     parameters: how many parameters one device has
-    in_flight: number of forward passes through one of the stages whose activations are saved at the peak
+    in_flight: how many micro-batches have saved activations at the peak, summed over the rank's stages
     """
 
     rank: int

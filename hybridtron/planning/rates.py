@@ -10,9 +10,10 @@ No number is fitted to steps that were measured with this package, so that measu
                     about 350 forward)
     GAINS           FlashAttention 3 against 2 on Hopper: 1.5 to 2 times forward, 1.5 to 1.75 backward
                     (arXiv:2407.08608, section 4). FlashAttention 4 reaches up to 1,613 TFLOP/s forward on a B200, 71%
-                    of its peak, by its authors' numbers (FlashAttention 3: up to 75% of Hopper's peak). The factor 1.5
-                    is assumed for both GPUs; no published table was found for Hopper. FP8 matrix multiplications have
-                    twice the peak of bf16, and the factor 1.7 is assumed; casts to FP8 are not included
+                    of its peak, by its authors' numbers (FlashAttention 3: up to 75% of Hopper's peak). Its factor 1.5
+                    is assumed for Hopper and Blackwell; no published table was found for Hopper. FP8 matrix
+                    multiplications have twice the peak of bf16, and the factor 1.7 is assumed for them; casts to FP8
+                    are not included
     bandwidth       85% of the data sheet's value, for copies and elementwise kernels on large tensors
     HOST_S          host time per operation, while kernels run: 19 us for a torch operation with autograd and Megatron,
                     and 2.5 us for the driver. Real steps took this time on a 2.6 GHz Xeon (Sapphire Rapids class), with
@@ -20,8 +21,8 @@ No number is fitted to steps that were measured with this package, so that measu
                     PyTorch op to kernel launch")
     TRITON_S        additional host time per launch of a Triton kernel, from the same steps: Triton's launcher in Python
     FLOOR_S         shortest time of a kernel on the device
-    GAP_S           time between two kernels on the device. Both together are 3.5 us. NVIDIA's forum gives 3 us for
-                    kernels that do nothing, one after another (forums.developer.nvidia.com, thread 233645)
+    GAP_S           time between two kernels on the device. FLOOR_S and GAP_S together are 3.5 us. NVIDIA's forum gives
+                    3 us for kernels that do nothing, one after another (forums.developer.nvidia.com, thread 233645)
     MEMORY_S        latency of a load from the GPU's memory: 288 ns on an H100 SXM, by a chain of dependent loads
                     (github.com/ahmadsharif1/cuda_study, commit f2e2f70)
     CACHE_S         latency of a load from the L2 cache: 131 ns, from the same measurement

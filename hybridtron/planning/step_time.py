@@ -146,7 +146,7 @@ def exposed_copies(seconds: float, passes: float) -> float:
 def hidden_seconds(layer: LayerCount, index: int, *, phase: ResolvedPhase, gpu: GPU) -> float:
     """Return the seconds of a sub-layer's tensor-parallel traffic that matrix multiplications hide.
 
-    The result is per token that each tensor-parallel rank has.
+    The result is for one token out of a tensor-parallel rank's share of the tokens.
     """
     config = phase.config
     parallel = config.parallel

@@ -106,7 +106,7 @@ def weight_bytes(phase: ResolvedPhase, copies: int, weights: Mapping[str, Parame
 def cached_bytes(phase: ResolvedPhase, weights: Mapping[str, Parameter]) -> int:
     """Return the bytes of weights in FP8 that are kept during a step; 0 without `precision.cache_weights`.
 
-    Transformer Engine keeps a second copy of each, transposed. FP8 emulation keeps one copy.
+    Transformer Engine keeps two copies of each weight, one of them transposed. FP8 emulation keeps one copy.
     """
     config = phase.config
     if config.precision.name not in FP8_MULTIPLES or not config.precision.cache_weights:

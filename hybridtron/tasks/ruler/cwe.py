@@ -35,8 +35,8 @@ QUESTION = (
 )
 PREFIX = " Answer: The top 10 words that appear most often in the list are:"
 COMMON = 10  # number of common words
-# setting -> (repeats in the list, repeats in the example, number of different words in the example) repeats: (of each
-# common word, of each other word)
+# setting -> (repeats in the list, repeats in the example, number of different words in the example); repeats are
+# (repeats of each common word, repeats of each other word)
 REPEATS = {"large": ((30, 3), (10, 3), 40), "small": ((6, 1), (3, 1), 20)}
 MAX_LIST_BYTES = 2**26  # maximum size of a file with words
 

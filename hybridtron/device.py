@@ -81,7 +81,7 @@ def compute_capability() -> tuple[int, int] | None:
 
 
 def cuda_report() -> dict[str, str]:
-    """Return the lines of a report on CUDA by their label: torch's build, NCCL, and each GPU."""
+    """Return a report on CUDA as {label: text}: torch's build, NCCL, and each GPU."""
     if torch.version.cuda is None:
         return {"torch": "built without CUDA"}
     report = {"torch": f"built for CUDA {torch.version.cuda}"}

@@ -65,7 +65,7 @@ class Mirror:
             self._thread.join()
 
     def in_use(self) -> set[Path]:
-        """Return the folders of the checkpoints that are uploading or waiting, which must not be removed."""
+        """Return the folders of the uploading and the waiting checkpoint, which must not be removed."""
         with self._lock:
             return {folder for folder in (self.busy, self._waiting) if folder is not None}
 

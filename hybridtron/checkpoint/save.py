@@ -67,8 +67,8 @@ class SaveError(RuntimeError):
 class Content:
     """One process's part of a checkpoint.
 
-    blocks: tensor shards (`ShardedTensor`s) by kind of file: `model`, `optimizer`, `states`, ...
-    small: contents of the files without tensors, by name; on rank 0 only
+    blocks: kind of file (`model`, `optimizer`, `states`, ...) -> tensor shards (`ShardedTensor`s)
+    small: file's name -> content, for the files without tensors; empty on all ranks but rank 0
     """
 
     meta: Meta

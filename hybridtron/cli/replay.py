@@ -5,10 +5,10 @@
     hybridtron replay runs/laptop --batch phase-0-batch-00000121
     hybridtron replay runs/laptop --text                       also print the rows as text
 
-A run refuses a step if its gradient norm is not finite, or is far above the usual norm. The run then leaves the weights
-unchanged, and stores the batch. The replay uses the weights from the newest checkpoint before the step. It computes the
-step twice: with the op implementations that the run uses, and with the reference implementation of every op. It prints
-the losses and gradient norms of both computations:
+A run refuses a step if its loss or gradient norm is not finite, or if the norm is far above the usual norm. The run
+then leaves the weights unchanged, and stores the batch. The replay uses the weights from the newest checkpoint before
+the step. It computes the step twice: with the op implementations that the run uses, and with the reference
+implementation of every op. It prints the losses and gradient norms of both computations:
 
 - Both gradient norms are large or not finite: the fault is in the data or in the weights.
 - Only the gradient norm from the run's implementations is large or not finite: the fault is in an implementation of an

@@ -84,7 +84,7 @@ def last_of(folder: Folder, config: Config, command: str) -> ArrayJob:
 
 
 def _stage(run: SweepRun, runs: Mapping[str, SweepRun]) -> int:
-    """Return a run's stage: 0 without initial weights, else 1 + the stage of the run that trains these weights."""
+    """Return a run's stage: 0, or 1 + the stage of the run in this sweep whose weights it starts from."""
     if run.start is None:
         return 0
     return 1 + _stage(runs[run.start], runs)

@@ -124,7 +124,7 @@ def partition_problems(cluster: ClusterConfig, nodes: int) -> Iterator[Problem]:
 
 
 def _wanted(cluster: ClusterConfig, known: list[Partition]) -> Partition | None:
-    """Return the partition that cluster.partition names, by default SLURM's default; None if there is no such one."""
+    """Return the partition that cluster.partition names (null: SLURM's default), or None if it does not exist."""
     default = cluster.partition is None
     return next(
         (

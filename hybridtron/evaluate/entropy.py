@@ -262,7 +262,7 @@ class Looking:
     layer: the running layer's index
     has_selective_steps: whether this layer's step sizes depend on the tokens
     shard: this rank's tokens in the chunk; None if the ranks do not divide the tokens
-    attending, selecting: accumulated sums by layer
+    attending, selecting: layer's index -> accumulated sums
     """
 
     first: int
@@ -284,7 +284,7 @@ class Looking:
 
         If the ranks do not divide the tokens, all ranks observe the same inputs. Then only the last rank counts them.
         If the ranks divide the tokens, a scan runs twice: first without an initial state, then with the final state of
-        the rank before. Only the second scan counts.
+        the previous rank. Only the second scan counts.
         """
         counts = self.shard is not None or self.context.rank == self.context.size - 1
         if isinstance(inputs, AttentionInputs | SpanInputs):

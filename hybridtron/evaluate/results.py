@@ -38,8 +38,8 @@ class Evaluated:
     rows: a row for each task, length and metric
     lines: the lines in samples.jsonl
     left_out: the suite's parts that were not measured, with reasons
-    pictures: chart files, by title
-    tables: the instruments' tables, by the instrument's name
+    pictures: title -> chart file
+    tables: instrument's name -> its table
     """
 
     name: str

@@ -59,8 +59,8 @@ class Reader:
     """A model for inference: the full model on this process (`reader`), or this rank's part (`parallel_reader.py`).
 
     `parts` are the pipeline stages that this process computes. `context` is the group of ranks that divide the tokens.
-    `gather_layers` takes a result for each of this rank's layers, by layer index, with heads or channels on the first
-    axis. It returns all layers' results. All ranks that share the model must call `gather_layers` together.
+    `gather_layers` takes {layer index: result} for this rank's layers, and returns the same for all layers. A result
+    has heads or channels on its first axis. All ranks that share the model must call `gather_layers` together.
     """
 
     forward: Forward

@@ -40,7 +40,7 @@ class Groups:
 
     tensor, pipeline, data, context: the ranks along each dimension of the parallel layout
     stage: all ranks in this pipeline stage
-    meshes: the ranks that shard and replicate weights, by weight family (`mesh.py`)
+    meshes: weight family -> the ranks that shard and replicate its weights (`mesh.py`)
     rank, world_size: this process's global rank, and the number of processes
     """
 

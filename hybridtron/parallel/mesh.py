@@ -45,7 +45,7 @@ ONE_RANK = RankGroup()
 class Mesh:
     """The ranks that shard and replicate one weight family.
 
-    dimensions: the ranks along each dimension over which weights can be sharded, by the name that a `Cut` refers to
+    dimensions: name of a dimension over which weights can be sharded, as in `Cut.over` -> the ranks along it
     copies: ranks that hold equal shards, compute on different tokens, and reduce their gradients
     """
 

@@ -80,8 +80,8 @@ def gather_full_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every full tensor in the table with its name, on the first process. All processes must iterate together.
 
-    `shards` has a function for each tensor in this rank's pipeline stages, by name; the function returns the rank's
-    shard on the CPU. The shard's dtype must be fp32 if the table asks for fp32, otherwise `dtype`.
+    `shards` maps the name of each tensor in this rank's pipeline stages to a function that returns the rank's shard on
+    the CPU. The shard's dtype must be fp32 if the table asks for fp32, otherwise `dtype`.
     """
     assert groups.pipeline.group is not None
     names_of_stages: list[list[str]] = all_gather_values(list(shards), groups.pipeline.group)

@@ -9,7 +9,7 @@ A haystack is one repeated line (NOISE), or an essay. An essay comes from one of
                  words are skipped
 
 Scores with different providers are not comparable, so each sample records its provider. Sentences that could be
-mistaken for a needle are left out: those with "special magic" or a 7-digit number.
+mistaken for a needle are left out: sentences with "special magic" or a 7-digit number.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _shards(path: Path) -> Iterator[str]:
         for source in sorted(folder.manifest.splits["validation"]):
             store = DocumentStore(folder, "validation", source, CacheOptions(CACHE))
             for document in range(len(store.lengths)):
-                # all tokens except the last one, which is eos
+                # all tokens except the last token, which is eos
                 text = tokenizer.decode(store.read(document, 0, int(store.lengths[document]) - 1).tolist())
                 if len(text.split()) >= MIN_DOCUMENT_WORDS:
                     yield text

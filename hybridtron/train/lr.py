@@ -19,7 +19,7 @@ from hybridtron.config.units import parse_share, parse_tokens
 
 
 def learning_rate(phases: Sequence[ResolvedPhase], index: int, tokens: int) -> float:
-    """Return the learning rate of a step in the phase at `index`, which has read `tokens` tokens after the step."""
+    """Return the learning rate of a step in the phase at `index`, after which the phase has read `tokens` tokens."""
     settings = phases[index].settings
     if settings.lr_piece is LrPiece.decay:
         assert settings.lr_to is not None

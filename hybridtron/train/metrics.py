@@ -25,14 +25,14 @@ class StepMetrics:
     learned: how many of the step's tokens count in the loss; only if a source has loss masks
     imbalance: only with context parallelism; the maximum of the sequence shards' forward FLOPs divided by their mean,
         over the first process's micro-batches
-    auxiliary: auxiliary losses that sub-layers add, by name, summed over sub-layers
+    auxiliary: name -> auxiliary loss, summed over the sub-layers that add it
     restarted_lanes: only if states are carried from step to step; how often in this phase a sequence's state was
         not finite and was set to zero
     validation: after an evaluation, held-out losses by length, such as `1x` for the training length
     validation_by_source: if there are several sources, each source's held-out loss at the first length
     evaluation: after an evaluation with `run.evaluate`, metrics by task, length and name
     layers: with `run.layer_norms`, parameter and gradient norms by layer
-    hooks: numbers that the hooks in `run.hooks` have added, by name
+    hooks: name -> number that a hook in `run.hooks` has added
 
     The written line also has the `time` in UTC. In the written line, numbers that are not finite are null.
     """

@@ -12,7 +12,7 @@ exit codes of the processes that it started. Keys (a key with an unknown value i
     ended             the date and time of the end, in UTC
     reason            why the run did not finish
     rank              the rank that failed first
-    failed_exports    reasons why exports failed, by phase; only if training is finished
+    failed_exports    phase -> reason why its export failed; only if training is finished
 
 A run whose processes are killed leaves no outcome.json. Each rank that fails with an error writes its traceback to
 logs/error-RANK.txt.
@@ -233,7 +233,7 @@ def record_unfinished(failures: Failures) -> Iterator[None]:
 def record_exports(run_dir: Path, failed: Mapping[str, str]) -> None:
     """Update outcome.json of a finished run after its failed exports were repeated.
 
-    `failed` has the reasons of the exports that failed again, by phase.
+    `failed` maps each phase whose export failed again to the reason.
     """
     path = run_dir / FILE
     outcome = read_record(path) or {"outcome": "finished"}

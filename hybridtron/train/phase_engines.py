@@ -25,7 +25,7 @@ from hybridtron.train.start import weights_for
 
 
 class PhaseEngines:
-    """Builds the engines for a run's phases, and holds only one at a time to save memory."""
+    """Builds the engines for a run's phases, and holds only one engine at a time to save memory."""
 
     def __init__(self, plan: RunPlan, groups: Groups) -> None:
         self.plan = plan

@@ -68,7 +68,8 @@ def cost(plan: RunPlan) -> Iterator[str]:
 def phase_table(plan: RunPlan) -> Table:
     """Build a table with one row for each phase.
 
-    The column `rows` is the number of sequences in a global batch. `micro` is their number in a micro-batch.
+    The column `rows` is the number of sequences in a global batch. The column `micro` is the number of sequences in a
+    micro-batch.
     """
     peak = plan.config.cluster.peak_tflops
     table = table_of("phase", "steps", "tokens", "rows", "micro", "seq_len", "learning rate", "FLOPs/token", "FLOPs")

@@ -1,4 +1,4 @@
-"""Sinks: the destinations of a run's metrics, by name in `SINKS`.
+"""Sinks: the destinations of a run's metrics. `SINKS` has all sinks by name.
 
 Sinks are created when a run starts, resumes from a checkpoint or rolls back to a checkpoint. Steps after the checkpoint
 may already have been recorded. The old records are treated as follows:
@@ -301,7 +301,7 @@ SINKS: dict[str, Callable[[SinkStart], Sink | None]] = {
     "wandb": wandb_if_wanted,
     "mlflow": mlflow_if_wanted,
 }
-"""Factories of the sinks, by name. A factory returns None for a sink that the run does not use."""
+"""A sink's name -> its factory. A factory returns None for a sink that the run does not use."""
 
 
 class MetricsWriter(Hook):

@@ -325,9 +325,12 @@ class Trainer:
             raise rollback.not_saved(self.saver.step, fault) from fault
 
     def roll_back(self, request: RollbackRequested) -> None:
-        """Restore the newest usable checkpoint, and skip the data of later steps, the failed step included."""
+        """Restore the newest usable checkpoint, and skip the data of the steps after it.
+
+        The failed step's batch is the last batch that is skipped.
+        """
         self.watchdog.beat(f"rolling back from step {request.step}")
-        self.saver.settle()  # a checkpoint that is still being written may become the newest usable one
+        self.saver.settle()  # a checkpoint that is still being written may become the newest usable checkpoint
         self.start = self.restored(self.rollback.checkpoints(request, self.saver.written))
         self.resume_step = self.start.meta.step
         times = self.rollback.count(request, self.resume_step)

@@ -79,10 +79,9 @@ class DeltaRuleSpec(LinearAttentionSpec):
         return super().flops(model, seq_len) | {self.kind: self.heads * one_head}
 
     def activation_values(self, model: ModelSizes) -> int:
-        # normalized q and k for every head; 3 elements per head for the step sizes; in fp32 a + dt_bias, its softplus,
-        # and the log decays
+        # normalized q and k for every head; logits of step sizes and decays, and in fp32 step sizes and log decays
         of_length_1 = 2 * self.heads * self.head_sizes(model)[0]
-        return super().activation_values(model) + of_length_1 + 3 * self.heads + 3 * model.wide * self.decays(model)
+        return super().activation_values(model) + of_length_1 + (1 + model.wide) * (self.heads + self.decays(model))
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
         yield from super().problems(model, max_seq_len)

@@ -27,6 +27,7 @@ class LinearAttentionSpec(MixerSpec):
 
     width_option: ClassVar[str] = "heads"
     supports_context_parallel: ClassVar[bool] = True
+    projects_input: ClassVar[bool] = True
     chunk: ClassVar[int]
     """Tokens per chunk in the recurrence's chunked algorithm; the FLOP count assumes this algorithm."""
     norm_name: ClassVar[str] = "g_norm_swish_gate"

@@ -7,12 +7,13 @@ therefore have nothing to exchange:
     contiguous_inputs         returns its inputs
     sharded_scan              runs the scan from the state
     halo_tokens, halo_kv      return the carried tokens, or keys and values, unchanged
+    halo_parts                returns the carried tokens, split into the parts
     all others                raise NotImplementedError: only code for divided rows calls them
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
@@ -36,6 +37,14 @@ def sharded_scan(
 
 def halo_tokens(x_BLC: Tensor, count: int, carried_BTC: Tensor | None, seq: Any) -> Tensor | None:
     return carried_BTC
+
+
+def halo_parts(
+    parts_BLC: Sequence[Tensor], count: int, carried_BTC: Tensor | None, seq: Any
+) -> Sequence[Tensor | None]:
+    if carried_BTC is None:
+        return [None] * len(parts_BLC)
+    return carried_BTC.split([part_BLC.shape[-1] for part_BLC in parts_BLC], -1)
 
 
 def halo_kv(k_BLGK: Tensor, v_BLGK: Tensor, window: int | None, carried: Carried, seq: Any) -> Carried:

@@ -7,17 +7,17 @@ their decays.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.delta_rule import DeltaRuleSpec
 from hybridtron.mixers.linear_attention import HeadInputs, LinearAttention
-from hybridtron.ops.delta import DeltaInputs, delta_scan
+from hybridtron.ops.delta import DeltaGateInputs, DeltaInputs, delta_gates, delta_scan
 from hybridtron.ops.norm import RMSNormInputs, rms_norm
-from hybridtron.ops.precision import at_least_fp32, wide_type
+from hybridtron.ops.precision import wide_type
 from hybridtron.ops.transition import delta_transition
 from hybridtron.parallel.context import contiguous_inputs, sharded_scan
 from hybridtron.parallel.linear import TensorGroup
@@ -43,11 +43,9 @@ class DeltaRule(LinearAttention):
     def attend(self, given: HeadInputs) -> tuple[Tensor, Tensor]:
         q_BLHN = self.for_every_head(of_length(given.q_BLKN, self.scale))
         k_BLHN = self.for_every_head(of_length(given.k_BLKN, 1.0))
-        a_BLX, b_BLH = (part.transpose(0, 1) for part in self.decays_and_steps(given.x_LBD))
-        beta_BLH = self.reach * torch.sigmoid(at_least_fp32(b_BLH))
-        # in fp32, because the op sums the log decays of many tokens
-        steps_BLHG = F.softplus(at_least_fp32(a_BLX) + self.dt_bias).unflatten(-1, (self.heads, -1))
-        g_BLHG = -torch.exp(self.A_log).unsqueeze(-1) * steps_BLHG
+        a_BLX, b_BLH = (part.transpose(0, 1) for part in self.decays_and_steps(given.others))
+        gates = DeltaGateInputs(a_BLX, b_BLH, self.dt_bias, self.A_log, self.reach)
+        beta_BLH, g_BLHG = delta_gates(gates)
         seq = given.seq
         inputs = DeltaInputs(q_BLHN, k_BLHN, given.v_BLHP, beta_BLH, g_BLHG, documents_BL=seq.documents_BL)
         inputs = contiguous_inputs(inputs, seq)
@@ -59,8 +57,11 @@ class DeltaRule(LinearAttention):
         )
 
     @abstractmethod
-    def decays_and_steps(self, x_LBD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits for the decays (L, B, X) and for the step sizes (L, B, H), for this rank's heads."""
+    def decays_and_steps(self, others: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the logits for the decays (L, B, X) and for the step sizes (L, B, H), for this rank's heads.
+
+        `others` has the outputs of the input layers beside q, k and v.
+        """
 
     def for_every_head(self, x_BLKN: Tensor) -> Tensor:
         """Repeat each of the K key heads for all value heads that it serves."""

@@ -5,7 +5,9 @@ Legend: B rows (sequences), L tokens, D width, H heads on this rank.
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
+
+from torch import Tensor, nn
 
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.gated_deltanet import GatedDeltaNetSpec
@@ -20,6 +22,9 @@ class GatedDeltaNet(DeltaRule):
         super().__init__(spec, sizes, tensor)
         self.ab_proj = column_parallel(sizes.width, 2 * spec.heads, tensor.without_fp8())
 
-    def decays_and_steps(self, x_LBD: Tensor) -> tuple[Tensor, Tensor]:
-        a_LBH, b_LBH = self.ab_proj(x_LBD).chunk(2, dim=-1)
+    def other_input_layers(self) -> Sequence[nn.Module]:
+        return (self.ab_proj,)
+
+    def decays_and_steps(self, others: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        a_LBH, b_LBH = others[-1].chunk(2, dim=-1)
         return a_LBH, b_LBH

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,7 +23,8 @@ class GLA(LinearAttention):
 
     State: `ssm` (B, H, N, P).
 
-    Legend: B rows (sequences), L tokens, D width, H heads, N key channels and P value channels of a head, K = H N.
+    Legend: B rows (sequences), L tokens, D width, H heads, N key channels and P value channels of a head, K = H N,
+    R inner channels of the gate.
     """
 
     def __init__(self, spec: GLASpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
@@ -31,9 +34,12 @@ class GLA(LinearAttention):
         self.gate_up = column_parallel(spec.gate_rank, spec.channels(sizes)[0], tensor.without_fp8())
         self.gate_bias = nn.Parameter(torch.empty(self.keys))
 
+    def other_input_layers(self) -> Sequence[nn.Module]:
+        return (self.gate_down,)
+
     def attend(self, given: HeadInputs) -> tuple[Tensor, Tensor]:
-        x_LBD, q_BLHN, k_BLHN, v_BLHP, state, seq = given
-        g_BLHN = self.log_decays(x_LBD).transpose(0, 1).unflatten(-1, (self.heads, -1))
+        others, q_BLHN, k_BLHN, v_BLHP, state, seq = given
+        g_BLHN = self.log_decays(others[-1]).transpose(0, 1).unflatten(-1, (self.heads, -1))
         inputs = GLAInputs(q_BLHN * self.scale, k_BLHN, v_BLHP, g_BLHN, documents_BL=seq.documents_BL)
         inputs = contiguous_inputs(inputs, seq)
         return sharded_scan(
@@ -41,10 +47,10 @@ class GLA(LinearAttention):
             lambda: gla_transition(inputs),
         )  # fmt: skip
 
-    def log_decays(self, x_LBD: Tensor) -> Tensor:
-        """Return the log decays g for this rank's key channels, in fp32.
+    def log_decays(self, down_LBR: Tensor) -> Tensor:
+        """Return the log decays g for this rank's key channels, in fp32, from the inner channels of the gate.
 
         They are in fp32 because the op sums the log decays of many tokens, for which bf16 is too coarse.
         """
-        logits_LBK = at_least_fp32(self.gate_up(self.gate_down(x_LBD))) + self.gate_bias
+        logits_LBK = at_least_fp32(self.gate_up(down_LBR)) + self.gate_bias
         return F.logsigmoid(logits_LBK) / self.spec.gate_divisor

@@ -1,11 +1,13 @@
 """Kimi Delta Attention (equations in `architecture/kda.py`): the delta rule with a decay per key channel.
 
-Legend: B rows (sequences), L tokens, D width.
+Legend: B rows (sequences), L tokens, H heads on this rank, R inner channels of a low-rank projection.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
+
+from torch import Tensor, nn
 
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.kda import KDASpec
@@ -31,8 +33,12 @@ class KDA(DeltaRule):
         self.gate_down = column_parallel(sizes.width, rank, plain.whole())
         self.gate_up = column_parallel(rank, values, plain)
 
-    def projections(self, x_LBD: Tensor) -> tuple[Tensor, Tensor]:
-        return self.in_proj(x_LBD), self.gate_up(self.gate_down(x_LBD))
+    def other_input_layers(self) -> Sequence[nn.Module]:
+        return self.gate_down, self.decay_down, self.b_proj
 
-    def decays_and_steps(self, x_LBD: Tensor) -> tuple[Tensor, Tensor]:
-        return self.decay_up(self.decay_down(x_LBD)), self.b_proj(x_LBD)
+    def output_gate(self, others: Sequence[Tensor]) -> Tensor:
+        return self.gate_up(others[0])
+
+    def decays_and_steps(self, others: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        _, decays_LBR, steps_LBH = others
+        return self.decay_up(decays_LBR), steps_LBH

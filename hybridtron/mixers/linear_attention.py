@@ -9,6 +9,7 @@ channels per head, E = K N, V = H P, C = 2 E + V channels of q, k and v, W taps,
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,14 +21,14 @@ from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, MixerOutput, State
 from hybridtron.ops.conv import ConvInputs, causal_conv, next_tail
 from hybridtron.ops.gated_norm import NormBeforeGateInputs, norm_before_gate
-from hybridtron.parallel.context import halo_tokens
-from hybridtron.parallel.linear import TensorGroup, column_parallel, gather_input, row_parallel
+from hybridtron.parallel.context import halo_parts
+from hybridtron.parallel.linear import SplitProjection, TensorGroup, column_parallel, project_all, row_parallel
 
 
 class HeadInputs(NamedTuple):
     """Inputs to the recurrence of a rank's heads.
 
-    x        the mixer's input
+    others   outputs of the mixer's input layers beside q, k and v, such as z and logits of decays
     q        queries, not scaled
     k        keys. Each of the K key heads serves H / K consecutive value heads
     v        values
@@ -35,7 +36,7 @@ class HeadInputs(NamedTuple):
     seq      the tokens' positions and documents
     """
 
-    x_LBD: Tensor
+    others: Sequence[Tensor]
     q_BLKN: Tensor
     k_BLKN: Tensor
     v_BLHP: Tensor
@@ -45,6 +46,8 @@ class HeadInputs(NamedTuple):
 
 class LinearAttention(Mixer):
     """Linear attention around a subclass's recurrence.
+
+    Queries, keys and values have a convolution each, so that each is contiguous for the recurrence's kernels.
 
     State: `ssm`, one matrix per head, in fp32; and `conv` (B, T, C) if there is a convolution.
     """
@@ -58,7 +61,9 @@ class LinearAttention(Mixer):
         self.keys, self.values = (tensor.share(channels) for channels in shared.channels(sizes))
         self.heads, self.key_heads = tensor.share(shared.heads), tensor.share(shared.num_key_heads)
         self.scale = shared.head_sizes(sizes)[0] ** -0.5
-        self.in_proj = column_parallel(sizes.width, sum(size for _, size in shared.projected(sizes)), tensor)
+        projected = shared.projected(sizes)
+        self.in_proj = column_parallel(sizes.width, sum(size for _, size in projected), tensor)
+        self.parts = [tensor.share(size) for _, size in projected]
         if shared.conv:
             self.conv_weight = nn.Parameter(torch.empty(2 * self.keys + self.values, shared.conv))
         self.norm_weight = nn.Parameter(torch.empty(shared.head_sizes(sizes)[1]))
@@ -67,27 +72,49 @@ class LinearAttention(Mixer):
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> MixerOutput:
         before = state or {}
         new = State()
-        x_LBD = gather_input(x_LBD, self.tensor)
-        qkv_LBC, z_LBV = self.projections(x_LBD)
-        qkv_BLC = qkv_LBC.transpose(0, 1)
+        q_LBE, k_LBE, v_LBV, *others = self.projected(x_LBD)
+        q_BLE, k_BLE, v_BLV = (part.transpose(0, 1) for part in (q_LBE, k_LBE, v_LBV))
         if self.shared.conv:
-            tail_BTC = halo_tokens(qkv_BLC, self.shared.conv - 1, before.get("conv"), seq)
-            inputs = ConvInputs(qkv_BLC, self.conv_weight, None, tail_BTC, seq.documents_BL, activation=True)
-            qkv_BLC = causal_conv(inputs)
+            tails = halo_parts((q_BLE, k_BLE, v_BLV), self.shared.conv - 1, before.get("conv"), seq)
+            inputs = self.conv_inputs((q_BLE, k_BLE, v_BLV), tails, seq)
+            q_BLE, k_BLE, v_BLV = map(causal_conv, inputs)
             if seq.carried:
-                new["conv"] = next_tail(inputs)
-        q_BLE, k_BLE, v_BLV = qkv_BLC.split((self.keys, self.keys, self.values), dim=-1)
-        q_BLKN, k_BLKN = (part.unflatten(-1, (self.key_heads, -1)) for part in (q_BLE, k_BLE))
+                new["conv"] = torch.cat([next_tail(part) for part in inputs], -1)
+        q_BLKN = q_BLE.unflatten(-1, (self.key_heads, -1))
+        k_BLKN = k_BLE.unflatten(-1, (self.key_heads, -1))
         v_BLHP = v_BLV.unflatten(-1, (self.heads, -1))
-        y_BLHP, new["ssm"] = self.attend(HeadInputs(x_LBD, q_BLKN, k_BLKN, v_BLHP, before.get("ssm"), seq))
-        z_BLHP = z_LBV.transpose(0, 1).unflatten(-1, (self.heads, -1))
+        y_BLHP, new["ssm"] = self.attend(HeadInputs(others, q_BLKN, k_BLKN, v_BLHP, before.get("ssm"), seq))
+        z_BLHP = self.output_gate(others).transpose(0, 1).unflatten(-1, (self.heads, -1))
         gated = NormBeforeGateInputs(y_BLHP, z_BLHP, self.norm_weight, self.shared.norm_eps, self.gate_is_sigmoid)
         return MixerOutput(self.out_proj(norm_before_gate(gated).flatten(2).transpose(0, 1)), new, {})
 
-    def projections(self, x_LBD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return q, k and v concatenated, and z, whose SiLU or sigmoid multiplies the normed output."""
-        qkv_LBC, z_LBV = self.in_proj(x_LBD).split((2 * self.keys + self.values, self.values), dim=-1)
-        return qkv_LBC, z_LBV
+    def projected(self, x_LBD: Tensor) -> list[Tensor]:
+        """Return q, k and v, then z if in_proj computes it, then the outputs of `other_input_layers`.
+
+        Without convolutions, the recurrence returns gradients that are row-major in memory, and the in-projection needs
+        token-major ones. So they are copied in any case, and are concatenated by this copy.
+        """
+        others = self.other_input_layers()
+        if self.shared.conv:
+            return list(project_all(x_LBD, self.tensor, SplitProjection(self.in_proj, self.parts), *others))
+        whole_LBC, *outputs = project_all(x_LBD, self.tensor, self.in_proj, *others)
+        return [*whole_LBC.split(self.parts, -1), *outputs]
+
+    def other_input_layers(self) -> Sequence[nn.Module]:
+        """Return the projections of the mixer's input beside in_proj."""
+        return ()
+
+    def output_gate(self, others: Sequence[Tensor]) -> Tensor:
+        """Return z (L, B, V), whose SiLU or sigmoid multiplies the normed output."""
+        return others[0]
+
+    def conv_inputs(self, parts: Sequence[Tensor], tails: Sequence[Tensor | None], seq: SeqInfo) -> list[ConvInputs]:
+        """Return the convolution's inputs for q, k and v, each with its rows of the weight."""
+        weights = self.conv_weight.split((self.keys, self.keys, self.values))
+        return [
+            ConvInputs(part_BLC, weight_CW, None, tail_BTC, seq.documents_BL, activation=True, row_major=True)
+            for part_BLC, weight_CW, tail_BTC in zip(parts, weights, tails, strict=True)
+        ]
 
     @abstractmethod
     def attend(self, given: HeadInputs) -> tuple[Tensor, Tensor]:

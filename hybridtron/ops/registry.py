@@ -11,7 +11,7 @@ from typing import Any
 
 from hybridtron.ops.attention import attention
 from hybridtron.ops.conv import causal_conv
-from hybridtron.ops.delta import delta_scan
+from hybridtron.ops.delta import delta_gates, delta_scan
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.dropout import dropout
 from hybridtron.ops.gated_norm import gated_norm, gated_scale, gated_squares, norm_before_gate
@@ -34,8 +34,8 @@ from hybridtron.problems import Problem, did_you_mean
 OPS: dict[str, Op[Any, Any]] = {
     op.name: op
     for op in (
-        add_rms_norm, angles, apply_rope, attention, causal_conv, cross_entropy, decay_scan, delta_scan, dropout,
-        gated_norm, gated_scale, gated_squares, geglu, gla_scan, linear, linear_cross_entropy, matrix_product,
+        add_rms_norm, angles, apply_rope, attention, causal_conv, cross_entropy, decay_scan, delta_gates, delta_scan,
+        dropout, gated_norm, gated_scale, gated_squares, geglu, gla_scan, linear, linear_cross_entropy, matrix_product,
         norm_before_gate, rms_norm, selective_scan, softmax_gradients, softmax_sums, span_attention, sparse_attention,
         ssd_scan, swiglu, token_mix, turn_pairs,
     )

@@ -23,7 +23,7 @@ from the previous row, G key-value heads, K channels per head, C any other axes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -169,6 +169,22 @@ def halo_tokens(x_BLC: Tensor, count: int, carried_BTC: Tensor | None, seq: SeqI
     back_T = torch.arange(count, 0, -1, device=x_BLC.device)
     visible_BT = (back_T <= shard.behind_B[:, None]) | shard.reaches_B[:, None]
     return torch.where(visible_BT.view(*visible_BT.shape, *[1] * (x_BLC.dim() - 2)), halo_BTC, 0)
+
+
+def halo_parts(
+    parts_BLC: Sequence[Tensor], count: int, carried_BTC: Tensor | None, seq: SeqInfo
+) -> Sequence[Tensor | None]:
+    """Return the halo of each part, as `halo_tokens` does; `carried` holds the channels of all parts.
+
+    One exchange between ranks serves all parts.
+    """
+    if seq.shard is None:
+        halo_BTC = carried_BTC
+    else:
+        halo_BTC = halo_tokens(torch.cat(tuple(parts_BLC), -1), count, carried_BTC, seq)
+    if halo_BTC is None:
+        return [None] * len(parts_BLC)
+    return halo_BTC.split([part_BLC.shape[-1] for part_BLC in parts_BLC], -1)
 
 
 def halo_kv(

@@ -114,8 +114,10 @@ def test_kda_with_equal_decays_of_channels_equals_gated_deltanet() -> None:
     x = torch.randn(LENGTH, 2, 32, dtype=torch.float64)
     state = torch.randn(2, 4, 8, 8, dtype=torch.float64)
     documents_BL = torch.arange(2 * LENGTH).view(2, LENGTH) // 50
-    inputs = HeadInputs(x, q, k, v, state, SeqInfo(torch.arange(LENGTH).expand(2, -1), documents_BL))
-    for ours, theirs in zip(wide.attend(inputs), scalar.attend(inputs), strict=True):
+    seq = SeqInfo(torch.arange(LENGTH).expand(2, -1), documents_BL)
+    by_channel = HeadInputs((x, wide.decay_down(x), wide.b_proj(x)), q, k, v, state, seq)
+    by_head = by_channel._replace(others=(scalar.ab_proj(x),))
+    for ours, theirs in zip(wide.attend(by_channel), scalar.attend(by_head), strict=True):
         assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 

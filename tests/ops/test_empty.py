@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybridtron.ops.attention import AttentionInputs, attention
 from hybridtron.ops.conv import ConvInputs, causal_conv
+from hybridtron.ops.delta import DeltaGateInputs, delta_gates
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.gated_norm import (
     GatedNormInputs,
@@ -51,6 +52,10 @@ CASES: dict[str, tuple[Op[Any, Any], Callable[[int, int], Any]]] = {
     "norm before gate": (
         norm_before_gate,
         lambda B, L: NormBeforeGateInputs(wanted(B, L, 2, 4), wanted(B, L, 2, 4), wanted(4), 1e-5),
+    ),
+    "delta gates": (
+        delta_gates,
+        lambda B, L: DeltaGateInputs(wanted(B, L, 6), wanted(B, L, 2), wanted(6), wanted(2)),
     ),
     "squares": (gated_squares, lambda B, L: GatedSquaresInputs(wanted(B, L, 2, 4), wanted(B, L, 2, 4))),
     "scale": (

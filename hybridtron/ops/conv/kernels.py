@@ -54,7 +54,7 @@ class ConvRow:
 
     @staticmethod
     def of(inputs: ConvInputs) -> ConvRow:
-        x_BLC, weight_CW, bias_C, tail_BTC, documents_BL, activation = inputs
+        x_BLC, weight_CW, bias_C, tail_BTC, documents_BL, activation, _ = inputs
         return ConvRow(
             last_side_by_side(x_BLC),
             weight_CW.contiguous(),
@@ -88,9 +88,9 @@ class _TritonConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *fields: Any) -> Tensor:
         inputs = ConvInputs(*fields)
-        ctx.save_for_backward(*inputs[:-1])
+        ctx.save_for_backward(*inputs[:5])
         ctx.activation = inputs.activation
-        return forward(ConvRow.of(inputs))
+        return forward(ConvRow.of(inputs), inputs.row_major)
 
     @staticmethod
     @once_differentiable
@@ -100,11 +100,15 @@ class _TritonConv(torch.autograd.Function):
         grads = backward(ConvRow.of(inputs), grad_y_BLC)
         if inputs.tail_BTC is not None and grads.tail_BTC is not None:
             grads = grads._replace(tail_BTC=grads.tail_BTC.to(inputs.tail_BTC.dtype))
-        return *grads[:4], None, None
+        return *grads[:4], None, None, None
 
 
-def forward(row: ConvRow) -> Tensor:
-    y_BLC = empty_in_order(row.x_BLC)
+def forward(row: ConvRow, row_major: bool = False) -> Tensor:
+    """Return y, contiguous if `row_major`, else in x's memory order."""
+    if row_major:
+        y_BLC = row.x_BLC.new_empty(row.x_BLC.shape)
+    else:
+        y_BLC = empty_in_order(row.x_BLC)
     grid = row.grid(row.x_BLC.shape[1], TOKENS, CHANNELS)
     launch(
         _forward, grid, *row.arguments(), *strided(y_BLC),

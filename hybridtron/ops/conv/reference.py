@@ -24,7 +24,8 @@ from hybridtron.ops.precision import wide_type
 class ConvInputs(NamedTuple):
     """Inputs to the convolution: the rows x, and weights and bias of each channel.
 
-    If `tail_BTC` is None, zeros precede the row. If `documents_BL` is None, every row is one document.
+    If `tail_BTC` is None, zeros precede the row. If `documents_BL` is None, every row is one document. `row_major` asks
+    kernels for a contiguous y, so that a recurrence need not copy it; otherwise y may have x's memory order.
     """
 
     x_BLC: Tensor
@@ -33,6 +34,7 @@ class ConvInputs(NamedTuple):
     tail_BTC: Tensor | None = None
     documents_BL: Tensor | None = None
     activation: bool = False
+    row_major: bool = False
 
     @property
     def width(self) -> int:
@@ -41,7 +43,7 @@ class ConvInputs(NamedTuple):
 
 def causal_conv(inputs: ConvInputs) -> Tensor:
     """Return y in x's dtype."""
-    x_BLC, weight_CW, bias_C, tail_BTC, documents_BL, activation = inputs
+    x_BLC, weight_CW, bias_C, tail_BTC, documents_BL, activation, _ = inputs
     wide = wide_type(x_BLC)
     width = inputs.width
     x_BSC = with_tail(x_BLC, tail_BTC, width).to(wide)

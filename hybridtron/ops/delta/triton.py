@@ -1,16 +1,20 @@
-"""The delta rule by this project's Triton kernels (`kernels`).
+"""The delta rule by this project's Triton kernels (`kernels`), and its step sizes and decays (`gates_kernels`).
 
-The kernels take the state before a row and return the state after it. They support several documents in a row, and are
-deterministic. Results were compared with the reference in Triton's interpreter and on an H200 (benchmarks/gpu.md).
+The scan takes the state before a row and returns the state after it. It supports several documents in a row. All
+kernels are deterministic. The scan was compared with the reference in Triton's interpreter and on an H200
+(benchmarks/gpu.md), and the gates in the interpreter only.
 """
 
 from __future__ import annotations
 
+from hybridtron.ops.delta.gates import DeltaGateInputs
 from hybridtron.ops.delta.reference import DeltaInputs
+from hybridtron.ops.dispatch import left_to_torch_compile
 from hybridtron.ops.kernel_launch import own_kernels
 
 MOST_KEYS = 128  # maximum key channels per head: one program of `walk` keeps all of them in registers
 MOST_VALUES = 256  # maximum value channels per head
+MOST_DECAYS = 8192  # maximum decays per token: a program of `delta_gates` keeps all of them in registers
 
 
 def _unsupported_reason(inputs: DeltaInputs) -> str | None:
@@ -21,4 +25,14 @@ def _unsupported_reason(inputs: DeltaInputs) -> str | None:
     return None
 
 
+def _unsupported_decays(inputs: DeltaGateInputs) -> str | None:
+    decays = inputs.a_BLX.shape[2]
+    if decays <= MOST_DECAYS:
+        too_many = None
+    else:
+        too_many = f"{decays} decays per token; the kernels take {MOST_DECAYS}"
+    return left_to_torch_compile() or too_many
+
+
 TRITON = own_kernels("hybridtron.ops.delta.kernels:delta_scan", _unsupported_reason)
+GATES = own_kernels("hybridtron.ops.delta.gates_kernels:delta_gates", _unsupported_decays)

@@ -121,6 +121,24 @@ def test_triton_convolution_accepts_any_memory_layout(everywhere: torch.device) 
             assert_close(value, expected[key], rtol=1e-5, atol=1e-5, msg=lambda m, n=name, k=key: f"{n}, {k}: {m}")
 
 
+@pytest.mark.usefixtures("_small_tiles")
+def test_triton_convolution_writes_the_memory_order_that_is_asked_for(everywhere: torch.device) -> None:
+    """The output is row-major or keeps x's order; the gradient of x keeps x's order in either case."""
+    inputs = random_inputs(channels=3, length=5, width=2, dtype=torch.float32)
+    here = {key: t.detach().to(everywhere).requires_grad_() for key, t in inputs.items()}
+    token_major = here["x"].detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    conv = ConvInputs(token_major, *list(here.values())[1:], None, True)
+    with force(causal_conv="triton"):
+        kept = causal_conv(conv)
+        rows = causal_conv(conv._replace(row_major=True))
+    assert torch.equal(kept, rows)
+    assert kept.transpose(0, 1).is_contiguous()
+    assert rows.is_contiguous()
+    for y in (kept, rows):
+        (grad,) = torch.autograd.grad(y, token_major, torch.ones_like(y))
+        assert grad.transpose(0, 1).is_contiguous()
+
+
 def test_triton_convolution_refuses_unsupported_inputs() -> None:
     form = causal_conv.named("triton")
     assert form.device == "cuda"

@@ -59,5 +59,5 @@ class GLASpec(LinearAttentionSpec):
         }
 
     def activation_values(self, model: ModelSizes) -> int:
-        # the decays' logits and the log decays, in fp32; gate_down's output
-        return super().activation_values(model) + 2 * model.wide * self.channels(model)[0] + self.gate_rank
+        # the decays' logits, and the log decays in fp32; the output of gate_down
+        return super().activation_values(model) + (1 + model.wide) * self.channels(model)[0] + self.gate_rank

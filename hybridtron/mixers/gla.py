@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.gla import GLASpec
 from hybridtron.mixers.linear_attention import HeadInputs, LinearAttention
-from hybridtron.ops.gla import GLAInputs, gla_scan
-from hybridtron.ops.precision import at_least_fp32
+from hybridtron.ops.gla import GLAGateInputs, GLAInputs, gla_gates, gla_scan
 from hybridtron.ops.transition import gla_transition
 from hybridtron.parallel.context import contiguous_inputs, sharded_scan
 from hybridtron.parallel.linear import TensorGroup, column_parallel
@@ -39,18 +37,12 @@ class GLA(LinearAttention):
 
     def attend(self, given: HeadInputs) -> tuple[Tensor, Tensor]:
         others, q_BLHN, k_BLHN, v_BLHP, state, seq = given
-        g_BLHN = self.log_decays(others[-1]).transpose(0, 1).unflatten(-1, (self.heads, -1))
+        a_BLK = self.gate_up(others[-1]).transpose(0, 1)
+        g_BLK = gla_gates(GLAGateInputs(a_BLK, self.gate_bias, self.spec.gate_divisor))
+        g_BLHN = g_BLK.unflatten(-1, (self.heads, -1))
         inputs = GLAInputs(q_BLHN * self.scale, k_BLHN, v_BLHP, g_BLHN, documents_BL=seq.documents_BL)
         inputs = contiguous_inputs(inputs, seq)
         return sharded_scan(
             lambda h_BHNP: gla_scan(inputs._replace(state_BHNP=h_BHNP)), state, seq,
             lambda: gla_transition(inputs),
         )  # fmt: skip
-
-    def log_decays(self, down_LBR: Tensor) -> Tensor:
-        """Return the log decays g for this rank's key channels, in fp32, from the inner channels of the gate.
-
-        They are in fp32 because the op sums the log decays of many tokens, for which bf16 is too coarse.
-        """
-        logits_LBK = at_least_fp32(self.gate_up(down_LBR)) + self.gate_bias
-        return F.logsigmoid(logits_LBK) / self.spec.gate_divisor

@@ -16,7 +16,7 @@ from hybridtron.ops.dispatch import Op
 from hybridtron.ops.dropout import dropout
 from hybridtron.ops.gated_norm import gated_norm, gated_scale, gated_squares, norm_before_gate
 from hybridtron.ops.geglu import geglu
-from hybridtron.ops.gla import gla_scan
+from hybridtron.ops.gla import gla_gates, gla_scan
 from hybridtron.ops.loss import cross_entropy, linear_cross_entropy
 from hybridtron.ops.norm import add_rms_norm, rms_norm
 from hybridtron.ops.product import linear, matrix_product
@@ -35,7 +35,7 @@ OPS: dict[str, Op[Any, Any]] = {
     op.name: op
     for op in (
         add_rms_norm, angles, apply_rope, attention, causal_conv, cross_entropy, decay_scan, delta_gates, delta_scan,
-        dropout, gated_norm, gated_scale, gated_squares, geglu, gla_scan, linear, linear_cross_entropy, matrix_product,
+        dropout, gated_norm, gated_scale, gated_squares, geglu, gla_gates, gla_scan, linear, linear_cross_entropy, matrix_product,
         norm_before_gate, rms_norm, selective_scan, softmax_gradients, softmax_sums, span_attention, sparse_attention,
         ssd_scan, swiglu, token_mix, turn_pairs,
     )

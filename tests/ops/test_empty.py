@@ -23,6 +23,7 @@ from hybridtron.ops.gated_norm import (
     gated_squares,
     norm_before_gate,
 )
+from hybridtron.ops.gla import GLAGateInputs, gla_gates
 from hybridtron.ops.norm import AddRMSNormInputs, RMSNormInputs, add_rms_norm, rms_norm
 from hybridtron.ops.rope import RopeInputs, apply_rope
 from hybridtron.ops.rotations import AngleInputs, TurnInputs, angles, turn_pairs
@@ -57,6 +58,7 @@ CASES: dict[str, tuple[Op[Any, Any], Callable[[int, int], Any]]] = {
         delta_gates,
         lambda B, L: DeltaGateInputs(wanted(B, L, 6), wanted(B, L, 2), wanted(6), wanted(2)),
     ),
+    "gla gates": (gla_gates, lambda B, L: GLAGateInputs(wanted(B, L, 6), wanted(6), 16.0)),
     "squares": (gated_squares, lambda B, L: GatedSquaresInputs(wanted(B, L, 2, 4), wanted(B, L, 2, 4))),
     "scale": (
         gated_scale,

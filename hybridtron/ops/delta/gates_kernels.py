@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.delta.gates import DeltaGateInputs
+from hybridtron.ops.gla.gates_kernels import place_of_tokens
 from hybridtron.ops.kernel_launch import (
     ceil_div,
     empty_in_order,
@@ -58,7 +59,7 @@ class _Gates(torch.autograd.Function):
         g_BLHG = a_BLX.new_empty(rows, length, heads, decays // heads, dtype=torch.float32)
         tile, warps = _tile(decays, heads)
         grid = (ceil_div(rows * length, tile[0]),)
-        launch(_forward, grid, *_arguments(inputs), beta_BLH, g_BLHG, *_sizes(inputs), *tile, warps=warps)
+        launch(forward_gates, grid, *_arguments(inputs), beta_BLH, g_BLHG, *_sizes(inputs), *tile, warps=warps)
         return beta_BLH, g_BLHG
 
     @staticmethod
@@ -73,7 +74,7 @@ class _Gates(torch.autograd.Function):
         programs = min(ceil_div(rows * length, tile[0]), programs_at_once(warps, RESIDENT_WARPS))
         sums_2SX = dg_BLHG.new_empty(2, programs, decays)
         launch(
-            _backward, (programs,), *_arguments(inputs), dbeta_BLH.contiguous(), dg_BLHG.contiguous(),
+            backward_gates, (programs,), *_arguments(inputs), dbeta_BLH.contiguous(), dg_BLHG.contiguous(),
             *strided(da_BLX, db_BLH), sums_2SX, *_sizes(inputs), *tile, warps=warps,
         )  # fmt: skip
         dt_bias_X, A_log_X = sum_of_parts(sums_2SX, torch.float32)
@@ -101,43 +102,37 @@ def _tile(decays: int, heads: int) -> tuple[tuple[int, int, int], int]:
 
 
 @triton.jit
-def _place(token_R: tl.tensor, length: int, row_stride: int, token_stride: int) -> tl.tensor:
-    """Return where each token begins in a tensor with these strides, as a column (R, 1)."""
-    return tl.expand_dims(token_R // length * row_stride + token_R % length * token_stride, 1)
-
-
-@triton.jit
-def _forward(
+def forward_gates(
     a_ptr: tl.tensor, a_row: int, a_token: int, b_ptr: tl.tensor, b_row: int, b_token: int, bias_ptr: tl.tensor,
     A_log_ptr: tl.tensor, beta_ptr: tl.tensor, g_ptr: tl.tensor, reach: float, tokens: int, length: int, decays: int,
     heads: int, group: int, TOKENS: tl.constexpr, DECAYS: tl.constexpr, HEADS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store beta and g for TOKENS tokens. Grid: tiles of tokens."""
+    """Store beta and g for TOKENS tokens. Grid: (tiles of tokens,)."""
     token_R = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     there_R1 = tl.expand_dims(token_R < tokens, 1)
     x = tl.arange(0, DECAYS)
     wanted_RX = there_R1 & (x < decays)[None, :]
     bias_X = tl.load(bias_ptr + x, x < decays, 0.0).to(tl.float32)
     rate_X = tl.exp(tl.load(A_log_ptr + x // group, x < decays, 0.0).to(tl.float32))
-    a_RX = tl.load(a_ptr + _place(token_R, length, a_row, a_token) + x[None, :], wanted_RX, 0.0).to(tl.float32)
+    a_RX = tl.load(a_ptr + place_of_tokens(token_R, length, a_row, a_token) + x[None, :], wanted_RX, 0.0).to(tl.float32)
     g_RX = -rate_X[None, :] * softplus(a_RX + bias_X[None, :])
     tl.store(g_ptr + tl.expand_dims(token_R * decays, 1) + x[None, :], g_RX, wanted_RX)
     h = tl.arange(0, HEADS)
     wanted_RH = there_R1 & (h < heads)[None, :]
-    b_RH = tl.load(b_ptr + _place(token_R, length, b_row, b_token) + h[None, :], wanted_RH, 0.0).to(tl.float32)
+    b_RH = tl.load(b_ptr + place_of_tokens(token_R, length, b_row, b_token) + h[None, :], wanted_RH, 0.0).to(tl.float32)
     tl.store(beta_ptr + tl.expand_dims(token_R * heads, 1) + h[None, :], reach * sigmoid(b_RH), wanted_RH)
 
 
 @triton.jit
-def _backward(
+def backward_gates(
     a_ptr: tl.tensor, a_row: int, a_token: int, b_ptr: tl.tensor, b_row: int, b_token: int, bias_ptr: tl.tensor,
     A_log_ptr: tl.tensor, dbeta_ptr: tl.tensor, dg_ptr: tl.tensor, da_ptr: tl.tensor, da_row: int, da_token: int,
     db_ptr: tl.tensor, db_row: int, db_token: int, sums_ptr: tl.tensor, reach: float, tokens: int, length: int,
     decays: int, heads: int, group: int, TOKENS: tl.constexpr, DECAYS: tl.constexpr, HEADS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store da and db, and each program's sums for dt_bias and A_log. Grid: S programs.
+    """Store da and db, and each program's sums for dt_bias and A_log. Grid: (S programs,).
 
-    Program p computes the tiles p, p + S, p + 2S and so on.
+    Program p computes the tiles p, p + S, p + 2 * S and so on.
     """
     program = tl.program_id(0).to(tl.int64)
     x = tl.arange(0, DECAYS)
@@ -151,19 +146,19 @@ def _backward(
         there_R1 = tl.expand_dims(token_R < tokens, 1)
         wanted_RX = there_R1 & (x < decays)[None, :]
         wanted_RH = there_R1 & (h < heads)[None, :]
-        a_RX = tl.load(a_ptr + _place(token_R, length, a_row, a_token) + x[None, :], wanted_RX, 0.0)
+        a_RX = tl.load(a_ptr + place_of_tokens(token_R, length, a_row, a_token) + x[None, :], wanted_RX, 0.0)
         dg_RX = tl.load(dg_ptr + tl.expand_dims(token_R * decays, 1) + x[None, :], wanted_RX, 0.0)
-        b_RH = tl.load(b_ptr + _place(token_R, length, b_row, b_token) + h[None, :], wanted_RH, 0.0)
+        b_RH = tl.load(b_ptr + place_of_tokens(token_R, length, b_row, b_token) + h[None, :], wanted_RH, 0.0)
         dbeta_RH = tl.load(dbeta_ptr + tl.expand_dims(token_R * heads, 1) + h[None, :], wanted_RH, 0.0)
         shifted_RX = a_RX.to(tl.float32) + bias_X[None, :]
         scaled_RX = -rate_X[None, :] * dg_RX
         da_RX = scaled_RX * sigmoid(shifted_RX)
-        tl.store(da_ptr + _place(token_R, length, da_row, da_token) + x[None, :], da_RX, wanted_RX)
+        tl.store(da_ptr + place_of_tokens(token_R, length, da_row, da_token) + x[None, :], da_RX, wanted_RX)
         of_bias_RX += da_RX
         of_A_log_RX += scaled_RX * softplus(shifted_RX)
         gate_RH = sigmoid(b_RH.to(tl.float32))
         db_RH = dbeta_RH * reach * gate_RH * (1.0 - gate_RH)
-        tl.store(db_ptr + _place(token_R, length, db_row, db_token) + h[None, :], db_RH, wanted_RH)
+        tl.store(db_ptr + place_of_tokens(token_R, length, db_row, db_token) + h[None, :], db_RH, wanted_RH)
     place_X = program * decays + x
     tl.store(sums_ptr + place_X, tl.sum(of_bias_RX, axis=0), x < decays)
     second = tl.num_programs(0) * decays

@@ -1,16 +1,20 @@
-"""Gated linear attention by this project's Triton kernels (`kernels`).
+"""Gated linear attention by this project's Triton kernels (`kernels`), and its log decays (`gates_kernels`).
 
-The kernels take the state before a row and return the state after it. They support several documents in a row, and are
-deterministic. Results were compared with the reference in Triton's interpreter and on an H200 (benchmarks/gpu.md).
+The scan takes the state before a row and returns the state after it. It supports several documents in a row. All
+kernels are deterministic. The scan was compared with the reference in Triton's interpreter and on an H200
+(benchmarks/gpu.md), and the gates in the interpreter only.
 """
 
 from __future__ import annotations
 
+from hybridtron.ops.dispatch import left_to_torch_compile
+from hybridtron.ops.gla.gates import GLAGateInputs
 from hybridtron.ops.gla.reference import GLAInputs
 from hybridtron.ops.kernel_launch import own_kernels
 
 KEYS = 256  # maximum key channels per head
 VALUES = 512  # maximum value channels per head
+MOST_DECAYS = 8192  # maximum key channels of all heads: a program of `gla_gates` keeps all of them in registers
 
 
 def _unsupported_reason(inputs: GLAInputs) -> str | None:
@@ -21,4 +25,14 @@ def _unsupported_reason(inputs: GLAInputs) -> str | None:
     return None
 
 
+def _unsupported_decays(inputs: GLAGateInputs) -> str | None:
+    channels = inputs.a_BLK.shape[2]
+    if channels <= MOST_DECAYS:
+        too_many = None
+    else:
+        too_many = f"{channels} key channels; the kernels take {MOST_DECAYS}"
+    return left_to_torch_compile() or too_many
+
+
 TRITON = own_kernels("hybridtron.ops.gla.kernels:gla_scan", _unsupported_reason)
+GATES = own_kernels("hybridtron.ops.gla.gates_kernels:gla_gates", _unsupported_decays)

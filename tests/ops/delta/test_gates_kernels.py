@@ -89,8 +89,8 @@ def shipped() -> None:
 @pytest.mark.timeout(600)  # a compiler's minute, and several on a busy machine
 def test_compiled_kernels_fit_an_h100() -> None:
     launches, _ = compile_calls(__name__, "shipped")
-    assert {launch.kernel for launch in launches} == {"_forward", "_backward", "_sum_of_parts"}
+    assert {launch.kernel for launch in launches} == {"forward_gates", "backward_gates", "_sum_of_parts"}
     assert [fault for launch in launches for fault in launch.faults()] == []
     assert all(launch.stack == 0 for launch in launches)
     assert not any(launch.instructions["atom"] + launch.instructions["red"] for launch in launches)
-    assert max(math.prod(launch.grid) for launch in launches if launch.kernel == "_backward") <= 132 * 32
+    assert max(math.prod(launch.grid) for launch in launches if launch.kernel == "backward_gates") <= 132 * 32

@@ -35,9 +35,9 @@ OPS: dict[str, Op[Any, Any]] = {
     op.name: op
     for op in (
         add_rms_norm, angles, apply_rope, attention, causal_conv, cross_entropy, decay_scan, delta_gates, delta_scan,
-        dropout, gated_norm, gated_scale, gated_squares, geglu, gla_gates, gla_scan, linear, linear_cross_entropy, matrix_product,
-        norm_before_gate, rms_norm, selective_scan, softmax_gradients, softmax_sums, span_attention, sparse_attention,
-        ssd_scan, swiglu, token_mix, turn_pairs,
+        dropout, gated_norm, gated_scale, gated_squares, geglu, gla_gates, gla_scan, linear, linear_cross_entropy,
+        matrix_product, norm_before_gate, rms_norm, selective_scan, softmax_gradients, softmax_sums, span_attention,
+        sparse_attention, ssd_scan, swiglu, token_mix, turn_pairs,
     )
 }  # fmt: skip
 

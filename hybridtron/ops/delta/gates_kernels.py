@@ -65,11 +65,12 @@ class _Gates(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dbeta_BLH: Tensor, dg_BLHG: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = DeltaGateInputs(*ctx.saved_tensors, ctx.reach)
-        rows, length, decays = inputs.a_BLX.shape
-        heads = len(inputs.A_log_H)
-        da_BLX = empty_in_order(inputs.a_BLX)
-        db_BLH = empty_in_order(inputs.b_BLH)
+        a_BLX, b_BLH, dt_bias_X, A_log_H = ctx.saved_tensors
+        inputs = DeltaGateInputs(a_BLX, b_BLH, dt_bias_X, A_log_H, ctx.reach)
+        rows, length, decays = a_BLX.shape
+        heads = len(A_log_H)
+        da_BLX = empty_in_order(a_BLX)
+        db_BLH = empty_in_order(b_BLH)
         tile, warps = _tile(decays, heads)
         programs = min(ceil_div(rows * length, tile[0]), programs_at_once(warps, RESIDENT_WARPS))
         sums_2SX = dg_BLHG.new_empty(2, programs, decays)
@@ -77,10 +78,12 @@ class _Gates(torch.autograd.Function):
             backward_gates, (programs,), *_arguments(inputs), dbeta_BLH.contiguous(), dg_BLHG.contiguous(),
             *strided(da_BLX, db_BLH), sums_2SX, *_sizes(inputs), *tile, warps=warps,
         )  # fmt: skip
-        dt_bias_X, A_log_X = sum_of_parts(sums_2SX, torch.float32)
-        dA_log_H = A_log_X.view(heads, -1).sum(1) if decays > heads else A_log_X
-        dtypes = inputs.dt_bias_X.dtype, inputs.A_log_H.dtype
-        return da_BLX, db_BLH, dt_bias_X.to(dtypes[0]), dA_log_H.to(dtypes[1]), None
+        of_bias_X, of_A_log_X = sum_of_parts(sums_2SX, torch.float32)
+        if decays > heads:
+            of_A_log_H = of_A_log_X.view(heads, -1).sum(1)
+        else:
+            of_A_log_H = of_A_log_X
+        return da_BLX, db_BLH, of_bias_X.to(dt_bias_X.dtype), of_A_log_H.to(A_log_H.dtype), None
 
 
 def _arguments(inputs: DeltaGateInputs) -> tuple[Any, ...]:

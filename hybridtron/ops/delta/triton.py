@@ -1,4 +1,4 @@
-"""The delta rule by this project's Triton kernels (`kernels`), and its step sizes and decays (`gates_kernels`).
+"""The delta rule by this project's Triton kernels (`kernels`), and its step sizes and decays (`kernels_gates`).
 
 The scan takes the state before a row and returns the state after it. It supports several documents in a row. All
 kernels are deterministic. The scan was compared with the reference in Triton's interpreter and on an H200
@@ -35,4 +35,4 @@ def _unsupported_decays(inputs: DeltaGateInputs) -> str | None:
 
 
 TRITON = own_kernels("hybridtron.ops.delta.kernels:delta_scan", _unsupported_reason)
-GATES = own_kernels("hybridtron.ops.delta.gates_kernels:delta_gates", _unsupported_decays)
+GATES = own_kernels("hybridtron.ops.delta.kernels_gates:delta_gates", _unsupported_decays)

@@ -1,4 +1,4 @@
-"""Gated linear attention by this project's Triton kernels (`kernels`), and its log decays (`gates_kernels`).
+"""Gated linear attention by this project's Triton kernels (`kernels`), and its log decays (`kernels_gates`).
 
 The scan takes the state before a row and returns the state after it. It supports several documents in a row. All
 kernels are deterministic. The scan was compared with the reference in Triton's interpreter and on an H200
@@ -35,4 +35,4 @@ def _unsupported_decays(inputs: GLAGateInputs) -> str | None:
 
 
 TRITON = own_kernels("hybridtron.ops.gla.kernels:gla_scan", _unsupported_reason)
-GATES = own_kernels("hybridtron.ops.gla.gates_kernels:gla_gates", _unsupported_decays)
+GATES = own_kernels("hybridtron.ops.gla.kernels_gates:gla_gates", _unsupported_decays)

@@ -44,10 +44,10 @@ def test_kernels_equal_the_reference(rows: int, length: int, channels: int) -> N
 
 
 def test_programs_add_up_the_gradients_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hybridtron.ops.gla import gates_kernels  # not above: imported again for the interpreter
+    from hybridtron.ops.gla import kernels_gates  # not above: imported again for the interpreter
 
-    monkeypatch.setattr(gates_kernels, "TILE", 16)
-    monkeypatch.setattr(gates_kernels, "programs_at_once", lambda warps, resident: 2)
+    monkeypatch.setattr(kernels_gates, "TILE", 16)
+    monkeypatch.setattr(kernels_gates, "programs_at_once", lambda warps, resident: 2)
     assert_right(torch.randn(3, 11, 8), torch.randn(8), (FP32, FP32, FP32))
 
 

@@ -39,10 +39,10 @@ RESIDENT_WARPS = 32  # warps of the backward kernel that a multiprocessor runs a
 
 def gla_gates(inputs: GLAGateInputs) -> Tensor:
     """Return g, contiguous and in fp32."""
-    return _Gates.apply(*inputs)
+    return _GLAGates.apply(*inputs)
 
 
-class _Gates(torch.autograd.Function):
+class _GLAGates(torch.autograd.Function):
     """Autograd function that saves only its inputs."""
 
     @staticmethod

@@ -46,10 +46,10 @@ def test_kernels_equal_the_reference(rows: int, length: int, heads: int, group: 
 
 
 def test_programs_add_up_the_gradients_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hybridtron.ops.delta import gates_kernels  # not above: imported again for the interpreter
+    from hybridtron.ops.delta import kernels_gates  # not above: imported again for the interpreter
 
-    monkeypatch.setattr(gates_kernels, "TILE", 16)
-    monkeypatch.setattr(gates_kernels, "programs_at_once", lambda warps, resident: 2)
+    monkeypatch.setattr(kernels_gates, "TILE", 16)
+    monkeypatch.setattr(kernels_gates, "programs_at_once", lambda warps, resident: 2)
     assert_right(random_inputs(3, 11, 4, 2), FP32)
 
 

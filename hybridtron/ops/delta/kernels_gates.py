@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.delta.gates import DeltaGateInputs
-from hybridtron.ops.gla.gates_kernels import place_of_tokens
+from hybridtron.ops.gla.kernels_gates import place_of_tokens
 from hybridtron.ops.kernel_launch import (
     ceil_div,
     empty_in_order,
@@ -41,10 +41,10 @@ RESIDENT_WARPS = 32  # warps of the backward kernel that a multiprocessor runs a
 
 def delta_gates(inputs: DeltaGateInputs) -> tuple[Tensor, Tensor]:
     """Return beta and g, contiguous and in fp32."""
-    return _Gates.apply(*inputs)  # type: ignore[return-value]
+    return _DeltaGates.apply(*inputs)  # type: ignore[return-value]
 
 
-class _Gates(torch.autograd.Function):
+class _DeltaGates(torch.autograd.Function):
     """Autograd function that saves only its inputs."""
 
     @staticmethod

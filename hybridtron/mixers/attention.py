@@ -43,7 +43,7 @@ class Heads(Mixer):
     returns. With short convolutions it also has their last inputs, `q_conv` and `kv_conv` (B, W - 1, channels).
     """
 
-    # the attention op; exported models replace it by the kernel that transformers selects
+    # the attention op; in exported models, the kernel that the library transformers selects takes its place
     attention = staticmethod(attention)
 
     def __init__(self, spec: HeadsSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
@@ -147,7 +147,7 @@ class Heads(Mixer):
     ) -> tuple[Tensor, State]:
         """Return the heads' outputs and the state to carry.
 
-        Queries and keys are already rotated. All tensors have this rank's heads only. `before` is the carried state.
+        Queries and keys are already rotated. All tensors hold only this rank's heads. `before` is the carried state.
         """
 
     def attend_within(
@@ -162,8 +162,8 @@ class Heads(Mixer):
     ) -> tuple[Tensor, State]:
         """Apply causal attention; return the heads' outputs and the state to carry.
 
-        The state has keys, values, and the number of tokens that they cover. `window` None is full attention. `form`,
-        if it is not None, is called in place of the attention op.
+        The state has keys, values, and the number of tokens that they cover. If `window` is None, attention is full. If
+        `form` is not None, it is called in place of the attention op.
         """
         if "keys" in before:
             memory = AttentionMemory(before["keys"], before["values"], before["length"])
@@ -191,8 +191,8 @@ def over_all_ranks(inputs: RMSNormInputs, tensor: TensorGroup) -> Tensor:
 class Attention(Heads):
     """Causal attention, full or in a window.
 
-    State: rotated `keys` and `values` (B, M, G, K) of the tokens that later tokens may see. The last `length` (B,) of
-    the M tokens are real, and the first M - length are padding.
+    State: `keys` (rotated) and `values`, both (B, M, G, K), of the tokens that later tokens may see; and `length` (B,).
+    Of the M tokens, only the last `length` are real; the tokens before them are padding.
     """
 
     def __init__(self, spec: AttentionSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:

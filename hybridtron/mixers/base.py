@@ -6,7 +6,7 @@ x and y have the tokens first, as Megatron's parallel linears need it: L tokens,
 width. `forward` never modifies its argument `state`, but returns a new state. A state that is None stands for zeros, as
 at a document's start. A part that is missing in a state stands for zeros too.
 
-`aux` holds scalar losses by the names in the spec's `auxiliary`. Each tensor-parallel rank returns its own value for
+`aux` maps each name in the spec's `auxiliary` to a scalar loss. Each tensor-parallel rank returns its own value for
 such a loss; the mean of these values is added to the training loss.
 """
 
@@ -23,7 +23,7 @@ from hybridtron.data.batch import SeqInfo
 from hybridtron.parallel.linear import TensorGroup, project_with_input
 
 State = dict[str, Tensor]
-"""A mixer's state: tensors by the names in its spec's `state_parts`, with rows on the first axis.
+"""A mixer's state: name of a part in the spec's `state_parts` -> tensor with rows on the first axis.
 
 A mixer without a state returns {}.
 """
@@ -52,7 +52,7 @@ class Mixer(nn.Module, ABC):
 
 
 def apply_in_layout(projection: nn.Module, x_BLC: Tensor) -> Tensor:
-    """Apply a projection to C channels without copying its input, whether rows or tokens come first in memory."""
+    """Apply a projection without copying its input (B, L, C), whether rows or tokens come first in memory."""
     if x_BLC.stride(0) >= x_BLC.stride(1):
         return projection(x_BLC)
     return projection(x_BLC.transpose(0, 1)).transpose(0, 1)

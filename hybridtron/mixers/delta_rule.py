@@ -1,7 +1,7 @@
 """Base of the mixers with the delta rule (`architecture/delta_rule.py`).
 
 These mixers are linear attention whose queries and keys are normalized to length 1. Gated DeltaNet and KDA differ in
-their decays.
+their decays and in their output gates.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ LENGTH_EPS = 1e-6
 class DeltaRule(LinearAttention):
     """Linear attention with the delta rule. Its state `ssm` is (B, H, N, P).
 
-    Legend: B rows (sequences), L tokens, D width, H heads, K key heads, N key channels per head, P value channels per
-    head. G is N if every key channel has its own decay, and 1 if a head has one decay. X is H times G, the number of
-    decays. H and K count this rank's heads.
+    Legend: B rows (sequences), L tokens, H value heads, K query heads and as many key heads, N key channels per head, P
+    value channels per head. G is N if every key channel has its own decay, and 1 if a head has one decay. X = H * G is
+    the number of decays. H and K count this rank's heads.
     """
 
     def __init__(self, spec: DeltaRuleSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
@@ -60,20 +60,20 @@ class DeltaRule(LinearAttention):
     def decays_and_steps(self, others: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the logits for the decays (L, B, X) and for the step sizes (L, B, H), for this rank's heads.
 
-        `others` has the outputs of the input layers beside q, k and v.
+        `others` is as in `HeadInputs`.
         """
 
     def for_every_head(self, x_BLKN: Tensor) -> Tensor:
-        """Repeat each of the K key heads for all value heads that it serves."""
+        """Repeat each of the K query or key heads for all value heads that it serves."""
         return x_BLKN.unsqueeze(3).expand(-1, -1, -1, self.heads // self.key_heads, -1).flatten(2, 3)
 
 
 def of_length(x_BLKN: Tensor, length: float) -> Tensor:
-    """Scale every head's vector to a given L2 norm.
+    """Scale every head's vector to the L2 norm `length`.
 
-    The op for RMSNorm computes this, since x / |x| is RMSNorm with the weight 1 / sqrt(N). The weight is in fp32. In
-    bf16, its rounding error could make all keys longer than 1 by up to 0.4%, and steps near 2 would then enlarge the
-    state.
+    The op for RMSNorm computes this, since x / |x| is RMSNorm with the weight 1 / sqrt(N). The weight is not rounded to
+    bf16, because the rounding error could make all keys longer than 1 by up to 0.4%. Steps near 2 would then enlarge
+    the state.
     """
     size = x_BLKN.shape[-1]
     weight_N = torch.full((size,), length * size**-0.5, dtype=wide_type(x_BLKN), device=x_BLKN.device)

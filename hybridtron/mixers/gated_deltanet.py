@@ -1,6 +1,6 @@
 """Gated DeltaNet (equations in `architecture/gated_deltanet.py`): the delta rule with one decay per head.
 
-Legend: B rows (sequences), L tokens, D width, H heads on this rank.
+Legend: B rows (sequences), L tokens, H heads on this rank.
 """
 
 from __future__ import annotations

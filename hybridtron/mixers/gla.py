@@ -21,8 +21,7 @@ class GLA(LinearAttention):
 
     State: `ssm` (B, H, N, P).
 
-    Legend: B rows (sequences), L tokens, D width, H heads, N key channels and P value channels of a head, K = H N,
-    R inner channels of the gate.
+    Legend: B rows (sequences), L tokens, H heads, N key channels and P value channels per head, and K = H * N.
     """
 
     def __init__(self, spec: GLASpec, sizes: ModelSizes, tensor: TensorGroup) -> None:

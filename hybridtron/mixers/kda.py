@@ -1,6 +1,6 @@
 """Kimi Delta Attention (equations in `architecture/kda.py`): the delta rule with a decay per key channel.
 
-Legend: B rows (sequences), L tokens, H heads on this rank, R inner channels of a low-rank projection.
+Legend: B rows (sequences), L tokens, H heads on this rank, R inner channels of the low-rank projection to decays.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hybridtron.parallel.linear import TensorGroup, column_parallel
 class KDA(DeltaRule):
     """The delta rule with a decay per key channel.
 
-    Two low-rank projections compute the decays and the output gate. Every tensor-parallel rank computes all inner
-    channels of these projections.
+    One low-rank projection computes the decays, and another computes the output gate. Every tensor-parallel rank
+    computes all inner channels of both.
     """
 
     gate_is_sigmoid = True

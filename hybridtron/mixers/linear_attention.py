@@ -2,8 +2,9 @@
 
 Subclasses implement `attend`, the recurrence.
 
-Legend: B rows (sequences), L tokens, D width, K query and key heads, H value heads, N key channels per head, P value
-channels per head, E = K N, V = H P, C = 2 E + V channels of q, k and v, W taps, T = W - 1 tokens before a row.
+Legend: B rows (sequences), L tokens, D width, K query heads and as many key heads, H value heads, N key channels per
+head, P value channels per head, W taps of the convolution. E = K * N, V = H * P, C = 2 * E + V and T = W - 1: q and k
+have E channels each, v has V channels, and q, k and v together have C. The convolution reads T tokens before a row.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hybridtron.parallel.linear import SplitProjection, TensorGroup, column_para
 class HeadInputs(NamedTuple):
     """Inputs to the recurrence of a rank's heads.
 
-    others   outputs of the mixer's input layers beside q, k and v, such as z and logits of decays
+    others   the other projections of the mixer's input, in the order of `projected`, such as z and logits for decays
     q        queries, not scaled
     k        keys. Each of the K key heads serves H / K consecutive value heads
     v        values
@@ -47,9 +48,9 @@ class HeadInputs(NamedTuple):
 class LinearAttention(Mixer):
     """Linear attention around a subclass's recurrence.
 
-    Queries, keys and values have a convolution each, so that each is contiguous for the recurrence's kernels.
+    Queries, keys and values are convolved separately, so that all three are contiguous for the recurrence's kernels.
 
-    State: `ssm`, one matrix per head, in fp32; and `conv` (B, T, C) if there is a convolution.
+    State: `ssm`, one matrix per head, in fp32; and `conv` (B, T, C), last inputs of the convolutions if there are any.
     """
 
     gate_is_sigmoid = False  # if False, SiLU is applied to the gate
@@ -91,8 +92,9 @@ class LinearAttention(Mixer):
     def projected(self, x_LBD: Tensor) -> list[Tensor]:
         """Return q, k and v, then z if in_proj computes it, then the outputs of `other_input_layers`.
 
-        Without convolutions, the recurrence returns gradients that are row-major in memory, and the in-projection needs
-        token-major ones. So they are copied in any case, and are concatenated by this copy.
+        `SplitProjection` saves the kernels that concatenate the gradients of q, k, v and z. Without convolutions it
+        would save nothing: the recurrence's gradients are row-major in memory, and in_proj needs token-major gradients.
+        So they are copied in any case, and this copy also concatenates them.
         """
         others = self.other_input_layers()
         if self.shared.conv:
@@ -101,7 +103,7 @@ class LinearAttention(Mixer):
         return [*whole_LBC.split(self.parts, -1), *outputs]
 
     def other_input_layers(self) -> Sequence[nn.Module]:
-        """Return the projections of the mixer's input beside in_proj."""
+        """Return the layers other than in_proj that project the mixer's input."""
         return ()
 
     def output_gate(self, others: Sequence[Tensor]) -> Tensor:
@@ -109,7 +111,7 @@ class LinearAttention(Mixer):
         return others[0]
 
     def conv_inputs(self, parts: Sequence[Tensor], tails: Sequence[Tensor | None], seq: SeqInfo) -> list[ConvInputs]:
-        """Return the convolution's inputs for q, k and v, each with its rows of the weight."""
+        """Return the inputs of the three convolutions, for q, k and v, each with its rows of `conv_weight`."""
         weights = self.conv_weight.split((self.keys, self.keys, self.values))
         return [
             ConvInputs(part_BLC, weight_CW, None, tail_BTC, seq.documents_BL, activation=True, row_major=True)
@@ -118,4 +120,4 @@ class LinearAttention(Mixer):
 
     @abstractmethod
     def attend(self, given: HeadInputs) -> tuple[Tensor, Tensor]:
-        """Return the outputs of this rank's heads (B, L, H, P), and their states after the row."""
+        """Return the outputs of this rank's heads (B, L, H, P), and the heads' states after the row."""

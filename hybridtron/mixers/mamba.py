@@ -31,8 +31,8 @@ class Mamba(Mixer):
 
     State: `ssm` (B, E, N) in fp32; `conv` (B, W - 1, E), the convolution's last inputs; and the sparse branch's state.
 
-    Legend: B rows (sequences), L tokens, D width, E inner channels on this rank, N state entries per channel, W taps, R
-    rank of the projection to dt (`dt_rank` in the spec).
+    Legend: B rows (sequences), L tokens, D width, E inner channels on this rank, N state entries per channel, W taps of
+    the convolution, R inner channels of the low-rank projection to dt (`dt_rank` in the spec).
     """
 
     has_selective_steps = True
@@ -64,8 +64,8 @@ class Mamba(Mixer):
         tail = halo_tokens(x_BLE, self.spec.conv - 1, before.get("conv"), seq)
         conv = ConvInputs(x_BLE, self.conv_weight, self.conv_bias, tail, seq.documents_BL, activation=True)
         x_BLE = causal_conv(conv)
-        # Every rank has the input of `dt_proj`, B and C in full, but uses them for its own channels only. So the
-        # gradients of these three are partial sums, which the ranks all-reduce.
+        # Every rank has dt_BLR, B and C in full, but uses them for its own channels only. So the gradients of these
+        # three tensors are partial sums, which the ranks all-reduce.
         x_BLE, dt_B_C = apply_with_input_in_layout(self.x_proj, x_BLE)
         dt_B_C = all_reduce_gradients(dt_B_C, self.tensor)
         dt_BLR, B_BLN, C_BLN = dt_B_C.split((self.rank, self.state, self.state), dim=-1)

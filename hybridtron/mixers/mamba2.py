@@ -44,9 +44,9 @@ class Mamba2(Mixer):
     State: `ssm` (B, H, P, N) in fp32; `x_conv` (B, W - 1, E) and `bc_conv` (B, W - 1, C), the convolutions' last
     inputs; and the sparse branch's state.
 
-    Legend: B rows (sequences), L tokens, D width, W taps, N state entries per channel; on this rank, E inner channels,
-    H heads of P channels, G groups that these heads use, and C output channels of `bc_proj`, which computes the scan's
-    inputs B and C for 2 N channels of each group.
+    Legend: B rows (sequences), L tokens, D width, W taps of a convolution, N state entries per channel. On this rank: E
+    inner channels, H heads of P channels, G groups that these heads use, C output channels of `bc_proj`. For every
+    group, `bc_proj` computes the scan's inputs B and C, with N channels each.
     """
 
     has_selective_steps = True
@@ -150,7 +150,7 @@ class Mamba2(Mixer):
         """Apply the gated norm.
 
         The norm is over a group's channels. If the groups can't be divided over the ranks, every rank computes B and C
-        of all groups, and a group's heads may be on several ranks. These ranks all-reduce the group's sum of squares.
+        of all groups, and a group's heads may be on several ranks. So the ranks all-reduce each group's sum of squares.
         """
         if self.whole_groups and self.tensor.size > 1:
             return self._normed_over_ranks(y_BLHP, z_BLE.unflatten(-1, (self.heads, -1))).flatten(2)
@@ -173,7 +173,7 @@ class Mamba2(Mixer):
 
 
 def gated_alone(y_BLHP: Tensor, z_BLE: Tensor) -> Tensor:
-    """Return y silu(z), computed by the op `gated_scale` with all factors and weights 1."""
+    """Return y * silu(z), computed by the op `gated_scale` with factors and weights that are all 1."""
     ones_BLH = torch.ones(y_BLHP.shape[:3], dtype=wide_type(y_BLHP), device=y_BLHP.device)
     z_BLHP = z_BLE.unflatten(-1, y_BLHP.shape[2:])
     return gated_scale(GatedScaleInputs(y_BLHP, z_BLHP, ones_BLH, y_BLHP.new_ones(y_BLHP.shape[2:]))).flatten(2)

@@ -1,13 +1,13 @@
 """Mamba-3 (equations in `architecture/mamba3.py`), computed by one pass of Mamba-2's recurrence (SSD).
 
-Step t goes from token t - 1 to token t. It has the size delta_t, the log decay delta_t A_t, and lambda_t between 0 and
-1. The step adds x B^T from both tokens to the state: from token t - 1 with the weight (1 - lambda_t) delta_t, from
-token t with the weight lambda_t delta_t (the trapezoidal rule). So each token is added twice, by the step that ends at
-the token and by the step that starts there. Later tokens see both addends with the same decay; the token itself sees
-only the first addend. Here a token's two addends are added at once, and the second addend does not enter the token's
-own output:
+Step t goes from token t - 1 to token t. It has the size delta_t and the log decay delta_t A_t. The step adds x B^T from
+both tokens to the state (the trapezoidal rule): from token t - 1 with the weight (1 - lambda_t) delta_t, and from token
+t with the weight lambda_t delta_t, where lambda_t is between 0 and 1. So each token is added twice: first by the step
+that ends at the token, then by the step that starts there. Later tokens see both addends with the same decay; the token
+itself sees only the first addend. This file adds both addends to the state at once, and leaves the second addend out of
+the token's own output:
 
-    next_t = (1 - lambda_{t+1}) delta_{t+1} if token t + 1 is in the same document and row, else 0
+    next_t = (1 - lambda_{t+1}) delta_{t+1}, or 0 if token t + 1 is in another document or row
     h_t = exp(delta_t A_t) h_{t-1} + (lambda_t delta_t + next_t) x_t B_t^T
     y_t = (exp(delta_t A_t) h_{t-1} + lambda_t delta_t x_t B_t^T) C_t + D x_t
 
@@ -44,7 +44,7 @@ from hybridtron.parallel.linear import TensorGroup, column_parallel, gather_inpu
 
 
 class Mamba3(Mixer):
-    """Mamba-3 (SISO).
+    """Mamba-3 in its variant with a single input and a single output (SISO).
 
     State: `ssm` (B, H, P, N) in fp32, rotated back to angle 0; `last_B` (B, H, N), the last token's B without rotation;
     and `last_x` (B, H, P), the last token's x.
@@ -142,7 +142,7 @@ class Trapezoid(NamedTuple):
     delta    the step's size
     g        the state's log decay
     end      weight for x B^T at the token where the step ends
-    start    weight for x B^T at the token before, where the step starts
+    start    weight for x B^T at the previous token, where the step starts
     """
 
     delta_BLH: Tensor
@@ -200,9 +200,9 @@ def turns_of_row(angles_BLHS: Tensor, seq: SeqInfo) -> Turns:
 def first_step(new: State, before: State, start_BH: Tensor, begin_BHS: Tensor | None, seq: SeqInfo) -> Tensor | None:
     """Return the term x B^T that the token before this row or shard adds to the initial state.
 
-    `start_BH` is the weight of the term. `before` holds that token for a row, as carried state. For a sequence shard,
-    ranks exchange it: `new` holds this shard's last token, which the next shard receives. Returns None if there is no
-    token before.
+    `start_BH` is the term's weight. Before a row, x and B of that token come from the carried state `before`. Before a
+    sequence shard, they come from the rank with the previous shard; `new` holds x and B of this shard's last token, to
+    be sent to the next shard. Returns None if no token precedes.
     """
     x_B1HP, B_B1HN = (
         halo_tokens(new[name].unsqueeze(1), 1, before[name].unsqueeze(1) if name in before else None, seq)

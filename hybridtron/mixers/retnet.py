@@ -1,10 +1,10 @@
-"""Retention (equations in `architecture/retnet.py`): linear attention by the recurrence of SSD, with fixed decays.
+"""Retention (equations in `architecture/retnet.py`): linear attention with fixed decays, run as SSD's recurrence.
 
 Outputs depend only on differences between positions. So positions are counted from each row's start, which keeps angles
 small. At a row's end, the state is rotated back by the row's length, so that the row's last token is at position -1.
 Every row can therefore start from another row's state, without knowing the other row's length.
 
-Legend: B rows (sequences), L tokens, H heads with N key channels and P value channels, k half of N.
+Legend: B rows (sequences), L tokens, H heads with N key channels and P value channels, k = N / 2 rotated pairs.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class RetNet(LinearAttention):
         self.rope_base = spec.rope_base
 
     def attend(self, given: HeadInputs) -> tuple[Tensor, Tensor]:
-        """Run retention as SSD's recurrence, with the same decay at every token."""
+        """Run retention as SSD's recurrence; a head's decay is the same at every token."""
         _, q_BLHN, k_BLHN, v_BLHP, state, seq = given
         rows, length, heads, keys = k_BLHN.shape
         wide = wide_type(v_BLHP)
         device = v_BLHP.device
-        # these two tables have L + 1 positions: the last one is for rotating the state back by L tokens
+        # these two tables have L + 1 positions; the angles at the last position rotate the state back at the row's end
         cos_BLk, sin_BLk = seq.rope_in_row(keys, self.rope_base, wide)
         q_BLHN, k_BLHN = (
             apply_rope(RopeInputs(x, cos_BLk[:, :-1], sin_BLk[:, :-1])) for x in (q_BLHN * self.scale, k_BLHN)
@@ -54,9 +54,10 @@ class RetNet(LinearAttention):
 
 
 def log_gammas(heads: int, first: int, device: torch.device) -> Tensor:
-    """Return the log decays log(1 - 2^(-5 - h)) of `heads` heads, from head `first` on, counted over all ranks.
+    """Return the log decays log(1 - 2^(-5 - h)) for `heads` heads, where the first head's h is `first`.
 
-    They are computed in float64, because in bf16 1 - 2^(-5 - h) would be rounded to 1 from h = 4 on.
+    Heads are counted over all ranks. The log decays are computed in float64, because bf16 would round 1 - 2^(-5 - h) to
+    1 if h is 4 or more.
     """
     head_H = torch.arange(first, first + heads, dtype=torch.float64, device=device)
     return torch.log1p(-torch.exp2(-5 - head_H))

@@ -1,7 +1,7 @@
 """RWKV-6's time mix (equations in `architecture/rwkv6.py`), which uses the gated linear attention recurrence.
 
 Legend: B rows (sequences), L tokens, D width, H heads of N key channels and P value channels, S streams (r, w, k, v,
-g), R inner size of the low-rank projection to each stream's interpolation weights.
+g), R inner channels of the low-rank projection to a stream's interpolation weights.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class RWKV6(Mixer):
         return MixerOutput(self.out_proj(self.normed(y_BLHP).to(x_LBD.dtype) * F.silu(self.g_proj(g_LBD))), new, {})
 
     def streams(self, x_LBD: Tensor, first_BD: Tensor | None, seq: SeqInfo) -> tuple[Tensor, ...]:
-        """Return the five streams, each of which interpolates between every token and its predecessor.
+        """Return the five streams: five interpolations between every token and its predecessor.
 
-        Each stream has its own interpolation weights, which depend on the token. `first` holds the predecessors of the
-        rows' first tokens.
+        Each stream has its own interpolation weights, which depend on the token. `first_BD` holds the predecessors of
+        the rows' first tokens.
         """
         inputs = TokenMixInputs(x_LBD, self.mix_input.unsqueeze(0), None, first_BD, seq.documents_BL)
         (mixed_LBD,) = token_mix(inputs)
@@ -81,7 +81,7 @@ class RWKV6(Mixer):
     def log_decays(self, w_LBD: Tensor) -> Tensor:
         """Return the log decays for this rank's key channels, in fp32.
 
-        They are in fp32 because the op sums the log decays of many tokens, for which bf16 is too coarse.
+        The op sums the log decays of many tokens. For such sums, bf16 is too coarse.
         """
         return -torch.exp(at_least_fp32(self.decay_up(torch.tanh(self.decay_down(w_LBD)))) + self.decay_bias)
 

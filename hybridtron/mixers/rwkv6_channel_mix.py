@@ -6,7 +6,7 @@ sums and gives each rank one range of output channels. For the same range the ra
 product, and `gather_output` all-gathers the products. So no rank repeats the matmuls of another rank, and the output
 causes as much traffic as one all-reduce. The token shift is computed on every rank.
 
-Legend: B rows (sequences), L tokens, D width, E inner channels and C output channels on this rank.
+Legend: B rows (sequences), L tokens, D width. On this rank: E inner channels and C output channels.
 """
 
 from __future__ import annotations

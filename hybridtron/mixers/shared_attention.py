@@ -1,10 +1,10 @@
 """Attention and MLP whose weights several sub-layers share (equations in `architecture/shared_attention.py`).
 
-Every sub-layer builds the full module, with all weights. `model/shared.py` then replaces the layers with shared weights
-by those in the first sub-layer that shares them. So the code here does not depend on which weights are shared.
+Every sub-layer builds the full module, with all weights. Then `model/shared.py` makes every sub-layer use the shared
+layers of the first sub-layer with its letter. So the code here does not depend on which weights are shared.
 
-Legend: B rows (sequences), L tokens, D width (the input has twice the model's width), C channels in all heads, F
-channels in gate and up.
+Legend: B rows (sequences), L tokens, D width (in the input, twice the model's width; otherwise the model's width), C
+channels in all heads, F channels of gate and up together.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hybridtron.parallel.linear import (
 
 
 class SharedBlock(Heads):
-    """Base class for `SharedAttention` and `SharedSpan`: norms, low-rank pairs and MLP around the attention in `Heads`.
+    """Base class for `SharedAttention` and `SharedSpan`: norms, low-rank pairs A and B, and MLP around `Heads`.
 
     The input x_LBD is the residual stream concatenated with the embedding.
     """
@@ -49,7 +49,7 @@ class SharedBlock(Heads):
         whole = tensor.whole()
         self.in_norm, self.mlp_norm = RMSNorm(in_width, block.norm_eps), RMSNorm(width, block.norm_eps)
         self.gate_up = column_parallel(width, 2 * block.hidden, tensor)
-        # a reduce-scatter gives each rank the output channels that its shard of `linear` needs as input
+        # `down` reduce-scatters its output by channels: each rank gets the channels that its shard of `linear` reads
         self.down = row_parallel_by_channel(block.hidden, width, tensor)
         self.linear = row_parallel(width, width, tensor)
         self.gate_up_A = column_parallel(width, rank, whole)

@@ -4,7 +4,7 @@ In training, each chunk of tokens attends to itself and to selected blocks from 
 computes full attention with keys and values as its state, unless the option `eval` is `span`.
 
 Legend: B rows (sequences), L tokens, H query heads, G key/value heads, K channels per head, M carried tokens, S carried
-and new tokens, U or P carried blocks, T or N last queries (block - 1 queries).
+and new tokens together, P blocks, T or N earlier queries (`block` - 1 of them).
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ class SpanAttention(Heads):
 
     State:
 
-        keys, values       (B, M, G, K), rotated, for the last tokens
-        length             (B,), how many tokens the current document has so far
-        summaries, sums    (B, U, H, K) in fp32, summaries and query sums for the blocks that can still be selected
-        queries            (B, block - 1, H, K), queries of the unfinished block
+        keys, values    (B, M, G, K), for the last tokens; the keys are rotated
+        length          (B,), how many tokens the current document has so far
+        summaries       (B, U, H, K) in fp32, summaries of the last U complete blocks
+        sums            (B, V, H, K) in fp32, each block's sum of queries, for the last V complete blocks
+        queries         (B, block - 1, H, K), queries of the unfinished block
 
     `summaries`, `sums` and `queries` exist only if relevance selects blocks. In training, the state covers the current
     chunk and the `remember` tokens before the chunk; outside training, it covers the full document.
@@ -112,22 +113,26 @@ class SpanAttention(Heads):
         length = q_BLHK.shape[1] * (1 if seq.shard is None else seq.shard.size)
         ends = {row: s.end_place for s in rows.segments if s.stop == length for row in _numbers(s.rows)}
         length_B = torch.tensor([ends[row] for row in range(len(q_BLHK))])
-        length_B = length_B.to(q_BLHK.device, non_blocking=True)  # no synchronization with the GPU for this copy
+        length_B = length_B.to(q_BLHK.device, non_blocking=True)  # the host does not wait for this copy
         return y_BLHK, {**new, "keys": memory_after.keys_BMGK, "values": memory_after.values_BMGK, "length": length_B}
 
     def _chunk(self, seq: SeqInfo) -> int:
-        """Return the chunk size: in training drawn at random for each micro-batch, outside training the largest."""
+        """Return the chunk size.
+
+        In training, it is drawn for each micro-batch, or with `draw: layer` for each micro-batch and layer. Outside
+        training, it is the largest size.
+        """
         sizes = self.spec.chunks()
         if seq.key is None:
             return max(sizes)
         return sizes[seq.number(f"chunk/{self.layer}" if self.spec.draw == "layer" else "chunk") % len(sizes)]
 
     def _segments(self, seq: SeqInfo, before: Sequence[tuple[int, int]]) -> list[SpanSegment]:
-        """Return segments of consecutive tokens, one for each document part in a row.
+        """Return segments of consecutive tokens, one for each document in a row.
 
-        `before` has two numbers for each row's first document: how many tokens in the document came before the row, and
-        how many of these tokens the row may read. If all rows have equal boundaries and numbers, a segment covers all
-        rows.
+        `before` has two numbers for each row, about the row's first document: how many of the document's tokens came
+        before the row, and how many of these tokens the row may read. If all rows have equal document boundaries and
+        equal numbers, each segment covers all rows.
         """
         rows = [
             [(start, stop, *(before[row] if start == 0 else (0, 0))) for start, stop in spans]
@@ -140,8 +145,9 @@ class SpanAttention(Heads):
     def _kept(self, seen: int, chunk: int, remembered: int | None) -> int:
         """Return how many earlier tokens a row may read.
 
-        `seen` is how many tokens the row's first document has before the row. The row may read the earlier tokens in
-        the chunk that it continues, and the `remembered` tokens before this chunk.
+        `seen` is how many tokens the row's first document has before the row. If `remembered` is None, the row may read
+        all of them. Otherwise it may read the earlier tokens in the chunk that it continues, and the `remembered`
+        tokens before this chunk. With `memory: shifted` it may read the last `chunk` tokens.
         """
         if remembered is None:
             return seen
@@ -152,10 +158,10 @@ class SpanAttention(Heads):
     def _own(
         self, rows: SpanCut, chosen: Sequence[Tensor | None], seq: SeqInfo
     ) -> tuple[SpanCut, Sequence[Tensor | None]]:
-        """Return the parts of segments in this rank's sequence shard, and the blocks chosen for the chunks in them.
+        """Return the segments' parts in this rank's sequence shard, and the blocks chosen for the chunks in the parts.
 
-        `rows` has the full rows' segments, and `chosen` the blocks for each segment. A sequence shard is the part of
-        every row that a context-parallel rank holds.
+        `rows` has the segments of the full rows, and `chosen` has the chosen blocks for each segment. A sequence shard
+        is the part of every row that a context-parallel rank holds.
         """
         shard = seq.shard
         if shard is None:
@@ -210,7 +216,7 @@ class SpanAttention(Heads):
         return chosen, {"queries": after.queries_BNHK, "summaries": after.summaries_BPHK, "sums": after.sums_BPHK}
 
     def _landmarks(self, q_BLHK: Tensor) -> Tensor:
-        """Return a fixed random vector for each head on this rank, seeded by layer and head."""
+        """Return a random vector for each head on this rank; it depends only on the layer and the head."""
         generator = torch.Generator().manual_seed(LANDMARK_SEED + self.layer)
         whole_HK = torch.randn(self.spec.heads, q_BLHK.shape[-1], generator=generator)
         return whole_HK[self.own_heads].to(q_BLHK.device, non_blocking=True)
@@ -242,11 +248,11 @@ def known_of_shards(
     shard: SequenceShard,
     segment: SpanSegment,
 ) -> SpanPast:
-    """Return the summaries and query sums for a segment's blocks, over all sequence shards.
+    """Return a segment's `SpanPast`, with summaries and query sums for the segment's blocks in all sequence shards.
 
     Each rank computes the blocks that end in its shard, and an all-reduce gives every rank the results for all blocks.
-    `heads` are four tensors: the queries of the unfinished block before the shard, and the shard's queries, keys and
-    values. `past` is the carried state.
+    `heads` are four tensors: the last `block` - 1 queries before the shard, the shard's queries, and the keys and the
+    values up to the shard's end. `past` is the carried state.
     """
     before_BTHK, q_BLHK, k_BSGK, v_BSGK = heads
     queries = torch.cat((before_BTHK, q_BLHK), dim=1)[segment.rows]

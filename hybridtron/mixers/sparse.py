@@ -2,9 +2,9 @@
 
 The branch first decides which keys each query sees (`Seen`), then attends to them.
 
-Legend: B rows (sequences), G groups of channels, R = B G pairs of a row and a group, L new tokens, M remembered keys, S
-= M + L, N channels per query or key, P value channels per group, E = G P, C candidate keys in the ranking loss, h
-columns of the hash's random matrix. In kq_BLC and entries_RMC, C stands for several concatenated sizes.
+Legend: B rows (sequences), G groups of channels, R pairs (row, group), L new tokens, M remembered keys, N channels per
+query or key, P value channels per group, C candidate keys in the ranking loss, h columns of the hash's random matrix.
+R = B * G, S = M + L, E = G * P. In kq_BLC and entries_RMC, C stands for several concatenated sizes.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ Hash = Callable[[Tensor, Tensor], Tensor | None]
 class SparseBranch(nn.Module):
     """Sparse attention added to a recurrence's output, before the output gate.
 
-    The ops treat each pair of a row and a group as a row. State:
+    To the ops, each pair (row, group) is a row. State:
 
         sparse_keys       (B, M, G, N)
         sparse_values     (B, M, E)
         sparse_places     (B, M, G), the keys' positions in the document, counted from 1; 0 for an unused slot
         sparse_length     (B,), how many tokens the document has so far
         sparse_scores     (B, M, G), the keys' scores; only with a pattern that scores keys
-        sparse_queries    (B, G, N), sum of all queries in the document; only with a pattern that scores keys
+        sparse_queries    (B, G, N), sum of the document's queries so far; only with a pattern that scores keys
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class SparseBranch(nn.Module):
     ) -> tuple[Tensor, State, dict[str, Tensor]]:
         """Return the attention's output times `gate` (B, L, E), the state to carry, and the auxiliary losses by name.
 
-        The only auxiliary loss is the ranking loss, in training with a pattern that scores keys. `before` is the
-        carried state.
+        The only auxiliary loss is the ranking loss; it exists only in training, with a pattern that scores keys.
+        `before` is the carried state.
         """
         batch = len(q_BLGN)
         groups = q_BLGN.shape[2]
@@ -145,7 +145,7 @@ class SparseBranch(nn.Module):
     def _scores(
         self, q_RLN: Tensor, k_RLN: Tensor, documents_RL: Tensor, before: State, seq: SeqInfo
     ) -> tuple[Tensor, Tensor]:
-        """Return each key's score in fp32, and the sum of the document's queries up to the last token.
+        """Return each key's score in fp32, and the sum of the queries so far in the row's last document.
 
         No gradient flows to queries and keys.
         """
@@ -168,8 +168,8 @@ class SparseBranch(nn.Module):
     def _ranking(self, q_RLN: Tensor, own: SparseKeys, scores_RL: Tensor, seq: SeqInfo) -> Tensor:
         """Return the ranking loss, a mean over this rank's groups.
 
-        The loss's gradient is divided by the number of tensor-parallel ranks. The ranks all-reduce the gradients of the
-        scoring weights by summing, and the sum is then the mean over ranks.
+        The loss's gradient is divided by the number of tensor-parallel ranks. The ranks then sum their gradients of the
+        scoring weights, which gives the mean over ranks.
         """
         (batch, length) = seq.positions_BL.shape
         shard = seq.shard
@@ -205,12 +205,12 @@ def projected_heads(projection: nn.Module, x_BLE: Tensor, tensor: TensorGroup) -
 
 
 def _rows(x_BLGN: Tensor) -> Tensor:
-    """Reshape (B, L, G, N) to (B G, L, N)."""
+    """Reshape (B, L, G, N) to (B * G, L, N)."""
     return x_BLGN.transpose(1, 2).flatten(0, 1)
 
 
 def _groups(x_RMN: Tensor, groups: int) -> Tensor:
-    """Reshape (B G, M, ...) to (B, M, G, ...)."""
+    """Reshape (B * G, M, ...) to (B, M, G, ...)."""
     return x_RMN.unflatten(0, (-1, groups)).transpose(1, 2)
 
 

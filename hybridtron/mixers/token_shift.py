@@ -1,4 +1,4 @@
-"""The tokens at both ends of a row, for RWKV's mixers, which interpolate each token with its predecessor."""
+"""The token before a row and the row's last token: RWKV's mixers interpolate each token with its predecessor."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hybridtron.parallel.context import halo_tokens
 def tokens_at_ends(x_LBD: Tensor, last_BD: Tensor | None, seq: SeqInfo) -> tuple[Tensor | None, Tensor]:
     """Return the predecessors of the rows' first tokens (B, D), or None for zeros, and the rows' last tokens (B, D).
 
-    There are L tokens and B rows (sequences); D is the width. `last_BD` has each row's carried last token, if the rows
-    continue earlier rows, else None. Under sequence parallelism, call this function after `gather_input`, because the
-    predecessor of a rank's first token is on another rank.
+    There are L tokens and B rows (sequences); D is the width. If the rows continue earlier rows, `last_BD` holds the
+    earlier rows' last tokens, else it is None. Under sequence parallelism, call this function after `gather_input`,
+    because the predecessor of a rank's first token is on another rank.
     """
     if last_BD is None:
         carried_B1D = None

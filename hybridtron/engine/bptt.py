@@ -5,8 +5,8 @@ previous chunk's final states, or from zero states in rows where a document begi
 chunks, so gradients flow back through all k chunks. They are detached only between steps (`states.py`).
 
 A pipeline stage concatenates the outputs of all chunks and sends them as one tensor. So the pipeline schedule treats
-the chunks as one micro-batch, and the last stage computes the loss over all tokens together. With any
-`parallel.recompute` but `none`, each chunk is checkpointed: it saves only its input and initial states, and runs again
+the chunks as one micro-batch, and the last stage computes the loss over all tokens together. Unless
+`parallel.recompute` is `none`, each chunk is checkpointed: it saves only its input and initial states, and runs again
 in the backward pass. Then only one chunk's activations exist at a time.
 """
 

@@ -1,8 +1,8 @@
 """Builds the model of every rank on the meta device, and compares the shards with the parameter table.
 
 The parameter table lists the full shape of every weight, and how ranks divide it. The check needs no memory for weights
-and no other process. It uses torch's fake process group with as many ranks as the layout, and acts as one rank after
-another. Data-parallel replicas are equal, so only one replica is built.
+and no other process: this process acts as one rank after another, in torch's fake process group. Data-parallel replicas
+are equal, so only the ranks of one replica are built.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hybridtron.parallel import groups
 
 @dataclass(frozen=True)
 class RankShapes:
-    """Shapes of the weights that one rank has built, by name."""
+    """Shapes of the weights that one rank has built: weight's name -> shape."""
 
     rank: int
     pipeline_rank: int
@@ -57,7 +57,7 @@ def faults(plan: RunPlan, ranks: list[RankShapes]) -> list[str]:
     """Return a message for each difference between the built shards and the parameter table.
 
     Differences are weights that the table does not list, weights on too many or too few pipeline ranks, and shards with
-    a wrong shape. An embedding that is tied to the head is on two pipeline ranks.
+    a wrong shape. An embedding that is tied to the head is expected on two pipeline ranks.
     """
     config = plan.config
     table = plan.arch.table

@@ -136,9 +136,10 @@ class Engine:
     def _with_random_keys(self, batches: Sequence[Batch], step: int) -> list[Batch]:
         """Return the micro-batches with their random keys.
 
-        A key depends on the seed, the phase, the step, the chunk and the micro-batch's first lane, so it is equal for
-        every number of data-parallel ranks. The micro-batches with the first chunks of all lanes precede those with the
-        second chunks, and so on.
+        A lane is one row index in the global batch; in a step, it reads one or several chunks of tokens. A key depends
+        on the seed, the phase, the step, the chunk and the micro-batch's first lane, so it is equal for every number of
+        data-parallel ranks. The micro-batches with the first chunks of all lanes precede those with the second chunks,
+        and so on.
         """
         rows = len(batches[0].tokens_BL)
         rows_of_rank = rows * len(batches)
@@ -254,8 +255,8 @@ class Engine:
     def _current_weights(self) -> list[tuple[str, nn.Parameter]]:
         """Return this rank's weights after the last step. All processes must call this method together.
 
-        With `parallel.overlap_param_gather`, a step updates only its data-parallel rank's shards, and the other ranks'
-        updated shards are gathered in the next forward pass. This method gathers them now.
+        With `parallel.overlap_param_gather`, a step on one data-parallel rank updates only this rank's shards of the
+        weights. The next forward pass gathers the other ranks' updated shards; this method gathers them now.
         """
         if self.config.parallel.overlap_param_gather:
             for stage in self.wrapped:

@@ -9,8 +9,8 @@ With `run.ema`, each rank also keeps a moving average of its masters. After the 
     average <- d average + (1 - d) master        d = min(run.ema, (t - 1) / t)
 
 So the first steps of training count equally, and the weights before the first step do not count. Steps are counted
-since the moments were last set to zero. The average is in fp32. A step does not change an element if
-|master - average| is below 3e-8 / (1 - d) of |average|.
+since the moments were last set to zero. The average is in fp32, so a change that is too small is rounded away: a step
+does not change an element if |master - average| < 3e-8 / (1 - d) * |average|.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class Optimizer:
     def _make_state(self, optimizer: Any, config: Config, shards: Mapping[str, Shard]) -> None:
         """Allocate the state for these weights.
 
-        Replaces Megatron's AdamW by `RuleOptimizer` if the configuration selects another rule, or moments in bf16.
+        If the configuration selects another rule, or moments in bf16, a `RuleOptimizer` takes the place of Megatron's
+        AdamW.
         """
         if optimizer.optimizer is None:  # all weights of this rank are frozen
             return
@@ -114,7 +115,7 @@ class Optimizer:
         )
 
     def step(self, lr: float) -> tuple[float, bool]:
-        """Clip and update; return the gradient norm before clipping, and True if the step was accepted."""
+        """Clip gradients and update weights; return the norm before clipping, and True if the step was accepted."""
         grad_norm = self.grad_norm()
         return grad_norm, self.apply_update(lr, grad_norm)
 
@@ -167,7 +168,7 @@ class Optimizer:
 
     @torch.no_grad()
     def _update_average(self) -> None:
-        """Move the averages towards the masters after a step, by one call for all weights."""
+        """Move the averages towards the masters after a step, with one call for all weights."""
         if self.average_decay is None:
             return
         decay = min(self.average_decay, 1 - 1 / self.accepted_steps)
@@ -209,9 +210,9 @@ class Optimizer:
     def blocks(self) -> list[Any]:
         """Return this rank's master weights and optimizer states, with their offsets in the full tensors.
 
-        The names are `master.NAME` and, for the state parts of AdamW, `exp_avg.NAME` and `exp_avg_sq.NAME`. Only bf16
-        weights have a master, because an fp32 weight is updated directly. With `run.ema` each trained weight has
-        `ema.NAME`.
+        The keys are `master.NAME` and, for the state parts of AdamW, `exp_avg.NAME` and `exp_avg_sq.NAME`. Only bf16
+        weights have a key `master.NAME`, because an fp32 weight is its own master. With `run.ema` each trained weight
+        also has `ema.NAME`.
         """
         parts = {name: self.rule.parts(name, self.table[name]) for name in self.shards}
         kinds = dict.fromkeys(["master", AVERAGE, *itertools.chain.from_iterable(parts.values())])
@@ -228,7 +229,7 @@ class Optimizer:
                 entries = shard.tensor(kind)
             if declared is None or entries is None or (kind == "master" and self._is_own_master(parameter)):
                 continue
-            is_divided = declared.shape == parameter.shape  # such a part is divided among data-parallel ranks
+            is_divided = declared.shape == parameter.shape  # divided among data-parallel ranks
             mesh = self.groups.meshes[parameter.family]
             main = writes(name, mesh, declared.active_cuts(mesh.sizes), copied=shard.everywhere or not is_divided)
             main = main and not getattr(shard.weight, "shared", False)
@@ -290,7 +291,7 @@ def set_step_count(inner: torch.optim.Optimizer | None, steps: int) -> None:
 def allocate_moments(inner: torch.optim.Optimizer, shards: Iterable[Shard]) -> None:
     """Allocate AdamW's state before the first step, so that a checkpoint can be loaded into it.
 
-    Each shard's `parts` becomes its master's state.
+    A shard's `parts` is then the state that AdamW keeps for the shard's master.
     """
     if isinstance(inner, torch.optim.AdamW):  # Megatron does not enable torch's fused implementation, which is faster
         for group in inner.param_groups:
@@ -299,7 +300,7 @@ def allocate_moments(inner: torch.optim.Optimizer, shards: Iterable[Shard]) -> N
     for shard in shards:
         if shard.master is not None:
             state = inner.state[shard.master]
-            if isinstance(inner, torch.optim.AdamW):  # other AdamW store the step count in the parameter group
+            if isinstance(inner, torch.optim.AdamW):  # other versions store the step count in the parameter group
                 state["step"] = torch.zeros((), device=shard.master.device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(shard.master), torch.zeros_like(shard.master)
             shard.parts = state
@@ -313,9 +314,9 @@ class Shard:
     master: fp32 master of the elements; None if this rank updates no element, or if the weight is frozen
     start, stop: the elements' range in the flattened weight
     copies: the ranks that hold the same weight
-    ranges: the ranges of all ranks in `copies`
+    ranges: for each rank in `copies`, the range that it updates
     everywhere: True if each rank in `copies` updates all elements, because the optimizer is not distributed
-    parts: optimizer state for the elements, by name
+    parts: name of a state part -> its values for the elements
     average: moving average of the master; None without `run.ema`, or without a master
     """
 
@@ -330,7 +331,7 @@ class Shard:
     average: Tensor | None = None
 
     def tensor(self, kind: str) -> Tensor | None:
-        """Return the elements' "master", "gradient", "ema" or a state part by name; None if there is none."""
+        """Return the elements' "master", "gradient", "ema" or the state part `kind`; None if it does not exist."""
         if kind == "gradient" and self.master is not None:
             return self.weight.main_grad.flatten()[self.start : self.stop]
         if kind == "master":
@@ -412,9 +413,9 @@ class HeldEntries:
 
 
 def _held(optimizer: DistributedOptimizer) -> dict[nn.Parameter, HeldEntries]:
-    """Return the elements of each weight that this rank updates.
+    """Return, for each weight, the elements that this rank updates.
 
-    Megatron's own index of them is wrong if a parameter group has both bf16 and fp32 weights.
+    Megatron's own index of these elements is wrong if a parameter group has both bf16 and fp32 weights.
     """
     pairs = (
         (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
@@ -430,7 +431,7 @@ def _held(optimizer: DistributedOptimizer) -> dict[nn.Parameter, HeldEntries]:
 
 
 def _ranges_of_copies(optimizer: DistributedOptimizer) -> dict[nn.Parameter, list[range]]:
-    """Return the range in each flattened weight that each data-parallel rank updates.
+    """Return, for each flattened weight, the ranges that the data-parallel ranks update.
 
     Megatron concatenates flattened weights in buckets, and divides each bucket evenly among the ranks.
     """

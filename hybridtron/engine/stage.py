@@ -1,6 +1,6 @@
 """Pipeline stages with the interface that Megatron's schedules and data parallelism expect.
 
-Functions here build a rank's stages, set the attributes of weights that Megatron reads, and reduce gradients.
+Functions here build a rank's stages, set the weight attributes that Megatron reads, and reduce gradients.
 """
 
 from __future__ import annotations
@@ -44,11 +44,13 @@ class SharedGradients:
     """Gradients for weights that sub-layers on several pipeline stages share.
 
     A letter in the layer pattern can stand for sub-layers that share weights. Each stage with such a sub-layer has a
-    copy of these weights. The copies start equal, and their gradients are all-reduced over the pipeline ranks, so they
-    stay equal. Data-parallel ranks reduce the gradients before. With the distributed optimizer, a data-parallel rank
-    must hold the same elements of such a weight on every stage. Therefore these weights have separate gradient buckets.
+    copy of these weights. The copies start equal. They stay equal because their gradients are reduced first over the
+    data-parallel ranks, then over the pipeline ranks. With the distributed optimizer, a data-parallel rank updates only
+    some elements of a weight, and these must be the same elements on every stage. Therefore these weights have separate
+    gradient buckets.
 
-    shapes, dtypes: by name, the shape of a rank's shard, and the dtype of the weight's gradient
+    shapes: name of a shared weight -> shape of a rank's shard
+    dtypes: name of a shared weight -> dtype of its gradient
     pipeline: the ranks in this rank's pipeline
     learning: names of the trained weights; None before the first step
     """
@@ -61,7 +63,8 @@ class SharedGradients:
     def sum_over_stages(self, weights: Mapping[str, Any], device: torch.device) -> None:
         """All-reduce the shared gradients over the pipeline ranks, which must all call this method together.
 
-        weights: this rank's weights by name. For shared weights that this rank does not hold, it contributes zeros.
+        weights: name -> weight, for all weights on this rank. For a shared weight that is not among them, the rank
+            contributes zeros.
         """
         group = self.pipeline.group
         if self.learning is None:
@@ -89,7 +92,7 @@ class Stage(nn.Module):
     model: the stage's part of the model
     virtual_stage: the stage's index among this rank's virtual stages; None without virtual stages
     chunk: the stage's number in the model
-    homes: for each letter whose weights several stages share, these stages' numbers
+    homes: letter whose weights several stages share -> these stages' numbers in the model
     """
 
     model_type = ModelType.encoder_or_decoder
@@ -110,7 +113,7 @@ class Stage(nn.Module):
         self.post_process = model.slice.last
         self.share_embeddings_and_output_weights = model.tied
         self.received: Tensor | None = None
-        self.shared: SharedGradients | None = None  # covers all stages; set on the first stage of a rank
+        self.shared: SharedGradients | None = None  # of all stages on the rank; set only on its first stage
         mark_for_megatron(model, {letter: chunks[0] != chunk for letter, chunks in homes.items()})
 
     def set_input_tensor(self, received: list[Tensor | None]) -> None:
@@ -140,9 +143,9 @@ class Stage(nn.Module):
 
 
 def mark_for_megatron(model: LanguageModel, copied: Mapping[str, bool]) -> None:
-    """Set the attributes that Megatron and this package's optimizer read from weights.
+    """Set the weight attributes that Megatron and this package's optimizer read.
 
-    copied: letters whose weights several stages share; the value is True if an earlier stage holds the weights too
+    copied: letter whose weights several stages share -> True if an earlier stage holds the weights too
 
     Two attributes need an explanation. `allreduce` is False for experts, whose gradients are reduced over the ranks
     that hold the same experts. If `tensor_model_parallel` is False, Megatron treats the weights on all tensor-parallel
@@ -173,7 +176,7 @@ def mark_for_megatron(model: LanguageModel, copied: Mapping[str, bool]) -> None:
 def is_partial(parameter: Parameter, tensor: TensorGroup) -> bool:
     """Return True if a replicated weight's gradient must be all-reduced over tensor-parallel ranks.
 
-    Each rank then computes the gradient from its own heads or tokens only.
+    This is so if each rank computes the gradient from its own heads or tokens only.
     """
     partial = parameter.partial_gradient or (tensor.sequence and parameter.sequence_partial)
     return tensor.size > 1 and partial
@@ -187,7 +190,7 @@ def build_stages(
     virtual = config.parallel.virtual_pipeline
     sent_dtype = stream_dtype(dtype, config.model.residual_fp32)
     megatron = schedule_config(config.model.width, dtype, sent_dtype, config.parallel)
-    # Transformer Engine's layers, which read `accumulate`, do not fuse by default
+    # only Transformer Engine's layers read `accumulate`; by default they do not fuse the accumulation of gradients
     backend = {"fp8": fp8_of(arch, config, groups), "accumulate": config.parallel.gradient_accumulation_fusion is True}
     tensor = replace(groups.tensor, backend=replace(groups.tensor.backend, **backend))
     homes = shared_homes(arch, layers)
@@ -204,7 +207,7 @@ def build_stages(
 def shared_gradients(
     table: Mapping[str, Parameter], config: Config, letters: Collection[str], *, dtype: torch.dtype, pipeline: RankGroup
 ) -> SharedGradients | None:
-    """Return the `SharedGradients` for weights that sub-layers with these letters share; None if there are none."""
+    """Return the `SharedGradients` for the weights that sub-layers of these letters share; None if there are none."""
     shared = {
         name: weight
         for name, weight in table.items()
@@ -229,9 +232,9 @@ def fp8_of(arch: Architecture, config: Config, groups: Groups) -> Fp8 | None:
     precision = config.precision
     if precision.name not in FP8_MULTIPLES:
         return None
-    # All ranks of a stage reduce amax values, from which scale factors follow, because they hold shards of the same
-    # weights and tokens of the same step. A group with one rank is passed too: without a group, Transformer Engine
-    # would reduce over all processes, and so over several stages.
+    # The ranks of a stage hold shards of the same weights, and tokens of the same step. So they reduce their amax
+    # values, from which scale factors are computed. A group is passed even if it has only one rank: without a group,
+    # Transformer Engine would reduce over all processes, and so over several stages.
     shared = groups.stage.group
     history = precision.history
     layers = fp8_layers(arch, precision)
@@ -239,9 +242,10 @@ def fp8_of(arch: Architecture, config: Config, groups: Groups) -> Fp8 | None:
 
 
 def fuses_accumulation(config: Config) -> bool:
-    """Return True if products add the gradients of their weights to Megatron's buffers.
+    """Return True if matrix products add weight gradients directly to Megatron's buffers.
 
-    By default they do so on a GPU, if torch has one kernel that multiplies and adds. torch.compile can't trace this.
+    By default they do so on a GPU, if torch has one kernel that multiplies and adds, and if torch.compile is not used:
+    it can't trace such an addition.
     """
     chosen = config.parallel.gradient_accumulation_fusion
     if chosen is None:
@@ -258,8 +262,8 @@ def data_parallel(
         message = "is true, but gloo confuses the weights that virtual stages gather ahead; set it to false"
         raise ConfigError([Problem("parallel.overlap_param_gather", "unsupported", message)])
     settings = data_parallel_config(parallel, config.precision.gradients, dtype)
-    # Only virtual stage 0 divides its gradients into buckets, which are reduced while its backward pass runs. Those of
-    # the other virtual stages are reduced as one bucket, while the next virtual stage computes.
+    # Only virtual stage 0 divides its gradients into buckets, which are reduced while its backward pass runs. Each of
+    # the other virtual stages has one bucket, which is reduced while the next virtual stage computes.
     wrapped = [
         DistributedDataParallel(stage.config, settings, stage, disable_bucketing=index > 0)
         for index, stage in enumerate(stages)
@@ -269,7 +273,7 @@ def data_parallel(
             mark_fused_accumulation(stage)
     for chunk in wrapped:
         add_small_gradients_together(chunk)
-    # Megatron's schedules call the functions in the first stage's config
+    # Megatron's schedules call the functions that the first stage's config holds
     stages[0].config.finalize_model_grads_func = partial(finalize_gradients, groups)
     if parallel.overlap_grad_reduce:
         no_sync: Any = [chunk.no_sync for chunk in wrapped]
@@ -292,8 +296,8 @@ def finalize_gradients(
     1. Megatron reduces gradients over data-parallel ranks, and over a tied embedding's two copies.
     2. Gradients of weights that sub-layers on several stages share are all-reduced over the stages.
     3. All gradients are divided by the number of loss tokens in the step.
-    4. Gradients of replicated weights that each tensor-parallel rank computes from its own heads or tokens are
-       all-reduced over these ranks.
+    4. A replicated weight's gradient is all-reduced over tensor-parallel ranks, if each of these ranks computes it from
+       its own heads or tokens only.
 
     tokens: how many loss tokens this data-parallel rank has; set only on the last stage
     """

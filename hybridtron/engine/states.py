@@ -4,8 +4,9 @@ A state is all that a layer needs from previous tokens, such as a recurrence's m
 global batch. The modes for the initial state are:
 
     random    noise: N(0, sigma^2) for every element
-    fitted    noise: N(mu, var) for every layer and head. Both start at 0. After each step with the final states h_T, mu
-              becomes (1 - beta) mean(h_T) + beta mu, and var becomes (1 - beta) var(h_T) + beta var.
+    fitted    noise: N(mu, var) for every layer and head. mu and var start at 0. After each accepted step, whose final
+              states are h_T, both are updated: mu <- (1 - beta) * mean(h_T) + beta * mu, and
+              var <- (1 - beta) * var(h_T) + beta * var.
     passing   the final state of the lane's previous row, which holds unrelated text; or zero with probability
               `states.dropout`
     tbtt      the final state of the lane's previous row, if this row continues the same document; else zero
@@ -13,10 +14,10 @@ global batch. The modes for the initial state are:
 
 States carry no gradient from step to step. A step's final states are adopted only when the step is accepted, so that a
 refused step changes nothing. If a state in a lane is not finite, the lane restarts from zero in every layer. Random
-numbers depend only on (seed, step, layer, lane), so they are equal in every parallel layout. A rank with a shard from a
-state draws the full state and takes its shard.
+numbers depend only on (seed, phase, step, layer, lane), so they are equal in every parallel layout. A rank that holds a
+shard of a state draws the full state and uses only its shard.
 
-A checkpoint stores these tensors, in full over all lanes and heads, so that a run can resume in any layout:
+A checkpoint stores these tensors for all lanes and all heads, so that a run can resume in any layout:
 
     held.LAYER.PART     (lanes, ...)     the final state of each lane's last row; a layer's state can have several parts
     moments.LAYER       (2, heads)       mu and var for mode `fitted`
@@ -52,12 +53,12 @@ from hybridtron.problems import ConfigError, Problem
 class StateCarrier:
     """Provider of initial states for micro-batches, and recorder of their final states.
 
-    In a step each lane reads one or several chunks. A chunk is a run of tokens. A micro-batch has a chunk from each
-    lane in a group. The micro-batches with the first chunk of all groups precede those with the second chunk, and so
-    on. With `states.through_time`, a micro-batch has all chunks of its lanes.
+    In a step each lane reads one or several chunks. A chunk is a range of consecutive tokens. A micro-batch has a chunk
+    from each lane in a group of lanes. The micro-batches with the first chunk of all groups precede those with the
+    second chunk, and so on. With `states.through_time`, a micro-batch has all chunks of its lanes.
 
-    A step calls `begin`; then `initial` and `record_final` for every micro-batch and every stage of this rank; and
-    `commit` if the step is accepted.
+    In each step, `begin` must be called first, then `initial` and `record_final` for every micro-batch and every stage
+    of this rank. `commit` must be called if the step is accepted.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class StateCarrier:
         self.lanes = lanes
         self.all_lanes = phase.lanes
         self.rows = phase.settings.micro_batch
-        self.chunks_together = phase.chunks_together  # chunks of a lane in one forward pass
+        self.chunks_together = phase.chunks_together  # number of a lane's chunks in one forward pass
         self.seed = phase_seed(phase.config.run.seed, phase.index)
         parts = carried_parts(phase)
         self.chunks = [  # for each stage of this rank: layer -> name -> part of the state
@@ -87,11 +88,11 @@ class StateCarrier:
             for stage_layers in layers
         ]
         self.lane_groups = len(lanes) // self.rows
-        self.lane_states: States = {}  # adopted states by layer, with lanes on the first axis
-        self.moments: dict[int, Tensor] = {}  # by layer: mean and variance of each head on this rank, (2, H)
-        self.restarts = torch.zeros((), dtype=torch.int64, device=device)  # number of restarts from zero, of all lanes
-        self._final_states: dict[tuple[int, int], States] = {}  # of this step, by (stage, micro-batch)
-        self._sums: dict[int, Tensor] = {}  # by layer: count, sum and sum of squares of this step's states, (3, H)
+        self.lane_states: States = {}  # layer -> adopted states, with lanes on the first axis
+        self.moments: dict[int, Tensor] = {}  # layer -> mean and variance of each head on this rank, (2, H)
+        self.restarts = torch.zeros((), dtype=torch.int64, device=device)  # restarts from zero, over all lanes
+        self._final_states: dict[tuple[int, int], States] = {}  # (stage, micro-batch) -> this step's states
+        self._sums: dict[int, Tensor] = {}  # layer -> count, sum, sum of squares of this step's states, (3, H)
         self._step = 0
 
     @property
@@ -178,13 +179,13 @@ class StateCarrier:
             finite_B = finite_A[first : first + self.rows]
             for tensor in (tensor for parts in layers.values() for tensor in parts.values()):
                 if tensor.is_floating_point():
-                    finite_B *= tensor.flatten(1).sum(1).isfinite()  # far faster than checking each value
+                    finite_B *= tensor.flatten(1).sum(1).isfinite()  # checking only the sum is far faster
         # over all ranks, because a lane restarts in every layer, and other stages hold other layers
         dist.all_reduce(finite_A, dist.ReduceOp.MIN)
         return finite_A
 
     def _keeps_state(self, batch: Batch, lanes: Sequence[int]) -> Tensor:
-        """Return for each row whether it starts from its lane's state; it starts from zero otherwise."""
+        """Return a bool for each row: True to start from its lane's state, False to start from zero."""
         if self.settings.mode is StateMode.tbtt:
             assert batch.continues_B is not None
             return batch.continues_B
@@ -200,7 +201,7 @@ class StateCarrier:
         return {layer: {name: states[layer][name] for name in parts} for layer, parts in self.chunks[chunk].items()}
 
     def _adopt(self, finite_A: Tensor) -> None:
-        """Adopt all lanes' final states; zeros for lanes whose entry in `finite_A` is 0."""
+        """Adopt all lanes' final states, or zeros for lanes whose entry in `finite_A` is 0."""
         finite_K = finite_A[self.lanes.start : self.lanes.stop].bool()
         self.restarts = self.restarts + (1 - finite_A).sum()
         for chunk, layers in enumerate(self.chunks):
@@ -272,8 +273,8 @@ def _detach(tensor: Tensor) -> Tensor:
 
 
 def _head_sums(state: Tensor, part: StatePart) -> Tensor:
-    """Return for each head how many elements it has, their sum, and the sum of their squares: (3, H) in fp64."""
-    by_head = state.double()  # because the variance is a small difference between large sums
+    """Return three numbers for each head, (3, H) in fp64: its elements' count, sum, and sum of squares."""
+    by_head = state.double()  # fp64, because the variance is a small difference between large sums
     if part.heads == 1:
         by_head = by_head.flatten(1).unsqueeze(1)
     else:
@@ -293,7 +294,7 @@ def _map_states(states: States, change: Callable[[Tensor], Tensor]) -> States:
 
 
 class StoredTensors(Protocol):
-    """Interface to a checkpoint: its tensors' shapes and dtypes by name, and a method that loads into blocks."""
+    """Interface to a checkpoint: the shape and dtype of each tensor, and a method that loads tensors into blocks."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
@@ -326,12 +327,12 @@ def state_blocks(carrier: StateCarrier, groups: Groups) -> list[Any]:
 def restore_states(carrier: StateCarrier, groups: Groups, stored: StoredTensors) -> None:
     """Load the carried states from a checkpoint that was written in any layout.
 
-    Raises ConfigError if the checkpoint has no carried states, or has them for more or fewer lanes.
+    Raises ConfigError if the checkpoint has no carried states, lacks a part of them, or has another number of lanes.
     """
     shapes = stored.shapes
     if "restarts" not in shapes:
         raise ConfigError([_unlike("carries states, but the checkpoint was written without them")])
-    has_states = any(key.startswith("held.") for key in shapes)  # False if the run had not accepted a step before
+    has_states = any(key.startswith("held.") for key in shapes)  # False if the run had not yet accepted a step
     for layer, name, part in _parts(carrier):
         key = f"held.{layer}.{name}"
         if carrier.carries_states and has_states:

@@ -16,14 +16,14 @@ from collections import deque
 from collections.abc import Sequence
 
 WINDOW = 128  # number of last accepted steps over which mean and deviation are computed
-WARMUP_STEPS = 32  # in this number of accepted steps no finite norm is refused, because norms fall steeply at first
-MIN_DEVIATION = 0.25  # of log(norm); if norms hardly vary, single norms in healthy runs still reach 3.5 times the mean
+WARMUP_STEPS = 32  # number of accepted steps before a finite norm can be refused, because norms fall steeply at first
+MIN_DEVIATION = 0.25  # of log(norm); single norms in healthy runs reach 3.5 times the mean, even if norms hardly vary
 
 
 class StepGuard:
     """State of the step guard during a phase.
 
-    spike: limit in deviations of log(norm); None to accept every finite step
+    spike: largest accepted log(norm) - mean, in deviations of log(norm); None to accept every finite step
     """
 
     def __init__(self, spike: float | None) -> None:
@@ -54,7 +54,7 @@ class StepGuard:
         return True
 
     def restart(self, norms: Sequence[float] = (), refused: int = 0) -> None:
-        """Set the state to a checkpoint's values; without arguments, reset it when a phase starts."""
+        """Set the state to a checkpoint's values, or without arguments to the state at a phase's start."""
         self.norms = deque(norms, maxlen=WINDOW)
         self.refused = refused
         self.why = None

@@ -3,17 +3,18 @@
 Megatron keeps fp32 master weights, reduces and clips gradients, and gathers the weights after a step. Its distributed
 optimizer flattens the masters and divides them among data-parallel ranks at arbitrary elements. A rule that needs full
 matrices can't run on such shards. For such a rule, a weight's gradient and state are gathered over data- and
-tensor-parallel ranks. Every rank computes the full update direction, and applies its own elements. For each such weight
-and step, this communicates 4 bytes per element of the gradient and of each state part. It needs memory for one full
-weight at a time.
+tensor-parallel ranks. Every rank computes the full update direction, and applies its own elements. In each step, this
+communicates 4 bytes per element of the weight's gradient and of each state part. It needs memory for one full weight at
+a time.
 
-A rule with a second stage for full matrices, such as Muon, keeps its state in shards. Each rank sends its results of
-the first stage to the matrices' owners, which return the directions (`parallel/matrix_owners.py`). In bf16, a
-rank communicates at most 4 bytes per element that it updates, and more as an owner.
+A rule with a second stage for full matrices, such as Muon, keeps its state in shards. Each matrix has one owner among
+the ranks. A rank sends its results of the first stage to the owners, which return the directions
+(`parallel/matrix_owners.py`). In bf16, a rank communicates at most 4 bytes per element that it updates. An owner
+communicates more.
 
 State that is stored in bf16 is converted to fp32 for the update, and rounded to the nearest bf16 number after a step.
-If beta is close to 1, the change in a step is smaller than the rounding error. In a simulation with random gradients,
-the second moment in bf16 differed from that in fp32 on average by
+If beta, the moving average's decay, is close to 1, the change in a step is smaller than the rounding error. In a
+simulation with random gradients, the second moment in bf16 had these mean errors, relative to fp32:
 
     beta      0.95       0.98       0.99    0.999
     error     < 0.1%     < 0.5%     4%      up to 30%
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 class RuleOptimizer(torch.optim.Optimizer):
     """Optimizer that applies an update rule to the master weights in Megatron's parameter groups.
 
-    groups: Megatron's parameter groups, each with a learning rate and a weight decay
+    groups: Megatron's parameter groups; each has a learning rate and a weight decay
     shards: for each weight, the elements that this rank updates
     table: for each weight, its full shape, and how tensor-parallel ranks divide it
     settings: ((beta1, beta2), epsilon)
@@ -87,7 +88,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     @plain_torch()
     def step(self, closure: Any = None) -> None:
-        """Update the masters. All ranks of a stage process its weights in the same order, because some are gathered."""
+        """Update the masters. All ranks of a stage process the weights in one order, because some are gathered."""
         assert closure is None
         self.steps += 1
         group_of = {master: group for group in self.param_groups for master in group["params"]}
@@ -107,13 +108,13 @@ class RuleOptimizer(torch.optim.Optimizer):
                 self._apply(name, master, direction, group_of[master])
 
     def _apply(self, name: str, master: Tensor, direction: Tensor, group: Mapping[str, Any]) -> None:
-        """Update the master of a weight's elements. `group` has the learning rate and the weight decay."""
+        """Update the master of this rank's elements. `group` has the learning rate and the weight decay."""
         lr = group["lr"] * self.rule.lr_factor(name, self.table[name])
         master.mul_(1 - lr * group["weight_decay"])
         master.sub_(direction.view_as(master), alpha=lr)
 
     def _matrix_directions(self, exchange: Exchange) -> dict[str, Tensor]:
-        """Return the directions of this rank's elements, by weight, for the weights in one exchange between ranks."""
+        """Return {weight's name: direction of this rank's elements} for the weights in one exchange between ranks."""
         stage = self.rule.matrix_stage
         assert stage is not None
         updates = {}
@@ -150,7 +151,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         return UpdateSettings(betas, eps, self.steps)
 
     def _shard_direction(self, name: str, shard: Shard) -> Tensor | None:
-        """Update the state for this rank's elements in a weight, and return their update direction.
+        """Update the state for this rank's elements of a weight, and return the elements' update direction.
 
         Returns None if this rank has no elements of the weight.
         """

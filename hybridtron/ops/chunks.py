@@ -1,8 +1,8 @@
 """Scan sequences in chunks of tokens, with a backward pass that recomputes each chunk's intermediate tensors.
 
-The forward pass saves the inputs and the state before each chunk. It saves no tensor from inside a chunk. An op uses
-this file by defining two classes: its inputs (`Row`), and the computation of one chunk (`Chunk`). The ops `scan`,
-`ssd`, `gla` and `delta` do so, each in its file `chunked.py`, which has the op's equations.
+The forward pass saves the inputs and the state before each chunk. It saves no tensor from inside a chunk. An op that
+uses this file defines two classes: a `Row` holds the op's inputs, and a `Chunk` computes one chunk. The classes of the
+ops `scan`, `ssd`, `gla` and `delta` are in the file `chunked.py` of each op, together with the op's equations.
 
 Legend: B sequences (rows) in a batch, L tokens in a sequence, T tokens per chunk. A state is the tensor that an op
 carries from chunk to chunk.
@@ -36,11 +36,11 @@ class Chunk(Protocol):
 
 
 class Row(Protocol):
-    """An op's inputs for all sequences in a batch, except the state: a named tuple with three groups of fields.
+    """A named tuple of an op's inputs for all sequences in a batch. The state is not a field.
 
-    First come the per-token tensors (B, L, ...). The first one is never None, and y has its shape; the others may be
-    None. Then come the parameters, which may be None too. The last field is a mask (B, L) of the tokens that begin a
-    document, or None.
+    The first fields are the per-token tensors (B, L, ...). Field 0 is never None, and has the shape of the output y;
+    the other per-token tensors may be None. The parameters follow, and may be None too. The last field is None, or a
+    mask (B, L) of the tokens that begin a document.
     """
 
     PARAMETERS: int  # number of parameter fields

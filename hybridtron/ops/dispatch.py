@@ -65,8 +65,8 @@ def left_to_torch_compile() -> str | None:
 def untraced(function: Function) -> Function:
     """Wrap a function so that torch.compile calls it without tracing it.
 
-    `torch.compiler.disable` makes such a wrapper, but calling it imports torch's compiler, which is a third of all code
-    that training imports. Without that import no function is traced. So `torch.compiler.disable` is called only when
+    `torch.compiler.disable` makes such a wrapper, but it imports torch's compiler, a third of all code that training
+    imports. torch traces no function before the compiler is imported. So `torch.compiler.disable` is called only after
     another module has imported the compiler.
     """
     left: list[Any] = []
@@ -105,7 +105,7 @@ class Implementation(Generic[Inputs, Outputs]):
     missing: Callable[[], str | None] = _nothing
 
     def unavailable_reason(self, device: str) -> str | None:
-        """Return the reason why this implementation cannot run on this type of device for any inputs, or None."""
+        """Return the reason why this implementation can never run on this type of device, or None if it can."""
         if self.device not in (device, "any"):
             return f"only on {self.device}"
         if self.package is not None and (package := optional_package(self.package)).module is None:
@@ -118,7 +118,7 @@ class Implementation(Generic[Inputs, Outputs]):
 
 
 class Op(Generic[Inputs, Outputs]):
-    """A function with one argument, a named tuple of inputs; a call runs the implementation `selected(inputs)`."""
+    """A function of one argument: a named tuple of inputs. A call runs the implementation `selected(inputs)`."""
 
     def __init__(
         self,
@@ -198,8 +198,8 @@ def _listed(names: list[str]) -> str:
 def anything_forced() -> bool:
     """Return True if `force` or `force_on_all_threads` is in effect for any op.
 
-    Code that can compute several ops by one fused function checks this first. If any op is forced, that code must call
-    the ops one by one.
+    Code that can compute several ops by one fused function calls `anything_forced` first. If any op is forced, the code
+    must call the ops one by one.
     """
     return bool(_forced.get() or _forced_on_all_threads)
 

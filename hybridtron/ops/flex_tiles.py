@@ -1,4 +1,4 @@
-"""FlexAttention restricted to tiles: its block mask, built from maps of tiles, and the call of its kernel.
+"""Builds a block mask for FlexAttention from maps of tiles, and calls FlexAttention's kernel with the mask.
 
 A tile is 128 queries by 128 keys. The block mask lists the tiles that the kernel computes; the kernel skips all other
 tiles.
@@ -55,7 +55,7 @@ def mask_of_tiles(
 
 
 def _listed(tiles_BHTU: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for each query tile, how many key tiles are marked, and all key tiles' indices, marked tiles first."""
+    """For each query tile, return the number of marked key tiles, and the indices of all key tiles, marked first."""
     first_to_last = tiles_BHTU.int().argsort(dim=-1, descending=True, stable=True)
     return tiles_BHTU.sum(-1, dtype=torch.int32), first_to_last.int()
 

@@ -1,9 +1,8 @@
 """Shared code for the gated MLPs' Triton kernels, which compute activation(gate) * up and its gradient.
 
-The last axis of the input `gate_up` holds F channels for gate, then F channels for up: the output of one fused
-projection. The gradient of `gate_up` has the same layout. Only `gate_up` is saved for the backward pass. The kernels
-compute in fp32. The kernels themselves, with their equations, are in the file `kernels.py` of the ops `swiglu` and
-`geglu`.
+The input `gate_up` is the output of one fused projection. Its last axis holds F channels for gate, then F channels for
+up. The gradient of `gate_up` has the same layout. Only `gate_up` is saved for the backward pass. The kernels compute in
+fp32. The files `swiglu/kernels.py` and `geglu/kernels.py` contain the kernels and their equations.
 
 Legend: R rows (all leading axes flattened), F channels for gate and for up, 2F channels in `gate_up`.
 """

@@ -1,7 +1,7 @@
 """The two halves of a tensor along its last axis; their gradients are joined without a copy if possible.
 
-torch's `chunk` concatenates the halves' gradients in the backward pass. If an op stores both gradients side by side in
-memory, as the Triton kernels of SSD do, one tensor already holds them.
+In the backward pass, torch's `chunk` copies the halves' gradients into one tensor. If an op stores both gradients side
+by side in memory, as the Triton kernels of SSD do, this copy is not needed.
 
 Legend: C channels in a half. Any number of axes precedes them.
 """

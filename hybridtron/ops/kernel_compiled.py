@@ -60,7 +60,7 @@ class CompiledKernel:
     loops: tuple[Loop, ...]
 
     def executed(self, trips: Sequence[int]) -> Counter[str]:
-        """Return how often a warp executes instructions with each name.
+        """Map each instruction name to the number of such instructions that a warp executes.
 
         A loop at depth d runs `trips[d]` times in each iteration of the loop around it. Loops at depth len(trips) or
         more count as one iteration: the compiler makes such loops when it splits a kernel's innermost loop.
@@ -183,7 +183,7 @@ def _disassembled(capability: tuple[int, int], cubins: Sequence[bytes]) -> list[
 
 
 def instructions_of(cubin: bytes) -> bytes:
-    """Return the section with the instructions (.text.*) from a compiled kernel, which is an ELF file."""
+    """Return a compiled kernel's instructions: the section .text.* of its ELF file."""
     # The ELF header holds, at byte 40, the offset of the section table. From byte 58 on, it holds the size of a table
     # entry, the number of entries, and the index of the section with the sections' names.
     (table,) = struct.unpack_from("<Q", cubin, 40)

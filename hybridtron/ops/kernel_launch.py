@@ -1,7 +1,8 @@
 """Helpers for Triton kernels: launches, the recording of launches in simulations, output layouts and grid sizes.
 
-Most kernels are launched by `launch`, whose arguments are untyped. A type checker sees a kernel as the Python function
-in its source, whose parameters are `tl.tensor`, and would refuse the torch tensors and compiler options of a launch.
+Most kernels are launched by `launch`, because its arguments are untyped. A type checker would refuse a direct launch:
+it sees a kernel as a Python function with parameters of type `tl.tensor`, but a launch passes torch tensors and
+compiler options.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def kernel_name(kernel: Any) -> str:
 def tuned_over(most: int) -> Iterator[None]:
     """Inside the block, let other packages' autotuned kernels try at most `most` configurations per kernel.
 
-    These are evenly spaced in the kernel's list of configurations. To try the full list would take minutes.
+    The tried configurations are evenly spaced in the kernel's list. To try the full list would take minutes.
     """
     from triton.runtime.autotuner import Autotuner
 
@@ -137,7 +138,7 @@ def heads_side_by_side(tensor: Tensor) -> Tensor:
 def empty_in_order(tensor: Tensor) -> Tensor:
     """Return an uninitialized tensor with the shape of `tensor` and the memory order of its first two axes.
 
-    These axes are rows and tokens. Projections return tensors in which tokens are the outermost axis in memory. If an
+    The first two axes are rows and tokens. In memory, tokens are the outermost axis of a projection's output. If an
     op's output has the same memory order, no copy is needed between the op and the projections.
     """
     if tensor.stride(0) >= tensor.stride(1):

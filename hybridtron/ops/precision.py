@@ -14,9 +14,9 @@ def wide_type(x: Tensor) -> torch.dtype:
 
 
 def state_or_zeros(state: Tensor | None, tokens: Tensor, *sizes: int) -> Tensor:
-    """Return the initial state in the dtype to compute in; if it is None, return zeros (B, *sizes).
+    """Return the initial state in the dtype `wide_type(tokens)`; if the state is None, return zeros (B, *sizes).
 
-    `tokens` (B, ...) is the op's input, from which B and the dtype follow.
+    `tokens` is an input (B, ...) of the op.
     """
     wide = wide_type(tokens)
     if state is None:
@@ -32,7 +32,7 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 
 def narrower(first: torch.dtype, second: torch.dtype) -> torch.dtype:
-    """Return the narrower of two dtypes: `first` if `second` can represent all its values, else `second`.
+    """Return the narrower of two dtypes: `first` if `second` can represent all values of `first`, else `second`.
 
     Neither fp16 nor bf16 can represent all values of the other; for these two dtypes, the result is `second`.
     """

@@ -43,7 +43,7 @@ OPS: dict[str, Op[Any, Any]] = {
 
 
 def choices(device: str) -> list[tuple[str, str, str]]:
-    """Return (op's name, implementation's name, reason for the choice) for every op, for tables of the choices."""
+    """For every op, return its name, the name of the implementation that runs, and the reason for this choice."""
     return [(name, *op.choice(device)) for name, op in OPS.items()]
 
 
@@ -78,7 +78,7 @@ def force_problems(implementations: Mapping[str, str], device: str | None = None
 def torch_alone() -> dict[str, str]:
     """Return keyword arguments for `dispatch.force` that replace compiled C++ and oneDNN on a CPU by plain torch.
 
-    They map an op's name to an implementation's name. Only ops that would run compiled C++ or oneDNN on a CPU have an
+    The arguments map op names to implementation names. Only ops that would run compiled C++ or oneDNN on a CPU have an
     entry.
     """
     faster = {"native", "onednn"}

@@ -25,7 +25,8 @@ WARPS = 8
 def sum_of_parts(parts_KSN: Tensor, dtype: torch.dtype, precise: bool = False) -> Tensor:
     """Return the sums (K, N) in `dtype`. They are accumulated in fp32, or in float64 if `precise`.
 
-    The parts must be contiguous and in fp32. If `precise`, they may be in float64, and `dtype` must be fp32 or float64.
+    The parts must be contiguous and in fp32. If `precise`, the parts may also be in float64, and `dtype` must be fp32
+    or float64.
     """
     kinds, parts, size = parts_KSN.shape
     sums_KN = parts_KSN.new_empty(kinds, size, dtype=dtype)

@@ -1,7 +1,7 @@
-"""State transitions of recurrences, by which the shards of a sequence can be scanned in parallel.
+"""State transitions of recurrences. They make it possible to scan the shards of a sequence in parallel.
 
-A recurrence maps the initial state of a sequence to its final state. This map is affine: a linear map (the transition)
-of the initial state h, plus the final state z that the sequence reaches from a zero state:
+A recurrence maps the initial state h of a sequence to its final state. This map is affine: a linear map of h (the
+transition), plus a constant z. z is the final state that the sequence reaches from a zero state:
 
     final(h) = transition(h) + z
 
@@ -21,10 +21,11 @@ The transitions of the ops:
     selective scan, SSD, decay recurrence, gated linear attention   a factor for every state entry
     delta rule                                                      a matrix for every head
 
-Retention uses the decay recurrence; RWKV-6 uses gated linear attention. The delta rule's matrix is a product with a
-factor for each token, later tokens on the left. The factor of token t is (I - beta_t k_t k_t^T) diag(exp(g_t)), with
-its key k_t, update strength beta_t and log decays g_t. The op `delta_scan` itself computes this matrix: it is the final
-state if the initial state is the identity and all values are zero.
+Retention uses the decay recurrence; RWKV-6 uses gated linear attention. The delta rule's matrix is a product of one
+factor per token; the factors of later tokens are on the left. The factor of token t is
+(I - beta_t k_t k_t^T) diag(exp(g_t)), with the token's key k_t, update strength beta_t and log decays g_t. The op
+`delta_scan` computes this matrix: its final state is the matrix if its initial state is the identity and all values are
+zero.
 
 Legend: B sequences in a batch, L tokens, H heads, E inner channels of the selective scan, N state size per channel (or
 key size), P head size (or value size).
@@ -89,7 +90,7 @@ def gla_transition(inputs: GLAInputs) -> StateTransition:
 
 
 def delta_transition(inputs: DeltaInputs) -> StateTransition:
-    """Return the delta rule's transition: matrices (B, H, N, N), by which states (B, H, N, P) are multiplied."""
+    """Return the delta rule's transition: matrices (B, H, N, N) that multiply states (B, H, N, P) from the left."""
     size = inputs.k_BLHN.shape[3]
     wide = wide_type(inputs.v_BLHP)
     identity_NN = torch.eye(size, dtype=wide, device=inputs.k_BLHN.device)
@@ -102,8 +103,8 @@ def delta_transition(inputs: DeltaInputs) -> StateTransition:
 def _summed_steps(dt: Tensor, dt_bias: Tensor) -> Tensor:
     """Return the sum of the step sizes over tokens, in float64.
 
-    The backward pass recomputes the step sizes instead of saving them. `summed` takes its tensors as arguments, because
-    a closure would keep them alive inside a sub-layer that is itself recomputed.
+    The backward pass recomputes the step sizes, so they are not saved. `summed` takes its tensors as arguments. A
+    closure would keep the tensors alive even in a sub-layer whose activations are recomputed.
     """
 
     def summed(dt: Tensor, dt_bias: Tensor) -> Tensor:

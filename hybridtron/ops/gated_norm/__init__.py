@@ -1,4 +1,4 @@
-"""Mamba-2's gated norm (one op, or two ops for groups that are divided over ranks), and a norm before a gate."""
+"""Mamba-2's gated norm, as one op or as two ops, and a norm before a gate."""
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.gated_norm import native, reference, separate, triton

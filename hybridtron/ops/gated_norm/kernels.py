@@ -9,8 +9,8 @@ once, recomputes v, and computes in fp32.
 
 The weight's gradient is a sum over all tokens. Therefore a program of `_norm_backward` or `_scale_backward` loops over
 every S-th token, and stores the sum over these tokens. `sum_kernels` adds up the S sums. In the other kernels, a
-program computes a single token: one group of its channels, or several of its heads. There are no atomics, so results
-are deterministic.
+program computes one channel group, or several heads, of a single token. There are no atomics, so results are
+deterministic.
 
 `gated_squares` and `gated_scale` were checked on an H200 (benchmarks/gpu.md). `gated_norm` was checked there only in an
 earlier version, which had fewer warps per group.

@@ -1,8 +1,8 @@
 """Triton kernels for the norm before a gate; `reference.py` has the equations.
 
 A tile is one head at several tokens. The forward kernel computes a tile per program. The backward kernel has as many
-programs as an H100 runs at the same time. Each program loops over tiles of one head, and adds up their terms of
-dweight. Then `sum_kernels` adds up the programs' sums. Both kernels read their inputs once, recompute the norm, and
+programs as an H100 runs at the same time. Each program loops over tiles of one head, and adds up their contributions
+to dweight. Then `sum_kernels` adds up the programs' sums. Both kernels read their inputs once, recompute the norm, and
 compute in fp32. There are no atomics, so results are deterministic. The kernels have run in Triton's interpreter only.
 
 Legend: B rows (sequences in the batch), L tokens per row, H heads, P channels per head, S programs among which a head's
@@ -32,7 +32,7 @@ from hybridtron.ops.kernel_launch import (
 )
 from hybridtron.ops.sum_kernels import sum_of_parts
 
-TILE = 2048  # elements per tile, if a head has no more channels
+TILE = 2048  # maximum elements per tile; a tile is larger only if a single token of a head has more channels
 WARP_VALUES = 256  # elements per warp: 8 per thread
 RESIDENT_WARPS = 24  # warps of `_backward` that a multiprocessor runs at a time, with REGISTERS registers per thread
 REGISTERS = 80

@@ -1,6 +1,6 @@
 """The gated norm by C++ compiled for this CPU (`native/gated_norm.cpp`), as one op and as two ops.
 
-`reference.py` defines the ops `gated_norm`, `gated_squares` and `gated_scale`, and v, whose squares are summed.
+`reference.py` defines the ops `gated_norm`, `gated_squares` and `gated_scale`, and the symbol v.
 
 Legend: B rows (sequences in the batch), L tokens per row, E channels, H heads, P channels per head.
 """

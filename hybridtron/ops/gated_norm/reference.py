@@ -1,4 +1,4 @@
-"""Mamba-2's gated norm (one op, or two ops for groups that are divided over ranks), and a norm before a gate.
+"""Mamba-2's gated norm, as one op or as two ops, and a norm before a gate.
 
     v = y silu(z);   out = v / sqrt(mean of v^2 over a group's channels + eps) * weight
 
@@ -15,7 +15,8 @@ entry for each channel; all heads share this weight, or each head has its own we
     dz = dout n weight g'(z),   dn = dout weight g(z),   dy = (dn - n mean(dn n)) / sqrt(mean + eps),
     dweight = sum over tokens (and over heads, if they share the weight) of dout n g(z)
 
-In the backward pass of the other ops, let dv be the gradient for v. Then dy = dv silu(z), and dz = dv y silu'(z), where
+In the backward pass of `gated_squares` and `gated_scale`, let dv be the gradient for v. Then dy = dv silu(z), and
+dz = dv y silu'(z), with
 
     gated_squares    dv = 2 v dsquares
     gated_scale      dv = dout weight scale
@@ -64,7 +65,10 @@ class GatedScaleInputs(NamedTuple):
 
 
 class NormBeforeGateInputs(NamedTuple):
-    """Activations y, gate z before its activation (`sigmoid`: the sigmoid, else SiLU), a weight (P,) or (H, P), eps."""
+    """Activations y, gate z before its activation, a weight (P,) or (H, P), eps, and the kind of the gate's activation.
+
+    The gate's activation is the sigmoid if `sigmoid`, else SiLU.
+    """
 
     y_BLHP: Tensor
     z_BLHP: Tensor

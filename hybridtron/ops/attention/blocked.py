@@ -48,9 +48,9 @@ def blocked(inputs: AttentionInputs) -> Tensor:
 
     spans = _reach(keys, q_BLHK.shape[1], window)
     q_blocks = q_BLHK.transpose(1, 2).split(BLOCK, dim=2)
-    # Without a window, spans can be as long as the row. Then the masks of all blocks would take memory quadratic in the
-    # row's length, if they were kept for the backward pass. So if `wide` is True, the backward pass recomputes each
-    # block's attention. `_SharedSlices` is then not used, since it keeps the gradients of all slices at the same time.
+    # Without a window, spans can be as long as the row. If autograd kept the masks of all blocks, these would take
+    # memory quadratic in the row's length. So if spans are long (`wide`), the backward pass recomputes each block's
+    # attention. `_SharedSlices` is then not used, since it keeps the gradients of all slices at the same time.
     wide = window is None and sum(stop - start for start, stop in spans) > 8 * keys.keys_BSGK.shape[1]
     cut = _slices if wide else _SharedSlices.apply
     k_spans, v_spans = (cut(x.transpose(1, 2), spans) for x in (keys.keys_BSGK, keys.values_BSGK))
@@ -104,7 +104,7 @@ def _slices(x_BGSK: Tensor, spans: list[tuple[int, int]]) -> tuple[Tensor, ...]:
 class _SharedSlices(torch.autograd.Function):
     """Autograd version of `_slices` that accumulates all slices' gradients in one buffer.
 
-    In torch's own backward pass, each slice gets a gradient tensor as long as the row: for all slices, this work is
+    In torch's own backward pass, each slice gets a gradient tensor as long as the row, so the work for all slices is
     quadratic in L.
     """
 

@@ -1,8 +1,8 @@
 """Causal attention by the flash-attn packages, versions 2, 3 and 4; so far tested only against stand-in packages.
 
 Version 3 has kernels for Hopper, version 4 for Hopper and Blackwell. Each version is a separate package. If several
-versions can run, the first of FASTEST_FIRST is used. This order follows the rates that `planning/rates.py` assumes, not
-measurements.
+versions can run, the first of FASTEST_FIRST is used. The order follows assumed rates (`planning/rates.py`); it was not
+measured.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class FlashVersion:
 
     package: str
     made_for: tuple[int, ...] | None = None  # supported compute capabilities (major numbers); None: all
-    unlimited: int | None = -1  # in the argument `window_size`: the entry for a side without a limit
+    unlimited: int | None = -1  # the entry of the argument `window_size` for a side without a limit
     longest: int = 256  # largest supported number of channels in a head
-    longest_repeatable: int = 256  # largest number of channels in a head for which gradients can be deterministic
+    longest_repeatable: int = 256  # gradients can be deterministic for heads of up to this number of channels
     step: int = 1  # the number of channels in a head must be a multiple of `step`
 
     def missing(self) -> str | None:

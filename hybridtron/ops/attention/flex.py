@@ -4,18 +4,18 @@ A query sees one range of keys: from the first key that is in its window and in 
 row, both ends of this range only move forward.
 
 Queries and keys are divided into tiles with TILE tokens. A query tile needs the key tiles from its first query's first
-key to its last query's last key. Among these, the key tiles between the last query's first key and the first query's
-last key are seen in full by all its queries, and need no mask. Two boolean tensors (B, 1, T, U) describe the pairs of a
-query tile and a key tile: one marks the pairs that need a mask, the other the pairs that are seen in full. A mask with
-L x S entries is never built.
+key to its last query's last key. A key tile that lies between the last query's first key and the first query's last key
+is seen in full by every query of the query tile. It needs no mask. Two boolean tensors (B, 1, T, U) describe the pairs
+of a query tile and a key tile: the first marks pairs that need a mask, and the second marks pairs that are seen in
+full. A mask with L x S entries is never built.
 
-Building these tensors takes a few dozen small operations. They are built
+Building the two tensors takes a few dozen small operations. They are built
 
     in every call                                   with remembered keys, or with documents in torch.compile
     once for each batch and window                  with documents, and without remembered keys
     once for each batch size, length and window     in all other cases
 
-FlexAttention has no backward pass on a CPU, so tests on a CPU cover the forward pass and these tensors. The backward
+FlexAttention has no backward pass on a CPU, so tests on a CPU cover the forward pass and the two tensors. The backward
 pass was checked on an H200 (benchmarks/gpu.md).
 
 Legend: B rows (sequences in the batch), L tokens per row, S keys per row (remembered tokens before the row, then its L
@@ -38,7 +38,7 @@ from hybridtron.ops.flex_tiles import TILE, attend_to_tiles, flex_unsupported_re
 
 
 def mask_of(seen: SeenKeys) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return FlexAttention's mask function, which returns True if a query sees a key.
+    """Return FlexAttention's mask function; the mask function returns True if a query sees a key.
 
     Its arguments are the indices for row, head, query (among L tokens) and key (among S keys).
     """
@@ -52,8 +52,8 @@ def mask_of(seen: SeenKeys) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor
 def block_mask(seen: SeenKeys, total: int) -> BlockMask:
     """Build FlexAttention's block mask over `total` keys (S).
 
-    `masked_BHTU` marks pairs of tiles that need the mask function, and `whole_BHTU` pairs in which each query sees each
-    key.
+    `masked_BHTU` marks pairs of tiles that need the mask function. `whole_BHTU` marks pairs in which each query sees
+    each key.
     """
     length = len(seen.last_L)
     device = seen.last_L.device

@@ -49,11 +49,11 @@ def joined(memory: AttentionMemory | None, k_BLGK: Tensor, v_BLGK: Tensor) -> tu
 def remember(
     memory: AttentionMemory | None, k_BLGK: Tensor, v_BLGK: Tensor, documents_BL: Tensor | None, keep: int | None
 ) -> AttentionMemory:
-    """Return the memory for the next call, whose rows continue these rows.
+    """Return the memory for the next call; the rows of that call continue the rows of this call.
 
-    If `keep` is None, the new memory has all entries of `memory` and all L tokens. Else it has the last `keep` of
-    these; if there are fewer, zeros are put before them. The new `length_B` counts only tokens of the row's last
-    document, since the next call's row can continue only this document.
+    If `keep` is None, the new memory has all entries of `memory` and all L tokens. Else it has only the last `keep` of
+    them, with zeros in front if there are fewer. The new `length_B` counts only tokens of the row's last document,
+    since the next call's row can continue only this document.
     """
     batch, length = k_BLGK.shape[:2]
     if documents_BL is None:
@@ -79,8 +79,8 @@ class AttentionInputs(NamedTuple):
     """Queries, keys and values of the rows. Window and documents limit the visible keys; the memory adds keys.
 
     `documents_BL` is None if every row is a single document. `boundaries_E` is the result of
-    `document_boundaries(documents_BL)`, or None. If a kernel needs the boundaries and gets None, it computes them, and
-    for this the host waits for the device.
+    `document_boundaries(documents_BL)`, or None. If it is None, a kernel that needs the boundaries computes them, and
+    the host waits for the device.
     """
 
     q_BLHK: Tensor

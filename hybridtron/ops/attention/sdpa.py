@@ -1,4 +1,4 @@
-"""Causal attention over full rows by torch's scaled_dot_product_attention, on CUDA: no window, documents or memory."""
+"""Causal attention by torch's scaled_dot_product_attention, on CUDA, without window, documents or memory."""
 
 from __future__ import annotations
 

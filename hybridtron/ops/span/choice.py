@@ -10,8 +10,8 @@ c_j is block j's summary. Each query head has its own c_j, computed without a ca
 summed over the query heads that share a key/value head (a group). A chunk reads the blocks with the largest R_tj; if
 two blocks have equal relevance, the earlier block is preferred.
 
-In the paper, the queries in R_tj come from chunk t. Then a chunk's early tokens depend on its later tokens through the
-choice. With the queries from chunk t - 1, no token depends on a later token.
+In the paper, the queries in R_tj come from chunk t. Then the choice makes a chunk's early tokens depend on its later
+tokens. With the queries from chunk t - 1, no token depends on a later token.
 
 There are two more differences from the paper. The paper applies a softmax to R; here it is left out, since it does not
 change the blocks' order. The paper's equations have one head. Here each key/value head chooses its own blocks, so that
@@ -81,7 +81,7 @@ def query_sums(q_RNHK: Tensor, block: int) -> Tensor:
 def relevance(sums_RTHK: Tensor, summaries_RUHK: Tensor, groups: int) -> Tensor:
     """Return the relevance R_tj for each of `groups` key/value heads, (R, G, T, U).
 
-    `sums_RTHK` holds, for every chunk t, the sum of the queries that choose its blocks.
+    For every chunk t, `sums_RTHK` holds the sum of the queries that choose the chunk's blocks.
     """
     left, right = (x.unflatten(2, (groups, -1)).transpose(1, 2).flatten(3) for x in (sums_RTHK, summaries_RUHK))
     return left @ right.mT
@@ -114,10 +114,10 @@ def _shifted(x: Tensor, places: int) -> Tensor:
 
 @torch.no_grad()
 def choose(relevance_RGTU: Tensor, available: Sequence[int], most: int) -> Tensor | None:
-    """Return the chosen blocks for each chunk: at most `most`, the most relevant among its first `available` blocks.
+    """For each chunk, return up to `most` blocks: the most relevant blocks among the first `available` blocks.
 
     `available` has an entry for each chunk. The result has the blocks' indices (R, G, T, C) in ascending order,
-    followed by -1 if a chunk has fewer than C blocks. It is None if no chunk has a block to choose.
+    followed by -1 if a chunk has fewer than C blocks. The result is None if no chunk has a block to choose.
     """
     count = min(most, max(available))
     if count == 0:

@@ -1,7 +1,7 @@
 """Span-expanded attention by FlexAttention, for CUDA: one kernel for all rows.
 
-A token sees its own chunk up to itself, and the earlier blocks that were chosen for its chunk. The mask is computed
-from small tensors: each token's chunk and block, and a table of the blocks that each chunk has chosen. Matrix
+A token sees its chunk's tokens up to itself, and the earlier blocks that were chosen for its chunk. The mask is
+computed from small tensors: each token's chunk and block, and a table of the blocks that each chunk has chosen. Matrix
 multiplications with this table find the tiles (128 queries by 128 keys) in which some query may see a key. The kernel
 skips all other tiles, so no L x S tensor is stored. FlexAttention has no backward pass on a CPU; tests on a CPU cover
 its forward pass.
@@ -10,8 +10,8 @@ A segment is a range of tokens in a row that belong to one document.
 
 Legend: B rows (sequences in a batch), R rows in a segment, L tokens, S keys (first the keys remembered from the
 document that the row continues, then the row's L keys), N tokens (L or S), H query heads, G key/value heads, K head
-size, T chunks, U blocks. In `chosen_RGTC`, C is the number of blocks chosen for a chunk. Tensors about tiles have Q
-query tiles and C key tiles.
+size, T chunks, U blocks. In `chosen_RGTC`, C is the number of blocks chosen for a chunk. In tensors about tiles, Q is
+the number of query tiles, and C is the number of key tiles.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def places_of(inputs: SpanInputs) -> SpanPlaces:
 
 
 def mask_of(places: SpanPlaces, share: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return the mask function for FlexAttention, which returns True if a query sees a key.
+    """Return the mask function for FlexAttention; the mask function returns True if a query sees a key.
 
     The function's arguments are the row, the query head, the query's index in the row, and the key's index among all S
     keys. Each key/value head has `share` query heads.
@@ -109,7 +109,7 @@ def tiles_of(places: SpanPlaces) -> Tensor:
 
 
 def _held(numbers_BN: Tensor, count: int) -> Tensor:
-    """Return a table (B, N / 128, count): 1 where a tile with 128 tokens contains a chunk or block, else 0.
+    """Return a table (B, N / 128, count): 1 where a tile of 128 tokens has a token of a chunk or block, else 0.
 
     `numbers_BN` holds each token's chunk or block, and `count` is the number of chunks or blocks.
     """

@@ -1,9 +1,9 @@
 """Span-expanded attention by C++ compiled for this CPU (`native/attention.h`).
 
-In span-expanded attention a token sees its own chunk up to itself, and the earlier blocks that were chosen for its
+In span-expanded attention a token sees its chunk's tokens up to itself, and the earlier blocks that were chosen for its
 chunk (`reference`). The compiled code reads the chosen keys and values in place, without a copy. The inputs, the
-output, and one log-sum-exp for each query and head are saved for the backward pass. The code computes a chunk in
-pieces: a piece is at most `most_queries()` consecutive queries from one chunk in one row.
+output, and one log-sum-exp for each query and head are saved for the backward pass. A chunk is computed in pieces. A
+piece is at most `most_queries()` consecutive queries from one chunk in one row.
 
 A segment is a range of tokens in R consecutive rows; in each of these rows the range is in one document.
 
@@ -40,13 +40,13 @@ NATIVE = Implementation("native", span_attention, "cpu", unsupported_reason=_uns
 def plan_of(inputs: SpanInputs) -> AttentionPlan:
     """Return the plan that the compiled code executes. A plan contains:
 
-    pieces    (P, 5), sorted by the row in the batch; the columns are the piece's row in the batch, its first query, how
-              many queries it has, the index of its chunk's first line in the table, and the number of its chunk's
-              chosen blocks
+    pieces    (P, 5), sorted by the first column; the columns are the piece's row in the batch, its first query, its
+              number of queries, the index in `table` of its chunk's first line, and the number of blocks chosen for
+              its chunk
     begins    (B + 1,): the index of each row's first piece, then P
     first     (B, L): for each query, the index of the first key in its own chunk
-    table     C lines for each chunk of a segment, a column for each key/value head; an entry is the index of a chosen
-              block's first key, or -1 for an empty slot
+    table     C lines for each row and chunk of a segment, a column for each key/value head; an entry is the index of a
+              chosen block's first key, or -1 for an empty slot
     block     tokens per block
     """
     q_BLHK, k_BSGK, _, cut, chosen = inputs

@@ -8,15 +8,15 @@ A document may be longer than a row (a sequence in the batch). Then the next row
 state, as if the earlier tokens were in the row. A row may begin anywhere in its document, even inside a chunk or a
 block. The state has three tensors:
 
-    the last block's queries, if the previous row ended inside this block
-    the complete blocks' summaries, from which chunks choose
-    the query sums, by which chunks choose: the summed queries of each of the last complete blocks
+    queries     the last block's queries, if the previous row ended inside this block
+    summaries   the summary of each complete block; chunks choose among these blocks
+    query sums  the sum of the queries in each of the last complete blocks; these queries make the choice
 
 The past keys and values are carried separately, as for any attention.
 
-In one case, results are not as for a document in a single row: if a chunk's own queries choose its blocks, and a row
-ends inside the chunk, only the chunk's queries up to the row's end choose. In this case, results are independent of the
-division into rows only if rows end at multiples of the chunk size.
+If a chunk's own queries choose its blocks, and a row ends inside the chunk, only the chunk's queries up to the row's
+end choose. The results then differ from those for a document in a single row. So if a chunk's own queries choose,
+results are independent of the division into rows only if rows end at multiples of the chunk size.
 
 A segment is a range of tokens in a row that belong to one document. Rows with the same range are computed together.
 
@@ -57,7 +57,7 @@ class ChoiceRule(NamedTuple):
     """The rule by which a chunk chooses its blocks.
 
     `most` is the maximum number of blocks. If `previous` is True, the previous chunk's queries choose, else the chunk's
-    own queries. Landmarks (None: no landmarks) replace the blocks' queries in the block summaries.
+    own queries choose. Landmarks (None: no landmarks) replace the blocks' queries in the block summaries.
     """
 
     most: int
@@ -73,7 +73,7 @@ class CarriedBlocks(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """Full rows: their length, how many key/value heads they have, and a function that returns a segment's `SpanPast`.
+    """Full rows: their length, their number of key/value heads, and a function that returns a segment's `SpanPast`.
 
     With context parallelism a rank holds only a shard of each row. The function then combines all ranks' shards.
     """
@@ -87,7 +87,7 @@ class Whole(NamedTuple):
 def choose_by_relevance(
     cut: SpanCut, rule: ChoiceRule, rows: Whole, carried: CarriedBlocks
 ) -> tuple[list[Tensor | None], SpanPast]:
-    """Choose the most relevant blocks for every chunk; return a list of them, and the state after the rows.
+    """Choose the most relevant blocks for every chunk; return the list of choices, and the state after the rows.
 
     The list has an entry for each segment. The entry is None if no chunk in the segment has a block to choose.
     """
@@ -113,7 +113,7 @@ def choose_at_random(
 
     The returned list has an entry for each segment. The entry is None if no chunk in the segment has a block to choose.
     `key` is the seed, and `groups` are the indices of this rank's key/value heads. A random number depends only on the
-    seed, row, key/value head, chunk and block. So it does not depend on the parallel layout.
+    seed, row, key/value head, chunk and block. So the choice does not depend on the parallel layout.
     """
     chosen: list[Tensor | None] = []
     for segment in cut.segments:
@@ -153,7 +153,7 @@ def known_of(
 
 
 def behind(past: SpanPast | None, segment: SpanSegment, new: SpanPast) -> SpanPast:
-    """Return `new`, with the carried summaries and query sums in front of the summaries and query sums in `new`."""
+    """Return `new`, with the carried summaries and query sums put in front of its own summaries and query sums."""
     if past is None or not segment.seen:
         return new
     carried = past.summaries_BPHK[segment.rows], past.sums_BPHK[segment.rows]

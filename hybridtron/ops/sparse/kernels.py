@@ -3,10 +3,10 @@
 In sparse attention, rules select the keys that a query sees: the recent, first or strided keys, the keys in the query's
 hash bin, or the keys with the best scores (`reference`). A part is the pairs (query, key) that one rule selects; there
 are at most two parts. The kernels read no mask over pairs. They read sorted queries and keys, and a few integers per
-token, from which they compute whether a pair is visible (`KernelPart`). These tensors are computed once for both
-passes. No tensor's size depends on tensors' contents, so the host never waits for the device. The inputs, the outputs,
-and each query's log-sum-exp over its scores are saved for the backward pass. Results are deterministic. The kernels
-were checked on an H200 (benchmarks/gpu.md).
+token (`KernelPart`). From the integers they compute whether a pair is visible. The tensors of a `KernelPart` are
+computed once for both passes. Their sizes do not depend on tensors' contents, so the host never waits for the device.
+The inputs, the outputs, and each query's log-sum-exp over its scores are saved for the backward pass. Results are
+deterministic. The kernels were checked on an H200 (benchmarks/gpu.md).
 
 The widest dtype of q, k and v decides the precision of matrix multiplications. For bf16, both factors are cast to bf16.
 For fp16, tf32 is used, which represents fp16 numbers exactly. For fp32, factors stay fp32. Accumulation is always fp32.
@@ -124,8 +124,8 @@ def of_stretch(part: Stretch, most: int) -> KernelPart:
 def of_best(seen: Seen, length: int, queries: int) -> KernelPart:
     """Build the kernel part for the rule `best`; a tile has `queries` queries.
 
-    A program for a key tile reads all queries that see any key in the tile. So that it reads few queries, keys that
-    stay among the best about equally long are grouped into the same tile.
+    A program for a key tile reads all queries that see any key in the tile. To make these queries few, a tile groups
+    keys that stay among the best about equally long.
     """
     documents_RS = seen.documents_RS.int().contiguous()
     scores_RS = seen.scores_RS

@@ -6,14 +6,13 @@ two parts. Integers per token decide which pairs are in a part, so no matrix ove
 kinds of parts:
 
     stretch  keys are sorted, and a query sees the keys at positions `first` to `end` - 1 in the sorted list
-    kept     a key is seen by the queries from its own token to the token `until` - 1; from the token `until` on, it is
-             no longer among the best keys (a key that has dropped out never returns, since the number of better keys
-             only grows)
+    kept     a key is seen by the queries from its own token to the token `until` - 1; from the token `until` on, the
+             key is no longer among the best keys; it never returns, since the number of better keys only grows
 
 There are two kernels. `best_keys` computes `until`. `attend` computes the attention over one part; a program computes a
 tile with QUERIES queries. For a stretch, queries are sorted by `end`. In that order `first` ascends too, so the keys
 that a tile's queries see are one range in the sorted list. Let `most` be the maximum number of keys that a query sees.
-Then the lengths of all ranges in a row add up to at most S + `most` * T. For the kept part, each tile has a list of
+Then the ranges of a row's T tiles have at most S + `most` * T keys in total. For the kept part, each tile has a list of
 keys: the best keys before the tile, and the tile's own keys.
 
 The launch for a second part continues from the first part's outputs and log-sum-exps, and skips the pairs that are in

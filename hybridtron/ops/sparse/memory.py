@@ -2,10 +2,10 @@
 
 In sparse attention, a query sees only the keys that rules select: the recent, first or strided keys of the document,
 the last keys in the query's hash bin, or the keys with the best scores (`reference`). A row is a sequence in the batch,
-and a document may be longer than a row. The memory after a row holds all keys from the row's last document that a later
-query can see under the rules, each with its value, its position in the document and its score. With the memory, a
-document that is divided into rows gives the same results as in a single row. Hash bins are not remembered but computed
-again from the keys, because the hash may change with the next training step.
+and a document may be longer than a row. The memory after a row holds those keys of the row's last document that a query
+in a later row can still see. Each key is stored with its value, its position in the document and its score. With the
+memory, a document that is divided into rows gives the same results as in a single row. Hash bins are not remembered.
+They are computed again from the keys, because the hash may change with the next training step.
 
 Legend: R rows (a row for each sequence in the batch and each head group), L tokens in a row, M slots in the memory,
 S = M + L available keys, N key size, P value size, C best keys.
@@ -55,7 +55,7 @@ class SparseKeys(NamedTuple):
 def joined(memory: SparseMemory | None, own: SparseKeys) -> SparseKeys:
     """Return the remembered keys, followed by the row's own keys.
 
-    The row's first document continues the memory's document, so its positions are increased.
+    The row's first document continues the memory's document, so the positions of its tokens are increased.
     """
     if memory is None:
         return own

@@ -183,7 +183,7 @@ def inverse(order_RS: Tensor) -> Tensor:
 
 
 def kept(documents_RS: Tensor, scores_RS: Tensor, length: int, most: int) -> Kept:
-    """Build the part for the rule `best`: find until which token each key is among the best `most` keys.
+    """Build the part for the rule `best`: find the token at which each key leaves the best `most` keys.
 
     Of two keys in one document, the key with the larger score is better; if scores are equal, the earlier key is
     better. A key in a later document is better than any key in an earlier document. For a query, a key is among the

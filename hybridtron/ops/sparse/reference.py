@@ -4,7 +4,7 @@
     y_i = 0 if query i sees no key
 
 The caller has already divided the keys by the square root of their size N. Query i can see only tokens j <= i in its
-document. Five rules select keys among these tokens. The budget has for each rule the maximum number of keys that the
+document. Five rules select keys among these tokens. For each rule, the budget has the maximum number of keys that the
 rule selects for a query. A query sees every key that at least one rule selects:
 
     recent   the last keys, the query's own token included
@@ -95,7 +95,7 @@ def visible_keys(seen: Seen, length: int) -> Tensor:
 
 
 def last_ones(true: Tensor, most: int) -> Tensor:
-    """Return the mask `true`, in which only the last `most` True entries along the last axis are kept."""
+    """Return the mask `true` with only its last `most` True entries along the last axis."""
     return true & (true.flip(-1).cumsum(-1).flip(-1) <= most)
 
 

@@ -56,7 +56,7 @@ def _scores(q_TQN: Tensor, k_TWN: Tensor, visible_TQW: Tensor) -> Tensor:
 
 
 def _finite(sums: Tensor) -> Tensor:
-    """Return the sums with 0 in place of -inf, and a new last axis; then exp(score - sum) is never NaN.
+    """Replace -inf by 0 in the sums, so that exp(score - sum) is never NaN, and add a last axis.
 
     `sums` are maxima or log-sum-exps. They are -inf for queries without keys, whose scores are -inf too.
     """

@@ -29,7 +29,7 @@ def _unsupported_reason(inputs: ConvInputs) -> str | None:
 
 
 def _repeats_bits() -> bool:
-    """Return True if the kernel's gradients can be deterministic, which needs version 1.6 or later of the package.
+    """Return True if the kernel's gradients can be deterministic; this requires version 1.6 or later of the package.
 
     From version 1.6 on, torch.use_deterministic_algorithms makes the kernel sum the weight's gradient in a fixed order.
     If the version can't be parsed, return False.

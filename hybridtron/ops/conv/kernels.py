@@ -3,9 +3,9 @@
 A program computes a tile: some tokens by some channels in a row. Threads do not exchange data.
 
 The forward kernel loads the inputs of each tap separately, so every input is loaded W times; all but the first load
-come from the cache. The backward kernel loops over the tile's tokens, and over the W - 1 tokens after them, whose
-gradients also reach the tile's inputs. It keeps the last W inputs and gradients in registers, and recomputes the sum
-over taps, which SiLU's derivative needs.
+come from the cache. The backward kernel loops over the tile's tokens and the W - 1 tokens after the tile, because the
+gradients of these W - 1 tokens also reach the tile's inputs. It keeps the last W inputs and gradients in registers, and
+recomputes the sum over taps, since SiLU's derivative needs the sum.
 
 For the gradients of weight and bias, each tile stores partial sums, which a third kernel adds up. No kernel uses
 atomics, so results are deterministic. float64 and widths above 8 are not supported. The first two kernels were checked
@@ -118,7 +118,7 @@ def forward(row: ConvRow, row_major: bool = False) -> Tensor:
 
 
 def backward(row: ConvRow, grad_y_BLC: Tensor) -> ConvInputs:
-    """Return the gradients as `ConvInputs`: each is in its input's field, and has that input's dtype in `ConvRow`."""
+    """Return the gradients as `ConvInputs`, each in the field of its input, in the dtype of the input in `row`."""
     grad_y_BLC = last_side_by_side(grad_y_BLC)
     channels, width = row.weight_CW.shape
     grid = row.grid(row.x_BLC.shape[1] + width - 1, WALK_TOKENS, WALK_CHANNELS)

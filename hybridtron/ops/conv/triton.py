@@ -1,6 +1,6 @@
 """The causal convolution by this project's Triton kernels, which support a tail and documents together.
 
-They are deterministic, and save only their inputs for the backward pass. Their results were compared with the
+The kernels are deterministic, and save only their inputs for the backward pass. Their results were compared with the
 reference in Triton's interpreter. An earlier version was also compared on an H200 (benchmarks/gpu.md).
 """
 

@@ -1,11 +1,11 @@
-"""Dropout without a random state: a hash of an element's token and channel numbers decides whether it is dropped.
+"""Dropout without a random state: a hash of token and channel numbers decides which elements are dropped.
 
     u = mix(token ^ channel) + 2**31               from 0 to 2**32 - 1
     y = x / (1 - share) if u >= share * 2**32, else 0
 
 `token` and `channel` are an element's token number and channel number (`numbers.py`). mix is MurmurHash3's finalizer,
-with its result read as int32. `share` is the fraction of elements to drop. Because u depends only on the two numbers, a
-forward pass that is computed a second time drops the same elements as the first.
+with its result read as int32. `share` is the fraction of elements to drop. u depends only on the two numbers. So if a
+forward pass is computed again, the same elements are dropped again.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     y = g P u,   dg = dy u (P + g p),   du = dy g P
 
-g is the gate, and u is `up`. P is the standard normal distribution's cumulative distribution function at g, and p its
-density at g. `gate_kernels.py` has the code that the kernels of all gated MLPs share. The kernels were checked on an
-H200 (benchmarks/gpu.md).
+g is the gate, and u is `up`. P is the cumulative distribution function of the standard normal distribution at g, and p
+is its density at g. `gate_kernels.py` has the code that the kernels of all gated MLPs share. The kernels were checked
+on an H200 (benchmarks/gpu.md).
 
 Legend: R tokens (all leading axes, flattened), F channels each for gate and up.
 """

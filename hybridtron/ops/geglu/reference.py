@@ -3,7 +3,7 @@
     y = gelu(gate) * up,   gelu(g) = g Phi(g)
 
 Phi is the standard normal distribution's cumulative distribution function, without the tanh approximation. The
-projections before and after this op belong to the mixer, the sub-layer that uses it.
+projections before and after this op belong to the mixer, the sub-layer that uses the op.
 """
 
 from __future__ import annotations

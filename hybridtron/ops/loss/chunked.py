@@ -7,10 +7,10 @@
 
 lse_t is log(sum(exp(logits_t))), with the sum over the vocabulary. For masked t, g_t is 0. The tokens are divided into
 chunks. For each chunk, the forward pass computes the logits, the loss, and the gradients for x and the weight. The
-backward pass only multiplies these gradients by the incoming gradient of the loss. This takes three matrix
-multiplications: for the logits and for the two gradients. If the backward pass computed the gradients, a fourth matrix
+backward pass only multiplies these gradients by the incoming gradient of the loss. So three matrix multiplications are
+needed: for the logits and for the two gradients. If the backward pass computed the gradients, a fourth matrix
 multiplication would have to compute the logits again. Peak memory would not be lower, because the backward pass begins
-just after the loss, and needs both gradients then.
+just after the loss, and would then allocate both gradients.
 
 The saved gradients are as large as x and the weight, however many chunks there are. With several calls per micro-batch,
 each call would save a gradient for the weight. So all tokens in a micro-batch are passed in one call.
@@ -67,7 +67,7 @@ class WantedGradients(NamedTuple):
 
 
 class SummedGradients:
-    """Gradients for x (each chunk fills its own rows) and for the weight (summed over chunks); None if not wanted.
+    """Gradients for x (each chunk fills its own rows) and for the weight (summed over chunks), or None if not wanted.
 
     `several` is True if there is more than one chunk.
     """
@@ -136,7 +136,7 @@ def _sums_of(part: slice, inputs: LinearCrossEntropyInputs, gradients: SummedGra
 
 
 class _MadeInForward(torch.autograd.Function):
-    """Autograd function whose forward pass computes the gradients, and saves only these."""
+    """Autograd function that computes the gradients in its forward pass, and saves only the gradients."""
 
     @staticmethod
     def forward(ctx: Any, wanted: WantedGradients, *fields: Any) -> tuple[Tensor, Tensor]:

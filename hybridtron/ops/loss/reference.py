@@ -53,11 +53,11 @@ class VocabularyShare(NamedTuple):
 
 
 class LinearCrossEntropyInputs(NamedTuple):
-    """x and weight, whose product is the logits, with labels and mask as in `CrossEntropyInputs`.
+    """x and the weight, from which the logits are computed, and labels and mask as in `CrossEntropyInputs`.
 
     The weight has a row for each entry of the vocabulary shard `share`, or of the full vocabulary if `share` is None.
-    For tokens with the mask False, x does not change the loss, and its gradient is 0. But x must be finite for these
-    tokens too: in the weight's gradient, their x is multiplied by 0, and 0 times infinity or nan is nan.
+    A masked token's x does not change the loss, and gets the gradient 0. But it must be finite, because it is
+    multiplied by 0 in the weight's gradient, and 0 times infinity or nan is nan.
     """
 
     x_TD: Tensor

@@ -1,8 +1,8 @@
 """Autograd function for the compiled attention on CPUs (`attention.h`), with windows, documents and span attention.
 
-A row's queries are divided into pieces with at most `most_queries()` consecutive tokens. In span attention, a piece's
-queries also see blocks of earlier keys that were chosen for them. As in FlashAttention, the backward pass gets the
-inputs, the output and each query's log-sum-exp.
+A row's queries are divided into pieces with at most `most_queries()` consecutive tokens. In span attention, blocks of
+earlier keys are chosen for a piece, and the piece's queries also see these blocks. As in FlashAttention, the backward
+pass gets the inputs, the output and each query's log-sum-exp.
 
 Legend: B rows (sequences in the batch), L tokens per row, H query heads, G key/value heads, K channels per head, S keys
 per row (remembered tokens before the row, then its L tokens), P pieces in all rows together, N pieces per row in
@@ -31,7 +31,8 @@ class AttentionPlan(NamedTuple):
 
     pieces_P5: for each piece, its row, first token, token count, first entry in chosen_CG, and number of chosen blocks
     begins: (B + 1,); row b has the pieces from begins[b] to begins[b + 1] - 1
-    first_BL: for each query, the index of the first key that it sees outside chosen blocks; the last is its own key
+    first_BL: for each query, the index of the first key that it sees outside chosen blocks; it sees all keys from this
+        index to its own key
     chosen_CG: index of each chosen block's first key; negative if there is no block
     block: tokens per chosen block
     """

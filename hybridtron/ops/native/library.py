@@ -173,7 +173,7 @@ def _allowed() -> int:
 
 
 def cgroups(root: Path, own: str) -> list[Path]:
-    """Return the cgroup folders whose limits apply to a process: its own, and all folders above it up to `root`.
+    """Return the cgroup folders whose limits apply to a process: its own folder, and all parent folders up to `root`.
 
     `own` is the text in the process's /proc/self/cgroup. Inside a container, only `root` itself exists.
     """

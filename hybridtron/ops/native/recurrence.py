@@ -2,7 +2,7 @@
 
 An op passes its inputs as a named tuple (`NativeRow`). The tuple's class attribute TASK is the ctypes structure with
 the arguments of the op's compiled functions. The forward pass saves the inputs and the state before each chunk of
-tokens; the backward pass recomputes each chunk from them.
+tokens; the backward pass recomputes each chunk from these tensors.
 
 Legend: B rows (sequences in the batch), L tokens per row, K chunks. A state is (B, ...), with further axes that depend
 on the op.
@@ -23,19 +23,19 @@ from hybridtron.ops.native.tensors import LOG2E, Tokens, address, first_part, li
 class NativeRow(Protocol):
     """A named tuple with an op's differentiable inputs.
 
-    Its field names follow rules. For example, an input `dt_BLH` is passed in the field `dt` of the structure TASK, and
-    its gradient in `grad_dt`. The first input has y's shape, and the last input is the state. Inputs with `_BL` in
-    their name have an entry per token. The other inputs, except the state, are parameters, in the state's dtype. A
-    parameter with the name `A` is a decay rate. An input is None if the op does not use it.
+    Its field names follow rules. For example, the field `dt` of the structure TASK passes an input `dt_BLH`, and the
+    field `grad_dt` passes its gradient. The first input has y's shape, and the last input is the state. Inputs with
+    `_BL` in their name have an entry per token. All other inputs, except the state, are parameters, in the state's
+    dtype. A parameter with the name `A` is a decay rate. An input is None if the op does not use it.
     """
 
     NAME: str  # prefix of the names of the compiled functions, before `_forward` and `_backward`
     TASK: type[Any]  # the ctypes structure with the arguments of these functions
-    # minimum work per thread, in tokens times state entries: with less, a thread saves less time than its start takes
+    # minimum work per thread, in tokens times state entries; with less work, a thread costs more time than it saves
     WORTH: int
-    # Name of the TASK field that holds the number of channels (or heads) per row. A unit of work is `unit` of these
-    # channels (or heads), where `unit` is another field of TASK. All units of a row read the same inputs `b` and `c`,
-    # so their gradients for `b` and `c` must be added up. UNITS_OF is "" if the op has no inputs `b` and `c`.
+    # Name of the TASK field that holds the number of channels (or heads) per row. A unit of work is a few of these
+    # channels (or heads); TASK has their number in its field `unit`. All units of a row read the same inputs `b` and
+    # `c`, so their gradients for `b` and `c` must be added up. UNITS_OF is "" if the op has no inputs `b` and `c`.
     UNITS_OF: str
 
     def sizes(self) -> dict[str, int]:
@@ -132,7 +132,7 @@ def _task(row: NativeRow, starts_BL: Tensor | None) -> Any:
 def _room_for_gradients(row: NativeRow) -> dict[str, Tensor | None]:
     """Allocate the gradients for all inputs except the state.
 
-    A parameter gets a gradient for each row. At the end, the compiled code adds them all to the first row's gradient.
+    A parameter gets a gradient for each row. At the end, the compiled code adds all others to the first row's gradient.
     """
     *fields, (_, state) = row._asdict().items()
     return {

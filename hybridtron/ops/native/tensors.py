@@ -47,7 +47,7 @@ class Tokens(ctypes.Structure):
 def unsupported_types(*tensors: Tensor) -> str | None:
     """Return a reason if the compiled functions can't read one of the tensors' dtypes, else None.
 
-    The reason is a phrase for a message, where it follows the name of an op's implementation.
+    In messages, the reason follows the name of an op's implementation.
     """
     if all(tensor.dtype in KINDS for tensor in tensors):
         return None

@@ -173,7 +173,10 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients for x, `added` and the weight. x and `added` have equal gradients, each in its dtype."""
+        """Return the gradients for x, `added` and the weight, each in its input's dtype.
+
+        The gradients for x and `added` are equal.
+        """
         x, weight_D, scale_R = ctx.saved_tensors
         # of_sum: a list with the gradient through the output s; an empty list if s is not an output
         *of_sum, dy = (grad.contiguous() for grad in grads)

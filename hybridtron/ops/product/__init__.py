@@ -1,4 +1,4 @@
-"""Matrix multiplications: `linear` for projections, and `matrix_product` inside ops that compute their gradients."""
+"""Matrix multiplications: `linear` for projections, and `matrix_product` for ops that compute their own gradients."""
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.product import onednn, reference

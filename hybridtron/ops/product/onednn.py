@@ -98,8 +98,8 @@ class _Linear(torch.autograd.Function):
 def _times(left_MK: Tensor, right_NK: Tensor) -> Tensor:
     """Return left right^T, as a sum over partial products with DEPTH terms.
 
-    If the left factor is transposed in memory, torch copies it. In this case, if the right factor has fewer rows than
-    the left factor, right left^T is computed instead, and the result is transposed.
+    torch copies a left factor that is transposed in memory. If such a factor has more rows than the right factor,
+    right left^T is computed instead, and the result is transposed.
     """
     if left_MK.stride(1) != 1 and len(left_MK) > len(right_NK):
         return _times(right_NK, left_MK).t()
@@ -117,7 +117,7 @@ def _times(left_MK: Tensor, right_NK: Tensor) -> Tensor:
 def _dense(x: Tensor) -> Tensor:
     """Return x as a contiguous or transposed contiguous matrix; x is copied if it is neither.
 
-    With slices of wider tensors, which are not contiguous, oneDNN can be a thousand times slower.
+    A slice of a wider tensor is neither. With such slices, oneDNN can be a thousand times slower.
     """
     if x.t().is_contiguous():
         return x

@@ -4,7 +4,7 @@
 
 x1 is channel i of a head, and x2 is channel i + k, for i from 0 to k - 1 ("rotate half"), as in Llama in transformers.
 The original paper pairs channels 2 * i and 2 * i + 1, which is not supported. If a query is rotated by the angle a, and
-a key by the angle b, their attention score depends only on a - b, that is, on their distance.
+a key is rotated by the angle b, their attention score depends only on a - b, that is, on their tokens' distance.
 
 For rows that are longer than in the original training, the frequencies f can be scaled by the rules in
 `architecture/rope.py`. YaRN also multiplies cos and sin by a factor.

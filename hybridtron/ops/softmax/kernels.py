@@ -3,9 +3,9 @@
     sums:       greatest = max_v l_v,   sum = sum_v exp(l_v - greatest),   picked = l_label
     gradients:  l_v <- exp(l_v - lse) (1 + 2 z_loss lse) - [v = label],   0 for tokens outside the loss mask
 
-l are a token's logits, and <- means that they are overwritten. [v = label] is 1 if v is the label, else 0. Between the
-two kernels the caller computes lse = greatest + log sum; if ranks hold shards of the vocabulary, the caller first
-combines all ranks' sums. A label outside 0..V - 1 is in another rank's shard; `picked` is then 0. `z_loss` is the
+l are a token's logits, and <- means that the logits are overwritten. [v = label] is 1 if v is the label, else 0.
+Between the two kernels the caller computes lse = greatest + log sum; if ranks hold shards of the vocabulary, the caller
+first combines all ranks' sums. A label outside 0..V - 1 is in another rank's shard; `picked` is then 0. `z_loss` is the
 factor for the z-loss. Each kernel reads a logit once, and computes in fp32. No kernel uses atomics, so results are
 deterministic. The kernels were checked on an H200 (benchmarks/gpu.md).
 

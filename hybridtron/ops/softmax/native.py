@@ -1,6 +1,6 @@
 """The softmax of the language-model loss by C++ compiled for this CPU (`native/softmax.cpp`).
 
-The code handles one token at a time, whose logits stay in the CPU's cache.
+The code handles one token at a time, so that the token's logits stay in the CPU's cache.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     softmax_sums:       greatest = max_v l_v,   sum = sum_v exp(l_v - greatest),   picked = l_label
     softmax_gradients:  l_v <- exp(l_v - lse) (1 + 2 z_loss lse) - [v = label],   0 for tokens outside the loss mask
 
-l are a token's logits, and <- means that they are overwritten. [v = label] is 1 if v is the label, else 0. Between the
-two ops the caller computes lse = greatest + log sum. If ranks hold shards of the vocabulary, the caller first combines
-all ranks' sums, so that lse covers the full vocabulary. The second op computes the gradient of the token's loss, lse -
-l_label + z_loss lse^2.
+l are a token's logits, and <- means that the logits are overwritten. [v = label] is 1 if v is the label, else 0.
+Between the two ops the caller computes lse = greatest + log sum. If ranks hold shards of the vocabulary, the caller
+first combines all ranks' sums, so that lse covers the full vocabulary. The second op computes the gradient of the
+token's loss, which is lse - l_label + z_loss lse^2.
 
 Legend: C tokens, V entries in the vocabulary or in this rank's shard.
 """

@@ -1,6 +1,6 @@
 """The softmax of the language-model loss by this project's Triton kernels (`kernels`).
 
-They were checked on an H200 (benchmarks/gpu.md).
+The kernels were checked on an H200 (benchmarks/gpu.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The elementwise part of SwiGLU by C++ compiled for this CPU (`native/swiglu.cpp`); it saves only its input."""
+"""The elementwise part of SwiGLU by C++ compiled for this CPU (`native/swiglu.cpp`); only the input is saved."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Triton kernels for token mixing, one for each direction; `reference.py` has the equations.
 
-A program computes a tile: some tokens by some channels, in all streams. It reads the tokens' predecessors too, and in
-the backward pass their successors' weights and gradients; other programs read these as well, mostly from the cache. The
-gradient of `mix` is a sum over all tokens: every program stores each stream's sum over its tokens, and `sum_kernels`
-adds them up. There are no atomics, so results are deterministic. Numbers are computed in fp32.
+A program computes a tile: some tokens by some channels, in all streams. It also reads each token's predecessor, and in
+the backward pass the weights and gradients of each token's successor. Other programs read the same values, so most of
+these reads come from the cache. The gradient of `mix` is a sum over all tokens: every program stores each stream's sum
+over the tile's tokens, and `sum_kernels` adds up the sums of all programs. There are no atomics, so results are
+deterministic. Numbers are computed in fp32.
 
 Legend: S streams, L tokens, B rows (sequences in the batch), D channels, R tokens of all rows (token t in row b has the
 index t * B + b), Q tiles along R.
@@ -59,7 +60,7 @@ class _TokenMix(torch.autograd.Function):
         grad_change = None if inputs.change_SLBD is None else torch.empty_like(inputs.change_SLBD)
         grad_first = None if inputs.first_BD is None else torch.empty_like(inputs.first_BD)
         if grad_first is not None and inputs.x_LBD.numel() == 0:
-            grad_first.zero_()  # no program runs, and rows without tokens still have predecessors
+            grad_first.zero_()  # rows are empty, so no program runs that would fill this tensor
         sums_SQD = inputs.x_LBD.new_empty(streams, grid[0], inputs.x_LBD.shape[2], dtype=torch.float32)
         launch(
             _backward, grid, *inputs, *of_streams, grad_x_LBD, grad_change, grad_first, sums_SQD, *_sizes(inputs),
@@ -82,7 +83,7 @@ def _sizes(inputs: TokenMixInputs) -> tuple[int, ...]:
 def _same_document(
     documents_BL: tl.tensor, index_R: tl.tensor, length: int, rows: int, inside_R: tl.tensor
 ) -> tl.tensor:
-    """Return True for tokens in the document of their predecessor; a row's first token has no predecessor."""
+    """Return a mask of the tokens whose predecessor is in their document; it is False for a row's first token."""
     same_R = inside_R & (index_R >= rows)
     if documents_BL is not None:
         at_R = index_R % rows * length + index_R // rows

@@ -3,8 +3,8 @@
     y_st = x_t + (x_{t-1} - x_t) w_st,   w_st = mix_s + change_st
 
 The predecessor of a document's first token is zero. The predecessor of a row's first token is an input, or zero. In the
-backward pass, d before a name denotes its gradient, and the terms of token t + 1 are 0 if another document begins
-there:
+equations for the backward pass, d before a name denotes a gradient. The terms of token t + 1 are 0 if another document
+begins there:
 
     dx_t = sum over s of dy_st (1 - w_st) + dy_s,t+1 w_s,t+1
     dchange_st = dy_st (x_{t-1} - x_t),   dmix_s = sum over t of dchange_st

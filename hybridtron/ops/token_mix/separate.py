@@ -13,7 +13,7 @@ from hybridtron.ops.token_mix.reference import TokenMixInputs, predecessors
 
 
 def token_mix(inputs: TokenMixInputs) -> tuple[Tensor, ...]:
-    """Return every stream (L, B, D) in x's dtype; all streams with changes are views of one tensor."""
+    """Return every stream (L, B, D) in x's dtype; if `change` is not None, all streams are views of one tensor."""
     x_LBD = inputs.x_LBD
     first_BD = None if inputs.first_BD is None else inputs.first_BD.to(x_LBD.dtype)
     difference_LBD = predecessors(x_LBD, first_BD, inputs.documents_BL) - x_LBD

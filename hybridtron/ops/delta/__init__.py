@@ -1,4 +1,4 @@
-"""The delta rule with one decay per head (Gated DeltaNet) or per key channel (KDA), and its step sizes and decays."""
+"""The delta rule with a decay per head (Gated DeltaNet) or per key channel (KDA), and the gates that it reads."""
 
 from hybridtron.ops.delta import chunked, gates, native, reference, triton
 from hybridtron.ops.delta.gates import DeltaGateInputs

@@ -13,8 +13,8 @@ comes from h_in and from the tokens before i, so
     w_i = v_i - h_in^T (k_i exp(S_i)) - sum_{j < i} P_ij u_j,   u_i = beta_i w_i
 
 These equations are a triangular system with ones on its diagonal, (I + P diag(beta)) W = V - (K exp(S)) h_in, where W,
-V and K exp(S) have the rows w_i, v_i and k_i exp(S_i). It is solved in fp32 (float64 for float64 inputs); Yang et al.
-2024 call this the WY form. With u known, outputs and state are computed as in linear attention with the values u:
+V and K exp(S) have the rows w_i, v_i and k_i exp(S_i). The system is solved in fp32 (float64 for float64 inputs). Yang
+et al. 2024 call it the WY form. Once u is known, outputs and state follow as in linear attention with the values u:
 
     y_i   = sum_{j <= i} A_ij u_j + h_in^T (q_i exp(S_i))
     h_out = exp(S_T) h_in + sum_j (k_j exp(S_T - S_j)) u_j^T
@@ -38,8 +38,8 @@ for the key:
 
     dr_i = sum_j dE_ij k_j exp(S_i - S_j) + exp(S_i) h_in e_i
 
-k_j also occurs in the scores of later readers, which give the term a_j, and in h_out. In addition to dr_j, its gradient
-therefore contains
+k_j also occurs in the scores of later readers, and in h_out. In addition to dr_j, its gradient therefore contains a
+term a_j from the scores and a term from h_out:
 
     a_j + exp(S_T - S_j) dh u_j,   a_j = (sum over both readers of sum_i dE_ij r_i exp(S_i - S_j))
 

@@ -3,9 +3,9 @@
 A chunk is a range of consecutive tokens of a sequence (`chunked.py`). Let S_i be the sum of the log decays g over the
 tokens of i's document in the chunk, up to i itself. (In the names of tensors, S is an axis, not this sum.)
 
-Token i reads the state with two readers r_i: its query, and its key, which finds the value that the state stores for
-this key. Token i sees token j if j <= i, and both are in the same document. For each kind of reader (queries or keys),
-the score of a reader r_i with a key k_j that i sees is
+Token i reads the state with two readers r_i: its query and its key. The key reads the value that the state stores for
+it. Token i sees token j if j <= i, and both are in the same document. For each kind of reader (queries or keys), the
+score of a reader r_i with a key k_j that i sees is
 
     A_ij = sum_n r_in k_jn exp(S_in - S_jn)
 

@@ -41,7 +41,7 @@ class DeltaGateInputs(NamedTuple):
 def delta_gates(inputs: DeltaGateInputs) -> tuple[Tensor, Tensor]:
     """Return beta (B, L, H) and g (B, L, H, G), in fp32 or float64.
 
-    The recurrence sums the log decays of many tokens, for which bf16 is too coarse.
+    bf16 would be too coarse, because the recurrence sums the log decays of many tokens.
     """
     a_BLX, b_BLH, dt_bias_X, A_log_H, reach = inputs
     beta_BLH = reach * torch.sigmoid(at_least_fp32(b_BLH))

@@ -123,9 +123,9 @@ class DeltaKernelRow(ChunkedKernelRow, DeltaInputs):
 
     @property
     def starts(self) -> Tensor:
-        """Mask of the tokens that begin a document. The field `documents_BL` holds it, not document numbers.
+        """Mask of the tokens that begin a document. The field `documents_BL` holds this mask, not document numbers.
 
-        Without documents, g is passed to the kernels as a placeholder, which they do not read.
+        Without documents, no kernel reads the mask, and g is its placeholder.
         """
         return self.g_BLHG if self.documents_BL is None else self.documents_BL
 
@@ -143,7 +143,7 @@ class DeltaKernelRow(ChunkedKernelRow, DeltaInputs):
     def constants(self, *names: str) -> dict[str, Any]:
         """Return a kernel's constants and compiler options.
 
-        These are the constants that `names` lists, CHUNK, `num_warps` and `num_stages`.
+        The result has the constants that `names` lists, and in addition CHUNK, `num_warps` and `num_stages`.
         """
         return self.named(names, {**products_of(self.v_BLHP.dtype), "BY_HEAD": self.by_head})
 
@@ -158,7 +158,7 @@ class DeltaKernelRow(ChunkedKernelRow, DeltaInputs):
     def factor(self, *sizes: int) -> Tensor:
         """Return an uninitialized tensor (B, *sizes) for factors of matrix multiplications.
 
-        It is fp32 if v is fp16, and has v's dtype otherwise.
+        The tensor is fp32 if v is fp16, and has v's dtype otherwise.
         """
         dtype = torch.float32 if self.v_BLHP.dtype == torch.float16 else self.v_BLHP.dtype
         return self.v_BLHP.new_empty(len(self.v_BLHP), *sizes, dtype=dtype)

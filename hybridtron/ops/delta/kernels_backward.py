@@ -16,8 +16,8 @@ Let dh be the state gradient after the chunk, and dh' the state gradient before 
                        dg_t = sum_{i >= t} gain_i + sum_{j < t} k_j L_j dh u_j + W sum_p h dh
 
 M and Q are the gradients for A and P. `kernels_pairs` has computed the terms of dq and dk that come from scores, and
-`+=` adds to them. gain_i is the gradient for the log decays' sum up to token i, a sum of two terms. The term from
-scores also comes from `kernels_pairs`, and in dg_t it is summed over the tokens i >= t of t's document. The term from h
+`+=` adds to them. gain_i is the gradient for the log decays' sum up to token i. It has two terms. `kernels_pairs` has
+also computed the term from scores; in dg_t, this term is summed over the tokens i >= t of t's document. The term from h
 is q_i F_i (h dy_i) - k_i F_i (h x_i). `delta/chunked.py` derives the equations.
 
 Legend: B rows (sequences in the batch), L tokens per row, H heads, N key channels, P value channels, G = N or 1 (a

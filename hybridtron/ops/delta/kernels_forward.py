@@ -18,16 +18,17 @@ into a block twice as large:
 
     [a 0; c b]^-1 = [a^-1 0; -b^-1 c a^-1 b^-1]
 
-The inverse is computed in fp32; each fp32 matrix multiplication is computed as three in tf32 ("tf32x3").
+The inverse is computed in fp32. Three tf32 matrix multiplications replace each fp32 matrix multiplication ("tf32x3").
 
 Where a document begins, the log decay is set to minus infinity. So F, L and W are 0 if they include this decay, and A,
 P and X are 0 between tokens of different documents. Because 0 times infinity is NaN, a state with infinite or NaN
 entries must not be multiplied by these zeros. In the affected value channels the state is replaced by 0. Afterwards,
-the outputs and later states of this state's document are set to NaN in these channels. No kernel uses atomics, so
-results are deterministic.
+the outputs and later states of the document that wrote the state are set to NaN in these channels. No kernel uses
+atomics, so results are deterministic.
 
 Legend: B rows (sequences in the batch), L tokens per row, H heads, N key channels, P value channels, G = N or 1 (a
-decay per key channel or per head), T tokens per chunk, C chunks. Scores are (B, H, L, T), states (B, C, H, N, P).
+decay per key channel or per head), T tokens per chunk, C chunks. Scores are (B, H, L, T), and states are
+(B, C, H, N, P).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Triton kernels for the step sizes and log decays of the delta rule, one for each direction (`gates.py`).
 
-torch would launch about twenty kernels for them. A tile is one token with many decays, or several tokens with few. The
-backward kernel has at most as many programs as an H100 runs at a time; each program loops over several tiles and adds
-up their terms of the gradients for dt_bias and A_log. `sum_kernels` adds up the programs' sums. There are no atomics,
-so results are deterministic. The kernels have run in Triton's interpreter only.
+torch would launch about twenty kernels instead. A tile is one token with many decays, or several tokens with few
+decays. The backward kernel has at most as many programs as an H100 runs at a time. Each program loops over several
+tiles, and adds up their contributions to the gradients for dt_bias and A_log. Then `sum_kernels` adds up the programs'
+sums. There are no atomics, so results are deterministic. The kernels have run in Triton's interpreter only.
 
 Legend: B rows (sequences in the batch), L tokens, H heads, G decays per head, X = H G, R tokens of all rows (index
 b L + t for token t in row b), S programs in the backward kernel.
@@ -34,7 +34,7 @@ from hybridtron.ops.kernel_launch import (
 from hybridtron.ops.scan.kernels import sigmoid, softplus
 from hybridtron.ops.sum_kernels import sum_of_parts
 
-TILE = 1024  # decays per tile; a token with more is a tile of its own
+TILE = 1024  # decays per tile; a token with more decays is a tile of its own
 WARP_DECAYS = 256  # decays per warp: 8 per thread
 RESIDENT_WARPS = 32  # warps of the backward kernel that a multiprocessor runs at a time
 

@@ -28,8 +28,8 @@ different halves. Let m be the first token of this block's second half. Then
 
 So for each block size, the scores are a matrix multiplication of q F with k L. No exponent is above 0, and no sums of
 log decays are subtracted. When the block size doubles, two blocks become the halves of one block. Then F in the
-second half is multiplied by the product of the first half's decays, and L in the first half by the product of the
-second half's decays. Where a document begins, the decay is 0.
+second half is multiplied by the product of the first half's decays, and L in the first half is multiplied by the
+product of the second half's decays. Where a document begins, the decay is 0.
 
 Legend: B rows (sequences in the batch), L tokens per row, H heads, N key channels n, T tokens per chunk, K blocks per
 chunk, I tokens per half block. Scores are (B, H, L, T).
@@ -120,7 +120,7 @@ def scores_by_channel(
 
 @triton.jit
 def _in_other_half(place_T: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
-    """Return a mask (T, T) that is True if j is in the first half of a block and i in the second half of this block.
+    """Return a mask (T, T): True if j is in the first half of a block, and i is in the second half of this block.
 
     A half has SIZE tokens.
     """
@@ -154,7 +154,7 @@ def pairs_by_head(
 ) -> None:  # fmt: skip
     """Store the terms in dq and dk that come from scores, and the gain, for one chunk and KEYS key channels.
 
-    This kernel is for one decay per head, and `pairs_by_channel` for a decay per key channel.
+    This kernel is for one decay per head; `pairs_by_channel` is for a decay per key channel.
 
     Grid: (chunks, heads * key slices, rows).
     """
@@ -195,7 +195,7 @@ def pairs_by_channel(
 ) -> None:  # fmt: skip
     """Store the terms in dq and dk that come from scores, and the gain, for one chunk and KEYS key channels.
 
-    This kernel is for a decay per key channel, and `pairs_by_head` for one decay per head.
+    This kernel is for a decay per key channel; `pairs_by_head` is for one decay per head.
 
     Grid: (chunks, heads * key slices, rows).
     """

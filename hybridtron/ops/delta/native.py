@@ -24,9 +24,9 @@ class DeltaTask(ctypes.Structure):
     rows, length, heads, size, states, gates: B, L, H, P, N, G
     q, k, v, beta, g, y: inputs and output
     starts: mask, True for tokens that begin a document
-    state: the state before the row, which the forward pass overwrites by the state after the row; or the gradient for
-        the state after the row, which the backward pass overwrites by the gradient for the state before the row
-    kept: state before each token chunk, which the forward pass stores for the backward pass
+    state: in the forward pass, the state before the row, and finally the state after the row; in the backward pass,
+        the gradient for the state after the row, and finally the gradient for the state before the row
+    kept: the state before each token chunk; the forward pass stores it for the backward pass
     grad_...: gradients
     """
 

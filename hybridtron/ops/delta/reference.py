@@ -4,8 +4,8 @@
     u_t = beta_t (v_t - s_t^T k_t)
     h_t = s_t + k_t u_t^T,   y_t = h_t^T q_t
 
-h_t is the state after token t, and s_t the decayed state before it. The log decays g have one entry for each key
-channel (Kimi Delta Attention, KDA) or one per head (Gated DeltaNet, Yang et al. 2024).
+h_t is the state after token t, and s_t is the decayed state before token t. The log decays g have one entry per key
+channel (Kimi Delta Attention, KDA) or one entry per head (Gated DeltaNet, Yang et al. 2024).
 
 s_t^T k_t is the value that the state stores for the key k_t, and u_t is added to this value. The caller normalizes keys
 to length 1. Then beta = 1 replaces the stored value by v_t. For beta from 0 to 2 the factor I - beta k_t k_t^T never

@@ -16,9 +16,9 @@ the block,
 
     A_ij = (q_i exp(S_i - S_r)) . (k_j exp(S_r - S_j))
 
-in which no exponent is above 0. For two tokens in the same block, exp(S_i - S_j) is computed for each pair.
+Both exponents are at most 0. For two tokens in the same block, exp(S_i - S_j) is computed for each pair.
 
-Backward pass, with M_ij = dy_i . v_j where i sees j (0 elsewhere), and dh the gradient for h_out:
+In the backward pass, let M_ij be dy_i . v_j if i sees j, else 0. Let dh be the gradient for h_out. Then
 
     dq_i = sum_j M_ij k_j exp(S_i - S_j) + exp(S_i) h_in dy_i
     dk_j = sum_i M_ij q_i exp(S_i - S_j) + exp(S_T - S_j) dh v_j
@@ -31,9 +31,9 @@ The sum over s is over the tokens of t's document. The last term is only for tok
 Reason for dg_t: a path leads from a source (a token j, or h_in) to a target (a token i, or h_out). Its contribution is
 its term in the target, times the target's gradient. The term is proportional to exp(g_t) for each t that the path
 passes, so the contribution is also the path's part of dg_t. A path passes t if its source is before t, and its target
-is t or later. The contributions of all paths with target s add up to q_s dq_s, with source s to k_s dk_s, and with
-target h_out to sum_p h_out dh. So dg_t adds the paths with targets from t on, and subtracts the paths with sources from
-t on. The sums in dg_t are float64.
+is t or later. The contributions of all paths with target s add up to q_s dq_s. All paths with source s add up to
+k_s dk_s, and all paths with target h_out add up to sum_p h_out dh. So dg_t adds the paths with targets from t on, and
+subtracts the paths with sources from t on. The sums in dg_t are float64.
 
 Legend: B rows (sequences in the batch), L tokens per row, H heads, N key channels n, P value channels p, T tokens per
 chunk, S tokens per block, K tokens in the chunk that precede a block, G = N channels of the decay. The axis S is not
@@ -82,7 +82,7 @@ class GLARow(NamedTuple):
     PARAMETERS = 0  # number of parameter fields
 
     def chunk(self, tokens: slice) -> GLAChunk:
-        """Return a chunk. q, k and v are converted to fp32, or to float64 if they are float64."""
+        """Return a chunk. q, k and v are converted to fp32, or to float64 if v is float64."""
         wide = wide_type(self.v_BLHP)
         v_BHTP, q_BHTN, k_BHTN = (t[:, tokens].to(wide).transpose(1, 2) for t in self[:3])
         if self.starts_BL is None:

@@ -7,8 +7,8 @@ of the chunk. There are three kinds of decay factors:
     exp(S_T - S_j)   token j is added to the state after the chunk
     exp(S_i - S_j)   token i reads token j
 
-S is float64. If token i does not see token j or a state, because they belong to different documents or j is after i,
-the exponent is replaced by -inf.
+S is float64. If i and j, or a token and a state, belong to different documents, the exponent is replaced by -inf. It is
+also replaced if j is after i.
 
 Legend: B rows (sequences in the batch), H heads, N key channels, G = N or 1 (a decay per key channel or per head), T
 tokens per chunk, S tokens per block, K tokens in the chunk before the block. The axis S is not related to the sums S_i.

@@ -30,6 +30,6 @@ class GLAGateInputs(NamedTuple):
 def gla_gates(inputs: GLAGateInputs) -> Tensor:
     """Return g (B, L, K) in fp32 or float64.
 
-    The recurrence sums the log decays of many tokens, for which bf16 is too coarse.
+    bf16 would be too coarse, because the recurrence sums the log decays of many tokens.
     """
     return F.logsigmoid(at_least_fp32(inputs.a_BLK) + inputs.bias_K) / inputs.divisor

@@ -43,7 +43,7 @@ ENTRIES = 4096  # maximum number of state entries in these registers
 def tiles(dtype: torch.dtype) -> ChunkTiles:
     """Return tile sizes for which ptxas spills no registers on an H100.
 
-    For fp32 they are smaller, since fp32 matrix multiplications run without tensor cores and need more registers.
+    Tiles are smaller for fp32, since fp32 matrix multiplications run without tensor cores and need more registers.
     """
     if dtype == torch.float32:
         return ChunkTiles(32, 16, 32, 32)
@@ -104,8 +104,8 @@ class GLAKernelRow(ChunkedKernelRow, GLAInputs):
     def decays(self) -> tuple[Tensor, Tensor]:
         """Log decays, and a mask for tokens that begin a document.
 
-        The field `documents_BL` has this mask, not document numbers. Without documents, g is passed in place of the
-        mask, and no kernel reads it there.
+        The field `documents_BL` has this mask, not document numbers. Without documents, no kernel reads the mask, and g
+        is its placeholder.
         """
         return self.g_BLHN, self.g_BLHN if self.documents_BL is None else self.documents_BL
 
@@ -133,7 +133,8 @@ class GLAKernelRow(ChunkedKernelRow, GLAInputs):
     def constants(self, *names: str) -> dict[str, Any]:
         """Return a kernel's constants and compiler options.
 
-        These are the constants that `names` lists, CHUNK, PRODUCT, PRECISION, `num_warps` and `num_stages`.
+        The result has the constants that `names` lists, and in addition CHUNK, PRODUCT, PRECISION, `num_warps` and
+        `num_stages`.
         """
         return self.named(names, {}) | products_of(self.v_BLHP.dtype)
 
@@ -158,9 +159,9 @@ class GLAKernelRow(ChunkedKernelRow, GLAInputs):
     def gradients_after(
         self, dy_BLHP: Tensor, before_BCHNP: Tensor, whole_BCHN: Tensor, grad_last_BHNP: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dh for each chunk, W sum_p h dh for each chunk (p: value channels), and the gradient before the row.
+        """Return dh and W sum_p h dh for each chunk (p: value channels), and the state gradient before the row.
 
-        They are the results of the recurrence over state gradients, from the last chunk to the first.
+        The recurrence over state gradients, from the last chunk to the first, computes all three.
         """
         states_BCHNP = torch.empty_like(before_BCHNP)
         through_BCHN = torch.empty_like(whole_BCHN)

@@ -26,8 +26,8 @@ first sum in dg_t is computed as a difference: the sum over all pairs with i >= 
 >= t. Both sums are over pairs in t's document and chunk. No kernel uses atomics, so results are deterministic.
 
 Legend: B rows (sequences in the batch), L tokens per row, H heads, N key channels n, P value channels p, C chunks, T
-tokens per chunk, O tokens per part (a chunk is divided into parts of PART tokens). Scores are (B, H, L, T), states (B,
-C, H, N, P).
+tokens per chunk, O tokens per part (a chunk is divided into parts of PART tokens). Scores are (B, H, L, T), and states
+are (B, C, H, N, P).
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ def query_pairs(
 ) -> None:  # fmt: skip
     """Store the terms in dq_i with j < i, for the queries i in one part and KEYS key channels.
 
-    Terms with keys in earlier parts are one matrix multiplication; terms with keys in the same part are computed in a
-    loop over these keys. Grid: (parts, heads * key slices, rows).
+    One matrix multiplication computes the terms with keys in earlier parts. A loop over the keys in the same part adds
+    their terms. Grid: (parts, heads * key slices, rows).
     """
     row, head, n_N, first, token_O, token_T, weights = _part_of_chunk(
         weights_BHLT, length, heads, CHUNK, PART, BLOCK_N, KEYS
@@ -175,8 +175,8 @@ def key_pairs(
 ) -> None:  # fmt: skip
     """Store the terms in dk_j with i > j, for the keys j in one part and KEYS key channels.
 
-    Terms with queries in later parts are one matrix multiplication; terms with queries in the same part are computed in
-    a loop over these queries. Grid: (parts, heads * key slices, rows).
+    One matrix multiplication computes the terms with queries in later parts. A loop over the queries in the same part
+    adds their terms. Grid: (parts, heads * key slices, rows).
     """
     row, head, n_N, first, token_O, token_T, weights = _part_of_chunk(
         weights_BHLT, length, heads, CHUNK, PART, BLOCK_N, KEYS

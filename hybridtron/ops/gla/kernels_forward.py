@@ -20,16 +20,16 @@ another. So no exponent is above 0.
 
 For the scores, a chunk is divided into parts of PART tokens. Let r be the first token of i's part. If j is before r,
 E_ij has two factors: the product of the decays from r to i, and the product of the decays after j and before r. q_i is
-multiplied by the first factor and k_j by the second factor, and a matrix multiplication computes all these scores. If j
-is in i's part, the kernel loops over j from the part's last token to its first token, and multiplies E_ij by one more
-decay in each step.
+multiplied by the first factor, and k_j is multiplied by the second factor. Then one matrix multiplication computes the
+scores for all j before r. If j is in i's part, the kernel loops over j from the part's last token to its first token,
+and multiplies E_ij by one more decay in each step.
 
 Where a document begins, the log decay is set to minus infinity, so every product that includes this decay is 0. But h
 may have infinite entries, and 0 times infinity is NaN. Therefore the term h^T (F_i q_i) is set to 0 after the
 multiplication, if a document begins in the chunk at or before i. No kernel uses atomics, so results are deterministic.
 
 Legend: B rows (sequences in the batch), L tokens per row, H heads, N key channels n, P value channels p, C chunks, T
-tokens per chunk, O tokens per part. Scores are (B, H, L, T), states (B, C, H, N, P).
+tokens per chunk, O tokens per part. Scores are (B, H, L, T), and states are (B, C, H, N, P).
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ def scores(
 ) -> None:  # fmt: skip
     """Store the scores A for one part's queries with all keys in the chunk. Grid: (parts, heads, rows).
 
-    Scores with keys in earlier parts are one matrix multiplication for each slice with KEYS key channels. Scores with
-    keys in the same part are computed in a loop over these keys, from the last to the first.
+    For each slice with KEYS key channels, one matrix multiplication computes the scores with keys in earlier parts. A
+    loop over the keys in the same part, from the last to the first, computes the scores with these keys.
     """
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     first, chunk = tl.program_id(0) * PART, tl.program_id(0) // (CHUNK // PART)

@@ -1,9 +1,9 @@
 """Triton kernels for the log decays of gated linear attention, one for each direction (`gates.py`).
 
-log(sigmoid(v)) is -softplus(-v). A tile is one token with many channels, or several tokens with few. The backward
-kernel has at most as many programs as an H100 runs at a time; each program loops over several tiles and adds up their
-terms of the bias's gradient, and `sum_kernels` adds up the programs' sums. There are no atomics, so results are
-deterministic. The kernels have run in Triton's interpreter only.
+log(sigmoid(v)) is -softplus(-v). A tile is one token with many channels, or several tokens with few channels. The
+backward kernel has at most as many programs as an H100 runs at a time. Each program loops over several tiles, and adds
+up their contributions to the bias's gradient. Then `sum_kernels` adds up the programs' sums. There are no atomics, so
+results are deterministic. The kernels have run in Triton's interpreter only.
 
 Legend: B rows (sequences in the batch), L tokens, K key channels of all heads, R tokens of all rows (index b L + t for
 token t in row b), S programs in the backward kernel.
@@ -32,7 +32,7 @@ from hybridtron.ops.kernel_launch import (
 from hybridtron.ops.scan.kernels import sigmoid, softplus
 from hybridtron.ops.sum_kernels import sum_of_parts
 
-TILE = 1024  # channels per tile; a token with more is a tile of its own
+TILE = 1024  # channels per tile; a token with more channels is a tile of its own
 WARP_CHANNELS = 256  # channels per warp: 8 per thread
 RESIDENT_WARPS = 32  # warps of the backward kernel that a multiprocessor runs at a time
 

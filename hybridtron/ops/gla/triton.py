@@ -2,7 +2,7 @@
 
 The scan takes the state before a row and returns the state after it. It supports several documents in a row. All
 kernels are deterministic. The scan was compared with the reference in Triton's interpreter and on an H200
-(benchmarks/gpu.md), and the gates in the interpreter only.
+(benchmarks/gpu.md). The log decays were compared in the interpreter only.
 """
 
 from __future__ import annotations

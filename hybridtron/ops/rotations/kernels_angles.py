@@ -96,8 +96,8 @@ def _carried(fields: list[Any], grad_BLHS: Tensor | None) -> tuple[Tensor, Angle
     """Return the carry into each block (B, K, H, S), and the last arguments for the kernels.
 
     In the forward pass (`grad_BLHS` is None), the carry is the angle at the token before the block. In the backward
-    pass, it is the sum of the angles' gradients after the block, up to the end of the document of the block's last
-    token.
+    pass, let d be the document of the block's last token. The carry is the sum of the angles' gradients at d's tokens
+    after the block.
     """
     steps_BLH, rates_BLS, starts_BL = fields
     rows, length, heads = steps_BLH.shape
@@ -122,8 +122,8 @@ def _sums(
 ) -> None:  # fmt: skip
     """Store the sum that one block adds to one head's carry. Grid: (blocks, heads, rows).
 
-    It is a sum of turns, over the block's tokens in the document of its last token. With REVERSED, it is a sum of
-    gradients, over the block's tokens in the document of the token before the block.
+    The sum adds up the turns of those tokens in the block that belong to the document of the block's last token. With
+    REVERSED, it adds up the gradients of those that belong to the document of the token before the block.
     """
     block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     token_T = block * BLOCK + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""Rotations by data-dependent angles, which Mamba-3 (Lahoti et al. 2026) applies to its keys and queries.
+"""Rotations of keys and queries by data-dependent angles, as in Mamba-3 (Lahoti et al. 2026).
 
     angles:      theta_t = theta_{t-1} + step_t rate_t   modulo 2 pi; theta starts from 0 in each row and document
     turn_pairs:  x of a head = x of its group + the head's bias; its channels 2 * s and 2 * s + 1 are rotated as a pair:

@@ -19,7 +19,7 @@ the gradient of h_t:
 
 The sums over t also run over all sequences in the batch. At the last token in a chunk, exp(a_{t+1}) G_{t+1} is the
 gradient that the next chunk's backward pass returns for the state between the chunks; for the last chunk it is the
-gradient of the final state. A chunk returns exp(a_1) G_1 for the state before it, where token 1 is its first token.
+gradient of the final state. For the state before a chunk, the chunk returns exp(a_1) G_1; token 1 is its first token.
 At the first token in a document, exp(a_t) is replaced by 0 in both passes.
 
 Legend: B rows (sequences in a batch), L tokens, T tokens per chunk, E inner channels, N state entries per channel.

@@ -212,9 +212,9 @@ def barred(
         decay_before, before   the state before the range's last step is decay_before h + before
 
     A single step is (decay, added, 1, 0). `_chain` folds the row's initial state h into its first step, which becomes
-    (decay, decay h + added, 1, h). So after the scan, `added` is the state after each step, and `before` the state
-    before it. The arguments are the earlier range, then the later range (`next_`). A decay of 0 drops even an infinite
-    state.
+    (decay, decay h + added, 1, h). So after the scan, `added` is the state after each step, and `before` is the state
+    before each step. The arguments are the earlier range, then the later range (`next_`). A decay of 0 drops even an
+    infinite state.
     """
     return (
         decay * next_decay,

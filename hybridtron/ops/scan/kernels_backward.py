@@ -17,8 +17,8 @@ kernels run in this order:
 
     retrace           scans each chunk from its saved state; stores the state before each tile, and z's gradient
     _walk_back        stores, for each tile, the tile's own contribution to the state gradient before the tile
-    chain             adds the contributions from the last tile to the first; stores the state gradient after each
-                      tile
+    chain             loops from the last tile to the first, and adds up the contributions; stores the state gradient
+                      after each tile
     _gradients        stores the other inputs' gradients, tile by tile
 
 A sum over rows, tokens or channels that crosses programs is stored as one partial sum for each program, and torch adds
@@ -61,12 +61,12 @@ from hybridtron.ops.scan.kernels import (
 from hybridtron.ops.scan.reference import ScanInputs
 
 TILE = 16  # tokens per tile; a divisor of CHUNK
-CHANNELS = 32  # channels per warp in `_gradients`; each warp stores partial sums of B's and C's gradients over them
+CHANNELS = 32  # channels per warp in `_gradients`; a warp stores its channels' partial sums of B's and C's gradients
 REGISTERS = 168  # registers per thread in `_gradients`: 12 warps fit on a multiprocessor, and nothing is spilled
 
 
 def selective_scan(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
-    """Return y, and the state after the last token (B, E, N), which is a view of a tensor (B, N, E)."""
+    """Return y, and the state after the last token (B, E, N); the state is a view of a tensor (B, N, E)."""
     y_BLE, last_BNE = _TritonScan.apply(*inputs)
     return y_BLE, last_BNE.mT
 

@@ -5,10 +5,10 @@
 
 h is the state, a_t are its factors, and u_t v_t is the product that token t adds.
 
-A cut is a token t that the state of the neighbouring token, h_{t-1} or h_{t+1}, must not enter, because a document
-boundary lies between the two tokens. The caller passes a_t = 0 at a cut. This suffices if all values are finite, but 0
-times infinity is NaN. So if the final state of the recurrence is not finite, h is computed again, and at cuts the term
-with a_t is left out.
+A document boundary may lie between token t and the neighbouring token, whose state is h_{t-1} or h_{t+1}. Then t is
+called a cut, and the neighbour's state must not enter h_t. The caller passes a_t = 0 at a cut. This suffices if all
+values are finite, but 0 times infinity is NaN. So if the final state of the recurrence is not finite, h is computed
+again, and at cuts the term with a_t is left out.
 
 Legend: T tokens, B rows (sequences in a batch), N state entries per channel, E channels.
 """
@@ -51,7 +51,7 @@ def _recur(a_TBNE: Tensor, h_TBNE: Tensor, carry_BNE: Tensor, cut_TB: Tensor | N
 
     1. Compute all groups of tokens in parallel, each from a zero state.
     2. Compute the state before each group, group after group.
-    3. Add the state before a group to the states of all its tokens, decayed up to each token.
+    3. To each token's state, add the state before the token's group, decayed up to the token.
 
     A group has GROUP tokens, or a single token if groups in parallel would gain nothing.
     """
@@ -60,10 +60,10 @@ def _recur(a_TBNE: Tensor, h_TBNE: Tensor, carry_BNE: Tensor, cut_TB: Tensor | N
     direction = -1 if back else 1
     a = a_TBNE.unflatten(0, (-1, size))
     h = h_TBNE.unflatten(0, (-1, size))
-    # becomes, for each token, the product of the factors from the group's first token (in `order`) to this token
+    # since_start becomes the product of the factors from the group's first token (in `order`) to each token
     since_start = a if size == 1 else a.clone()
     cut = None if cut_TB is None else cut_TB.unflatten(0, (-1, size))
-    # passed: True if any token from the group's first token (in `order`) to this token is a cut
+    # passed: for each token, True if any token from the group's first token (in `order`) to the token is a cut
     if cut is None:
         passed = None
     else:

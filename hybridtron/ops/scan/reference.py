@@ -71,5 +71,5 @@ def step_sizes(dt_BLE: Tensor, dt_bias_E: Tensor) -> Tensor:
 
 
 def initial_state(inputs: ScanInputs) -> Tensor:
-    """Return the state before the row in fp32 (float64 for float64 inputs); zeros if it is None."""
+    """Return the state before the row in fp32 (float64 for float64 inputs); zeros if `state_BEN` is None."""
     return state_or_zeros(inputs.state_BEN, inputs.x_BLE, *inputs.A_EN.shape)

@@ -13,7 +13,7 @@ factor `step`, and the token sees itself with the factor `own_step`.
 
 Legend: B rows (sequences in a batch), L tokens, T tokens per chunk, H heads, P head size, G head groups that share
 q and k, R heads per group, N state size, V = R * P. States are (B, H, P, N) in the op's inputs and outputs. Inside they
-are (B, G, N, V): a group's heads are concatenated, so that one multiplication with k or q serves them all.
+are (B, G, N, V): a group's heads are concatenated, so that one multiplication with k or q is enough for all of them.
 """
 
 from __future__ import annotations
@@ -187,10 +187,10 @@ class DecayChunkedRow(NamedTuple):
 
 @dataclass
 class SSDChunk:
-    """T tokens of `decay_scan`. If both steps are None, they are 1; if D is None, it is 0.
+    """T tokens of `decay_scan`. Steps that are None count as 1, and a D that is None counts as 0.
 
-    If steps are given, `core` computes outputs without the token's own term, own_step_i (q_i . k_i) v_i. This class
-    adds that term, together with D v_i.
+    If steps are given, `core` computes y_i without token i's own term, own_step_i (q_i . k_i) v_i. This class adds the
+    own term and D v_i.
     """
 
     v_BTHP: Tensor

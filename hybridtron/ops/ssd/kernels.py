@@ -36,7 +36,7 @@ HEADS = 8  # heads per program of `decays` and `step_gradients`; their dt are co
 BLOCK = 1024  # state entries per program of `pass_states`
 SUM_TOKENS = 32  # tokens per program of `sum_of_splits`
 SUM_BLOCK = 128  # maximum entries of a token per program of `sum_of_splits`
-PROGRAMS = 264  # wanted programs of `group_gradients`: two per multiprocessor of an H100; it decides the sums' order
+PROGRAMS = 264  # intended grid size of `group_gradients`: two per multiprocessor of an H100; decides the sums' order
 
 
 def ssd_scan(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
@@ -124,7 +124,7 @@ def forward(row: SSDRow) -> tuple[Tensor, Tensor]:
 def backward(row: SSDRow, dy_BLHP: Tensor, grad_last_BHPN: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the gradients, ordered like SSDRow's fields; entries are None for missing inputs and for documents.
 
-    If `grad_last_BHPN`, the gradient of the state after the row, is None, it counts as zeros.
+    `grad_last_BHPN` is the gradient of the state after the row; None counts as zeros.
     """
     decays = Decays.of(row)
     before_BCHPN, _ = _states_before(row, decays)
@@ -144,7 +144,7 @@ class Decays(NamedTuple):
 
     S_i is g summed over the chunk's tokens up to i.
 
-        itself      `own_step`; if it is not given, a valid pointer that no kernel reads
+        itself      a copy of `own_step`; without `own_step`, a valid pointer that no kernel reads
         delta       the step
         high, low   two fp32 numbers whose sum is S_i
         enter       exp(S_i), or 0 if token i is not in the document of the state before the chunk

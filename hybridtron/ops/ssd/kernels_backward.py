@@ -3,15 +3,15 @@
 The scan is h_t = exp(g_t) h_{t-1} + v_t B_t^T, y_t = h_t C_t + D x_t, with g = delta A and v = delta x. It is computed
 in chunks of tokens. S_i is g summed over the chunk's tokens up to i, and S_T is g summed over the full chunk. E_ij is
 exp(S_i - S_j) if token i sees token j, else 0. s_ij is C_i . B_j. h is the state before a chunk, and dh is the gradient
-of the state after it. `chunk_states` and `pass_states` in `kernels_forward` compute both h and dh. Then three kernels
-in this file run, and a fourth kernel if several programs divide a group's heads:
+of the state after it. `chunk_states` and `pass_states` in `kernels_forward` compute both h and dh. Then the kernels in
+this file run; `sum_of_splits` runs only if a group's heads are divided among several programs:
 
     token_gradients   dx, and the terms for dg and for the steps' gradients
     group_gradients   dC and dB, or their partial sums
     sum_of_splits     dC and dB, from the partial sums
     step_gradients    the gradients of dt and the parameters A, D and dt_bias, from the terms
 
-In these equations, d before another name than h denotes that tensor's gradient:
+In these equations, d before any other name than h denotes a gradient:
 
     dv_j = sum_i s_ij E_ij dy_i + exp(S_T - S_j) dh B_j,   dx_j = delta_j dv_j + D dy_j
     dC_i = sum_j w_ij B_j + exp(S_i) h^T dy_i,       with w_ij = E_ij dy_i . v_j
@@ -24,8 +24,8 @@ With the flag ITSELF, later tokens see token j with the factor delta_j, but toke
 
     dx_j = delta_j dv_j + (D + r_j s_jj) dy_j,   w_jj = r_j dy_j . x_j,   dr_j = s_jj dy_j . x_j
 
-The first sum in dg_t covers the pairs (i, j) on both sides of t. It could be computed as a difference between two sums
-over more pairs. This would be cheaper, but would leave the strongest pairs' rounding in every token's gradient.
+The first sum in dg_t covers the pairs (i, j) on both sides of t. A difference between two sums over more pairs would be
+cheaper. But it would leave the rounding errors of the largest terms in every token's gradient.
 
 A group's heads share B and C, so dB and dC are sums over the heads. A program loops over several heads, and adds
 their w before it multiplies by B or C. No kernel uses atomics, so results are deterministic.
@@ -174,9 +174,9 @@ def group_gradients(
 ) -> None:  # fmt: skip
     """Store dC's partial sum over one split at OWN tokens; with REVERSED, store dB's partial sum.
 
-    A split is some of a group's heads. For dC, the input `own` is dy, `other` is x, `shared` is B, `states` are the h,
-    and `weight` is exp(S_i). For dB, `own` is x, `other` is dy, `shared` is C, `states` are the dh, and `weight` is
-    exp(S_T - S_j). Grid: (parts with OWN tokens each, groups * splits * slices of N, rows).
+    A split is some of a group's heads. For dC, the input `own` is dy, `other` is x, `shared` is B, `states` holds h for
+    every chunk, and `weight` is exp(S_i). For dB, `own` is x, `other` is dy, `shared` is C, `states` holds dh for every
+    chunk, and `weight` is exp(S_T - S_j). Grid: (parts with OWN tokens each, groups * splits * slices of N, rows).
     """
     slices: tl.constexpr = BLOCK_N // SLICE
     group, split = tl.program_id(1) // slices // splits, tl.program_id(1) // slices % splits
@@ -245,7 +245,7 @@ def _steps_of_pairs(
     delta_L: tl.tensor, itself_L: tl.tensor, token_O: tl.tensor, token_T: tl.tensor, length: int,
     ITSELF: tl.constexpr, REVERSED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return for each pair the factor by which own token o sees token t; with REVERSED, by which token t sees o.
+    """For each pair, return the factor of token t for own token o; with REVERSED, the factor of o for t.
 
     The factor is delta of the token that is seen. With ITSELF, the factor is `itself` where o = t.
     """
@@ -326,8 +326,8 @@ def _decay_gradients(
 ) -> tl.tensor:  # fmt: skip
     """Return dg_t, the sum of four terms; the arguments `gain_TH`, `loss_TH` and `pairs_TH` are pointers.
 
-    `gain` is summed over tokens from t on, and `loss` over tokens before t. `through` is the same for all tokens.
-    `pairs` consists of PARTS partial sums, whose distance in memory is `apart` elements.
+    `gain` is summed over tokens from t on, and `loss` is summed over tokens before t. `through` is equal for all
+    tokens. `pairs` consists of PARTS partial sums, `apart` elements apart in memory.
     """
     gain_TH = tl.load(gain_TH, mask=there_TH, other=0.0).to(tl.float64)
     loss_TH = tl.load(loss_TH, mask=there_TH, other=0.0).to(tl.float64)

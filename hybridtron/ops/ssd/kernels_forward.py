@@ -9,8 +9,8 @@ state before the chunk. Four kernels run one after another:
     pass_states     the state after the chunk:                 exp(S_T) h + the chunk's addition
     outputs         y_i = sum_{j <= i} exp(S_i - S_j) (C_i . B_j) v_j + exp(S_i) h C_i + D x_i
 
-The flag ITSELF is for `decay_scan`, in which v_j = delta_j x_j for later tokens i > j, while token j sees itself with
-another factor, itself_j. Then the sum for y_i is over j < i, and D x_i becomes (D + itself_i C_i . B_i) x_i.
+The flag ITSELF is for `decay_scan`. With it, later tokens i > j see token j with the factor delta_j, but token j sees
+itself with another factor, itself_j. So the sum for y_i is over j < i, and D x_i becomes (D + itself_i C_i . B_i) x_i.
 
 A difference between two sums S decides how much a token remembers. In fp32, a few strong decays would make S large, and
 its rounding would hide the small decays after them. `decays` therefore adds in float64, and stores each S as two fp32
@@ -18,8 +18,8 @@ numbers, high + low. A difference between two such sums has a relative error nea
 close, fp32 subtracts them without rounding; if they are not close, the rounding is small relative to the difference.
 
 A token sees h only if it belongs to h's document; else exp(S_i) is replaced by 0. This factor times h C_i is then
-masked too, since 0 times infinity is NaN. No kernel uses atomics, so results are deterministic. Gradients are in
-`kernels_backward`, and the launches in `kernels`.
+masked too, since 0 times infinity is NaN. No kernel uses atomics, so results are deterministic. `kernels_backward` has
+the backward pass, and `kernels` has the launches.
 
 Legend: B rows (sequences in a batch), L tokens, H heads, P head size, G head groups that share B and C, N state
 size, C chunks (in state shapes), T tokens in a chunk, O tokens in the chunk that a program computes (its own
@@ -59,7 +59,7 @@ def decays(
         whole       exp(S_T), or 0 if these two documents differ
         itself      with ITSELF, a copy of the input `own_step`
 
-    With LOG_DECAYS, the input `dt` holds g, and delta is 1; with ITSELF too, delta is the input `step`.
+    With LOG_DECAYS, the input `dt` holds g, and delta is 1. With both LOG_DECAYS and ITSELF, delta is the input `step`.
     """
     chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     token_T = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -143,7 +143,7 @@ def tokens_by_channel(
 ) -> tl.tensor:  # fmt: skip
     """Return a tile (T, P) of x for the given tokens and one head; entries for tokens or channels out of range are 0.
 
-    The function also loads B and C, which have groups where x has heads, and the axis N where x has P.
+    The function also loads B and C; then `heads` and `head` stand for groups, and P stands for N.
     """
     at_TP = ((row * length + token_T) * heads + head)[:, None] * P + channel_P[None, :]
     return tl.load(
@@ -158,7 +158,7 @@ def strided_tokens(
     """Return a tile (T, P) of x for the T tokens from `first` on and one head; entries out of range are 0.
 
     The pointer `x_LP` is at the head's first channel in a row's first token, and `stride` is the distance between two
-    tokens. The function also loads B and C, which have groups where x has heads, and the axis N where x has P.
+    tokens. The function also loads B and C; then the head stands for a group, and P stands for N.
     """
     there_TP = tl.expand_dims(first + tl.arange(0, T) < length, 1) & tl.expand_dims(channel_P < P, 0)
     return tl.load(strided_places(x_LP, stride, first, T, channel_P), mask=there_TP, other=0.0)
@@ -170,7 +170,7 @@ def strided_places(
 ) -> tl.tensor:  # fmt: skip
     """Return the pointers (T, P) for `strided_tokens`.
 
-    Offsets inside the tile are int32, for which a thread needs half as many registers as for int64.
+    Offsets inside the tile are int32, because int64 offsets would need twice as many registers.
     """
     return x_LP + first.to(tl.int64) * stride + tl.arange(0, T)[:, None] * stride + channel_P[None, :]
 
@@ -192,7 +192,7 @@ def apart(
     mix_OT: tl.tensor, D: tl.tensor, itself_L: tl.tensor, token_O: tl.tensor, token_T: tl.tensor, length: int,
     ITSELF: tl.constexpr,
 ) -> tuple:  # fmt: skip
-    """Separate the scores C_o . B_o of tokens with themselves from all scores C_o . B_t, since their factor differs.
+    """Separate the scores of tokens with themselves, C_o . B_o, from the scores C_o . B_t: they have another factor.
 
     With ITSELF, return three tensors: the scores with zeros where o = t; D + itself_o C_o . B_o, which is the factor of
     x_o in y_o; and the scores C_o . B_o. Without ITSELF, return the scores unchanged, D, and D again as a placeholder.

@@ -41,7 +41,7 @@ class ProductTiles:
 
     chunk    tokens per chunk; the longer the chunks, the fewer states are in memory
     tokens   tokens in a chunk that a program computes
-    inner    entries of the axis N that a kernel takes at a time if it sums over N
+    inner    entries of the axis N that a kernel loads at a time if it sums over N
     outer    entries of the axis N that a program computes if its result has the axis N
     warps    warps per program
     stages   pipeline stages of the loop over heads in `group_gradients`
@@ -116,7 +116,7 @@ class SSDRow(NamedTuple):
 
     @property
     def rates(self) -> tuple[Tensor, Tensor]:
-        """dt_bias and A. With log decays these are replaced by another tensor, a valid pointer that no kernel reads."""
+        """dt_bias and A. With log decays, dt replaces both, as a valid pointer that no kernel reads."""
         return (self.dt_BLH, self.dt_BLH) if self.A_H is None or self.dt_bias_H is None else (self.dt_bias_H, self.A_H)
 
     @property
@@ -137,7 +137,7 @@ class SSDRow(NamedTuple):
 
     @property
     def documents(self) -> Tensor:
-        """Document numbers. If they are None, another tensor replaces them, a valid pointer that no kernel reads."""
+        """Document numbers. If they are None, dt replaces them, as a valid pointer that no kernel reads."""
         return self.dt_BLH if self.documents_BL is None else self.documents_BL
 
     def grid(self, per_chunk: int, programs: int) -> tuple[int, int, int]:
@@ -163,7 +163,7 @@ class SSDRow(NamedTuple):
 
     @property
     def inner(self) -> int:
-        """Entries along N that a kernel takes at a time if it sums over N."""
+        """Entries along N that a kernel loads at a time if it sums over N."""
         return min(self.tiles.inner, _block(self.B_BLGN.shape[3]))
 
     @property

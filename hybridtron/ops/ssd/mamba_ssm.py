@@ -30,7 +30,7 @@ def _unsupported_reason(inputs: SSDInputs) -> str | None:
 def _repeats_bits() -> bool:
     """Return True if the installed version of the package supports torch's deterministic mode.
 
-    These are the versions with the module `mamba_ssm.utils.determinism`.
+    Such versions have the module `mamba_ssm.utils.determinism`.
     """
     return optional_package("mamba_ssm.utils.determinism").module is not None
 

@@ -50,7 +50,7 @@ class SSDInputs(NamedTuple):
 class DecayInputs(NamedTuple):
     """Per-token tensors, the state before the row (None for zeros), and D (None for zeros).
 
-    `g` is the log decay of each head. `step` and `own_step` are both given, or both None, which means 1. If
+    `g` is the log decay of each head. Either `step` and `own_step` are both given, or both are None and count as 1. If
     `documents_BL` is None, a row is one document.
     """
 
@@ -108,5 +108,5 @@ def decay_scan(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
 
 
 def initial_state(x_BLHP: Tensor, B_BLGN: Tensor, state_BHPN: Tensor | None) -> Tensor:
-    """Return the state before the row in fp32 (float64 for float64 inputs); zeros if it is None."""
+    """Return the state before the row in fp32 (float64 for float64 inputs); zeros if `state_BHPN` is None."""
     return state_or_zeros(state_BHPN, x_BLHP, *x_BLHP.shape[2:], B_BLGN.shape[3])

@@ -1,8 +1,9 @@
 """Mamba-2's scan (`ssd_scan`) and its recurrence with given decays (`decay_scan`) by this project's Triton kernels.
 
 The kernels support initial and final states and document boundaries, and are deterministic. For `ssd_scan`, dispatch
-prefers the mamba-ssm package. These kernels run if the package is missing, or if `run.deterministic` is set and the
-installed version of the package is not deterministic. An earlier version was checked on an H200 (benchmarks/gpu.md).
+prefers the mamba-ssm package. This project's kernels run if the package is missing, or if `run.deterministic` is set
+and the installed version of the package is not deterministic. An earlier version of the kernels was checked on an H200
+(benchmarks/gpu.md).
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ implementation, which specifies the result, and usually faster implementations:
 
     rms_norm = Op(reference.rms_norm, (TRITON, ...))      # in the op's folder, the preferred implementation first
 
-A call runs the first implementation of the tuple that is available on the device and supports the inputs. If no
-implementation qualifies, the call runs the reference. `force` overrides this choice, in tests and when searching for a
-bug. Only the tuple's order decides which implementation is preferred; import order has no effect.
+A call runs the tuple's first implementation that is available on the device and supports the inputs. If there is none,
+the call runs the reference. `force` overrides this choice, in tests and when searching for a bug. Only the tuple's
+order decides which implementation is preferred; import order has no effect.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _yes() -> bool:
 def left_to_torch_compile() -> str | None:
     """Return the reason not to run a kernel if torch.compile is tracing, else None.
 
-    torch.compile can fuse the reference with the operations around it, but not a Triton kernel or compiled C++.
+    torch.compile can fuse the reference with the operations around it. It can't fuse a Triton kernel or compiled C++.
     """
     if torch.compiler.is_compiling():
         return "torch.compile fuses the reference with the code around it"
@@ -136,7 +136,7 @@ class Op(Generic[Inputs, Outputs]):
         return self.selected(inputs).function(inputs)
 
     def selected(self, inputs: Inputs) -> Implementation[Inputs, Outputs]:
-        """Return the implementation that runs for these inputs: the forced one, else the first that can run."""
+        """Return the implementation for these inputs: the forced implementation, else the first that can run."""
         if (name := self.forced) is not None:
             return self.named(name)
         device = device_of(inputs)

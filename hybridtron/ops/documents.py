@@ -1,6 +1,6 @@
 """Document boundaries in packed rows. A packed row is a sequence that holds several documents.
 
-`documents_BL` holds for each token its document's index. Indices increase along a row. Legend: B rows, L tokens.
+`documents_BL` holds each token's document index. Indices increase along a row. Legend: B rows, L tokens.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def attend_to_tiles(
 def _kernel(window: int | None) -> Callable[..., Tensor]:
     """Return FlexAttention compiled to one kernel; without compilation it would store all L x S scores.
 
-    `window` has no effect here. A rehearsal on a simulated GPU replaces this function, and its replacement counts the
-    work of a window.
+    `window` has no effect here. A rehearsal on a simulated GPU replaces this function by a function that reads `window`
+    to count the work.
     """
     return torch.compile(flex_attention, dynamic=True)

@@ -43,7 +43,7 @@ OPS: dict[str, Op[Any, Any]] = {
 
 
 def choices(device: str) -> list[tuple[str, str, str]]:
-    """For every op, return its name, the name of the implementation that runs, and the reason for this choice."""
+    """For every op, return its name, the implementation that a call tries first, and the reason for this choice."""
     return [(name, *op.choice(device)) for name, op in OPS.items()]
 
 

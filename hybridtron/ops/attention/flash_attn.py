@@ -1,8 +1,8 @@
 """Causal attention by the flash-attn packages, versions 2, 3 and 4; so far tested only against stand-in packages.
 
-Version 3 has kernels for Hopper, version 4 for Hopper and Blackwell. Each version is a separate package. If several
-versions can run, the first of FASTEST_FIRST is used. The order follows assumed rates (`planning/rates.py`); it was not
-measured.
+Version 3 has kernels for Hopper. Version 4 has kernels for Hopper and Blackwell. Each version is a separate package. If
+several versions can run, the first of FASTEST_FIRST is used. The order follows assumed rates (`planning/rates.py`); it
+was not measured.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hybridtron.ops.attention.reference import AttentionInputs
 from hybridtron.ops.dispatch import Implementation
 from hybridtron.ops.documents import document_boundaries
 
-PACKAGE = "flash_attn.flash_attn_interface"  # version 2; `flash_attn` of version 4 lacks this module
+PACKAGE = "flash_attn.flash_attn_interface"  # version 2; the package `flash_attn` of version 4 lacks this module
 
 
 @dataclass(frozen=True)

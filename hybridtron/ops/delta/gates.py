@@ -27,7 +27,7 @@ class DeltaGateInputs(NamedTuple):
     a        logits of the decays
     b        logits of the step sizes
     dt_bias  added to `a`
-    A_log    logarithm of each head's factor of the decays
+    A_log    logarithm of the factor by which a head's log decays are multiplied
     reach    largest step size
     """
 

@@ -125,7 +125,7 @@ class DeltaKernelRow(ChunkedKernelRow, DeltaInputs):
     def starts(self) -> Tensor:
         """Mask of the tokens that begin a document. The field `documents_BL` holds this mask, not document numbers.
 
-        Without documents, no kernel reads the mask, and g is its placeholder.
+        Without documents, no kernel reads the mask, and g is passed in its place.
         """
         return self.g_BLHG if self.documents_BL is None else self.documents_BL
 

@@ -7,7 +7,7 @@ The forward pass (`kernels_forward`) defines, for a chunk with the state h befor
     Z              (I + diag(beta) P)^-1
     w, u           corrections w_i (value minus the value that the state stores for the key), and u = beta w
 
-Let dh be the state gradient after the chunk, and dh' the state gradient before it. The kernels compute
+Let dh be the state gradient after the chunk, and let dh' be the state gradient before it. The kernels compute
 
     walk_back          du = Z^T (A^T dy + (k L) dh),   x = beta du,
                        dh' = W dh + (q F)^T dy - (k F)^T x        in a loop from the last chunk to the first
@@ -210,7 +210,7 @@ def _decay_gradients(
     through: W sum_p h dh, from the state that decays through the chunk
     of_pairs: the gain from scores for each token
 
-    The first three are already 0 for documents that do not read or write the state, so they are summed without a mask.
+    The first three terms are already 0 for documents that do not read or write the state, so they need no mask.
     `of_pairs` is summed within documents.
     """
     if BY_HEAD:

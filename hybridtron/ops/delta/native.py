@@ -24,8 +24,8 @@ class DeltaTask(ctypes.Structure):
     rows, length, heads, size, states, gates: B, L, H, P, N, G
     q, k, v, beta, g, y: inputs and output
     starts: mask, True for tokens that begin a document
-    state: in the forward pass, the state before the row, and finally the state after the row; in the backward pass,
-        the gradient for the state after the row, and finally the gradient for the state before the row
+    state: input and output. The forward pass replaces the state before the row by the state after the row. The backward
+        pass replaces the gradient for the state after the row by the gradient for the state before the row.
     kept: the state before each token chunk; the forward pass stores it for the backward pass
     grad_...: gradients
     """

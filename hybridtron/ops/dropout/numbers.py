@@ -1,8 +1,8 @@
 """Numbers for tokens and channels; dropout hashes an element's two numbers to decide whether to drop the element.
 
-A token's number is a hash of a seed, its row (sequence in the batch), its index in the row, and its position in its
-document. A channel's number is a hash of the seed and the channel's index in the full, undivided layer. Therefore the
-dropped elements do not depend on how ranks divide tokens and channels.
+A token's number is a hash of a seed, the token's row (sequence in the batch), its index in the row, and its position in
+its document. A channel's number is a hash of the seed and the channel's index in the full, undivided layer. Therefore
+the dropped elements do not depend on how ranks divide tokens and channels.
 
 Legend: B rows, L tokens per row, C channels.
 """

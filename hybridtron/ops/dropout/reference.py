@@ -40,14 +40,14 @@ def dropout(inputs: DropoutInputs) -> Tensor:
 
 
 def threshold(share: float) -> int:
-    """Return the smallest result from `mixed` with which an element is kept: share * 2**32 - 2**31."""
+    """Return the smallest hash (result of `mixed`) for which an element is kept: share * 2**32 - 2**31."""
     return int(share * 2**32) - 2**31
 
 
 def mixed(bits: Tensor) -> Tensor:
     """Hash int32 to int32 with MurmurHash3's finalizer; hashes are evenly distributed over the full range.
 
-    The result overwrites `bits`, to save memory: this tensor has as many elements as x.
+    `bits` has as many elements as x. To save memory, the result overwrites it.
     """
     for shift, factor in ((16, FIRST), (13, SECOND)):
         bits.bitwise_xor_((bits >> shift).bitwise_and_(2 ** (32 - shift) - 1)).mul_(factor)

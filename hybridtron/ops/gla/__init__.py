@@ -1,4 +1,4 @@
-"""Gated linear attention (GLA): a recurrence with one decay for each key channel, and its log decays."""
+"""Gated linear attention (GLA): a recurrence with one decay per key channel, and the op for its log decays."""
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.gla import chunked, gates, native, reference, triton

@@ -105,7 +105,7 @@ class GLAKernelRow(ChunkedKernelRow, GLAInputs):
         """Log decays, and a mask for tokens that begin a document.
 
         The field `documents_BL` has this mask, not document numbers. Without documents, no kernel reads the mask, and g
-        is its placeholder.
+        is passed in its place.
         """
         return self.g_BLHN, self.g_BLHN if self.documents_BL is None else self.documents_BL
 

@@ -26,7 +26,7 @@ class Tokens(ctypes.Structure):
     The axes after rows and tokens must be contiguous.
 
     data: the first element's address; null if there is no tensor
-    kind: dtype, as its number in KINDS
+    kind: the dtype's number in KINDS
     row, token: the first two axes' strides, in elements
     """
 

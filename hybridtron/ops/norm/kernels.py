@@ -10,9 +10,9 @@ also the gradient for `added`. If `added` has another dtype than x, the kernel s
 
 A tile is one long row or several short rows. One program computes full rows, so that it has all terms of a row's mean
 over channels. The forward pass saves w, r (one value per row), and the tensor that was normed (x or s). The backward
-kernel has at most as many programs as an H100 runs at the same time. Each program loops over several tiles and adds up
-their terms of dw. A third kernel (`sum_kernels`) then adds up the partial sums of all programs. There are no atomics,
-so results are deterministic.
+kernel has at most as many programs as an H100 runs at the same time. Each program loops over several tiles, and adds up
+their contributions to dw. A third kernel (`sum_kernels`) then adds up the partial sums of all programs. There are no
+atomics, so results are deterministic.
 
 Tiles with one row were checked on an H200 (benchmarks/gpu.md). Tiles with several rows have run only in Triton's
 interpreter.

@@ -234,9 +234,9 @@ def _walk(
 ) -> None:  # fmt: skip
     """Store a chunk's last state, scanned from a zero state, and its sum of delta.
 
-    If a document begins in the chunk, the stored sum is minus infinity. It marks that no state from before the chunk
-    remains after the chunk. Grid: (chunks, blocks with CHANNELS channels, rows). A program is one warp, which holds a
-    state (N_PADDED, CHANNELS).
+    If a document begins in the chunk, the stored sum is minus infinity. `_chain` then passes no state from before the
+    chunk on to the next chunk. Grid: (chunks, blocks with CHANNELS channels, rows). A program is one warp, which holds
+    a state (N_PADDED, CHANNELS).
     """
     chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     e = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)

@@ -29,8 +29,8 @@ were checked on an H200 (benchmarks/gpu.md).
 In `_gradients` a thread computes one channel at all tokens in a tile, and holds tuples with one value per token. A
 tensor (tokens by channels) is not used, because the compiler would distribute its tokens over threads, and sums over
 tokens would need shared memory. The sums over a warp's 32 channels are computed for all tokens in the tile together. In
-each round, pairs of lanes (a warp's threads) exchange and add the values for half their tokens, until each lane has a
-single token. This takes 16 shuffles for 16 tokens, while a separate sum for each token would take 80.
+each round, pairs of lanes (a warp's threads) exchange and add the values for half their tokens, until each lane has the
+value for a single token. This takes 16 shuffles for 16 tokens, while a separate sum for each token would take 80.
 
 Legend: B rows, L tokens, E inner channels, N state entries per channel, n an index on this axis, K chunks, Q tiles, F
 channel blocks. States are stored as (N, E), so channels are contiguous in memory.
@@ -173,9 +173,9 @@ def _walk_back(
     """Store two tensors for each tile: a gradient of the state before the tile, and delta's sum over the tile.
 
     The gradient contains only the contribution from the tile's own tokens, so it starts from zero after the tile's last
-    token. If a document begins in the tile, the stored sum is minus infinity. It marks that no gradient from after the
-    tile reaches the state before the tile. Grid: (chunks, blocks with CHANNELS channels, rows). A program is one warp,
-    which holds a gradient (N_PADDED, CHANNELS), and loops over its chunk's tiles.
+    token. If a document begins in the tile, the stored sum is minus infinity. Then no gradient from after the tile
+    reaches the state before the tile. Grid: (chunks, blocks with CHANNELS channels, rows). A program is one warp, which
+    holds a gradient (N_PADDED, CHANNELS), and loops over its chunk's tiles.
     """
     chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     e = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)

@@ -8,10 +8,10 @@ its forward pass.
 
 A segment is a range of tokens in a row that belong to one document.
 
-Legend: B rows (sequences in a batch), R rows in a segment, L tokens, S keys (first the keys remembered from the
-document that the row continues, then the row's L keys), N tokens (L or S), H query heads, G key/value heads, K head
-size, T chunks, U blocks. In `chosen_RGTC`, C is the number of blocks chosen for a chunk. In tensors about tiles, Q is
-the number of query tiles, and C is the number of key tiles.
+Legend: B rows (sequences in a batch), R rows in a segment, L tokens, S keys (remembered keys of the row's first
+document, then the row's L keys), N tokens (L or S), H query heads, G key/value heads, K head size, T chunks, U blocks.
+In `chosen_RGTC`, C is the number of blocks chosen for a chunk. In tensors about tiles, Q is the number of query tiles,
+and C is the number of key tiles.
 """
 
 from __future__ import annotations

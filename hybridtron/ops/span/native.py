@@ -7,9 +7,9 @@ piece is at most `most_queries()` consecutive queries from one chunk in one row.
 
 A segment is a range of tokens in R consecutive rows; in each of these rows the range is in one document.
 
-Legend: B rows (sequences in a batch), R rows in a segment, L tokens per row, S keys per row (first the S - L keys kept
-from earlier tokens of the document that the row continues, then the row's own L keys), H query heads, G key/value
-heads, K head size, T chunks in a segment, C slots for chosen blocks per chunk, P pieces.
+Legend: B rows (sequences in a batch), R rows in a segment, L tokens per row, S keys per row (S - L kept keys of the
+row's first document, then the row's own L keys), H query heads, G key/value heads, K head size, T chunks in a segment,
+C slots for chosen blocks per chunk, P pieces.
 """
 
 from __future__ import annotations

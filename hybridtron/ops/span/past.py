@@ -20,9 +20,9 @@ results are independent of the division into rows only if rows end at multiples 
 
 A segment is a range of tokens in a row that belong to one document. Rows with the same range are computed together.
 
-Legend: B rows, R rows in a segment, L tokens in a row, S keys (first the keys carried from the document that the row
-continues, then the row's L keys), N tokens in a segment and in the unfinished block before it, H query heads, G
-key/value heads, K head size, T chunks, C chosen blocks, P carried blocks.
+Legend: B rows, R rows in a segment, L tokens in a row, S keys (remembered keys of the row's first document, then the
+row's L keys), N tokens in a segment and in the unfinished block before it, H query heads, G key/value heads, K head
+size, T chunks, C chosen blocks, P carried blocks.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ deterministic. The kernels were checked on an H200 (benchmarks/gpu.md).
 The widest dtype of q, k and v decides the precision of matrix multiplications. For bf16, both factors are cast to bf16.
 For fp16, tf32 is used, which represents fp16 numbers exactly. For fp32, factors stay fp32. Accumulation is always fp32.
 
-Legend: R rows (a row for each sequence in the batch and each head group), L queries, S keys (first the keys remembered
-from the document that the row continues, then the row's L keys), N key size, P value size, T query tiles, Q queries in
-a tile, W keys that are listed for a tile, K best keys in a list.
+Legend: R rows (a row for each sequence in the batch and each head group), L queries, S keys (remembered keys of the
+row's first document, then the row's L keys), N key size, P value size, T query tiles, Q queries in a tile, W keys that
+are listed for a tile, K best keys in a list.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ q_i . k_j:
 A part is the pairs (query, key) that one rule selects (`kernels_forward`). In each part, the queries that see a key
 are contiguous among the sorted queries. There are two kinds of parts:
 
-    stretch   a query sees a contiguous range of the sorted keys; queries are sorted by where these ranges end
+    stretch   a query sees a contiguous range of the sorted keys; queries are sorted by the ends of these ranges
     kept      queries are in text order; a key is seen from its own token on, until it is no longer among the
               best keys
 
@@ -20,9 +20,8 @@ Every key is in exactly one key tile per part. In the kept part, a key tile cont
 many queries. The launch for a second part adds to the first part's gradients. No kernel uses atomics, so results are
 deterministic.
 
-Legend: R rows (a row for each sequence in the batch and each head group), L queries, S keys (first the keys remembered
-from the document that the row continues, then the row's L keys), N key size, P value size, Q queries in a tile, W keys
-in a tile.
+Legend: R rows (a row for each sequence in the batch and each head group), L queries, S keys (remembered keys of the
+row's first document, then the row's L keys), N key size, P value size, Q queries in a tile, W keys in a tile.
 """
 
 from __future__ import annotations

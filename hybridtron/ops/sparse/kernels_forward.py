@@ -18,9 +18,9 @@ keys: the best keys before the tile, and the tile's own keys.
 The launch for a second part continues from the first part's outputs and log-sum-exps, and skips the pairs that are in
 the first part (EXCEPT).
 
-Legend: R rows (a row for each sequence in the batch and each head group), L queries, S keys (first the keys remembered
-from the document that the row continues, then the row's L keys), N key size, P value size, T query tiles, Q queries in
-a tile, W keys in a tile, K best keys in a list.
+Legend: R rows (a row for each sequence in the batch and each head group), L queries, S keys (remembered keys of the
+row's first document, then the row's L keys), N key size, P value size, T query tiles, Q queries in a tile, W keys in a
+tile, K best keys in a list.
 """
 
 from __future__ import annotations

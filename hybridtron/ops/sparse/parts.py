@@ -14,9 +14,9 @@ Kept     for the rule `best`. A key is seen by all queries in its document from 
 A part can test whether it contains a given pair. It can also list its pairs as tiles. A tile is a few queries, and a
 list of keys that contains all keys that these queries see in this part.
 
-Legend: R rows (a row for each sequence in the batch and each head group), L queries, S keys (first the keys remembered
-from the document that the row continues, then the row's L keys), T tiles, Q queries per tile, W keys per tile, N bands
-(see `TILE`), C best keys before a tile, K best keys after it.
+Legend: R rows (a row for each sequence in the batch and each head group), L queries, S keys (remembered keys of the
+row's first document, then the row's L keys), T tiles, Q queries per tile, W keys per tile, N bands (see `TILE`), C best
+keys before a tile, K best keys after it.
 """
 
 from __future__ import annotations

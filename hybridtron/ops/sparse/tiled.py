@@ -12,9 +12,9 @@ last axis does depend on them, because it adds in SIMD lanes. A matrix multiplic
 another, and an unseen key adds an exact zero. Therefore the attention weights are summed by the multiplication that
 also sums the weighted values: the values get an additional channel of ones.
 
-Legend: R rows (a row for each sequence in the batch and each head group), L queries, S keys (first the keys remembered
-from the document that the row continues, then the row's L keys), N key size, P value size (in `rescaled_TQP`, it
-includes the channel of ones), T tiles, Q queries per tile, W keys per tile.
+Legend: R rows (a row for each sequence in the batch and each head group), L queries, S keys (remembered keys of the
+row's first document, then the row's L keys), N key size, P value size (in `rescaled_TQP`, it includes the channel of
+ones), T tiles, Q queries per tile, W keys per tile.
 """
 
 from __future__ import annotations

@@ -28,12 +28,12 @@ The sums in dg_t follow because g_t is contained in S_i for all i >= t, and in S
 computes the sum over pairs across t as the sum over all pairs with i >= t minus the sum over all pairs with j >= t
 (`gain`). Pairs with both tokens at or after t cancel in this difference.
 
-Heads in a group share q and k, so q_i . k_j is computed once per group. In Mamba-3, a token sees itself with another
-factor than later tokens see it. In this case, the first sums in y and in the gradients cover only j < i, and the caller
-adds the term j = i.
+Heads in a group share q and k, so q_i . k_j is computed once per group. In Mamba-3, a token has one factor for itself
+and another factor for later tokens. In this case, the first sums in y and in the gradients cover only j < i, and the
+caller adds the term j = i.
 
-`chunked` computes q, k, v and g. The ops `gla` and `delta` use only `VisibilityMask` and `decays`: a decay per key
-channel cannot be factored out of q_i . k_j.
+`chunked` computes q, k, v and g. The ops `gla` and `delta` use only `VisibilityMask` and `decays` from this file, since
+a decay per key channel cannot be factored out of q_i . k_j.
 
 Legend: B rows (sequences in a batch), T tokens per chunk, G groups, R heads per group, H = G * R heads, N key size, P
 value size, V = R * P.

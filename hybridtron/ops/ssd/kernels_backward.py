@@ -245,7 +245,7 @@ def _steps_of_pairs(
     delta_L: tl.tensor, itself_L: tl.tensor, token_O: tl.tensor, token_T: tl.tensor, length: int,
     ITSELF: tl.constexpr, REVERSED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """For each pair, return the factor of token t for own token o; with REVERSED, the factor of o for t.
+    """For each own token o and token t, return the factor with which o sees t; with REVERSED, with which t sees o.
 
     The factor is delta of the token that is seen. With ITSELF, the factor is `itself` where o = t.
     """

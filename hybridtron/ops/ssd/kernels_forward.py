@@ -17,7 +17,7 @@ its rounding would hide the small decays after them. `decays` therefore adds in 
 numbers, high + low. A difference between two such sums has a relative error near fp32's: if the two high parts are
 close, fp32 subtracts them without rounding; if they are not close, the rounding is small relative to the difference.
 
-A token sees h only if it belongs to h's document; else exp(S_i) is replaced by 0. This factor times h C_i is then
+A token sees h only if it belongs to h's document; else exp(S_i) is replaced by 0. The product exp(S_i) h C_i is then
 masked too, since 0 times infinity is NaN. No kernel uses atomics, so results are deterministic. `kernels_backward` has
 the backward pass, and `kernels` has the launches.
 
@@ -192,7 +192,7 @@ def apart(
     mix_OT: tl.tensor, D: tl.tensor, itself_L: tl.tensor, token_O: tl.tensor, token_T: tl.tensor, length: int,
     ITSELF: tl.constexpr,
 ) -> tuple:  # fmt: skip
-    """Separate the scores of tokens with themselves, C_o . B_o, from the scores C_o . B_t: they have another factor.
+    """Separate the scores of tokens with themselves (C_o . B_o) from all scores (C_o . B_t); their factors differ.
 
     With ITSELF, return three tensors: the scores with zeros where o = t; D + itself_o C_o . B_o, which is the factor of
     x_o in y_o; and the scores C_o . B_o. Without ITSELF, return the scores unchanged, D, and D again as a placeholder.

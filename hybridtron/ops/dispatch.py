@@ -1,7 +1,7 @@
 """Ops, their implementations, and the choice of the implementation that runs.
 
 An op is a function on tensors; trainable parameters are among its inputs. An op has a readable reference
-implementation, which specifies the result, and usually faster implementations:
+implementation, which specifies the result. Most ops also have faster implementations:
 
     class RMSNormInputs(NamedTuple): ...                  # the op's signature, written once
     def rms_norm(inputs: RMSNormInputs) -> Tensor: ...    # the reference

@@ -123,7 +123,7 @@ class _SharedSlices(torch.autograd.Function):
 
 
 def _reach(keys: AttentionKeys, length: int, window: int | None) -> list[tuple[int, int]]:
-    """Return each block's key span (start, stop), which is the same for all rows in the batch."""
+    """Return each block's key span (start, stop); all rows in the batch have equal spans."""
     total = keys.keys_BSGK.shape[1]
     places = range(total - length, total, BLOCK)
     starts = [0 if window is None else max(0, place - window + 1) for place in places]

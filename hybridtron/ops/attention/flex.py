@@ -9,7 +9,7 @@ is seen in full by every query of the query tile. It needs no mask. Two boolean 
 of a query tile and a key tile: the first marks pairs that need a mask, and the second marks pairs that are seen in
 full. A mask with L x S entries is never built.
 
-Building the two tensors takes a few dozen small operations. They are built
+Building the two tensors takes a few dozen small operations. The tensors are built
 
     in every call                                   with remembered keys, or with documents in torch.compile
     once for each batch and window                  with documents, and without remembered keys
@@ -40,7 +40,7 @@ from hybridtron.ops.flex_tiles import TILE, attend_to_tiles, flex_unsupported_re
 def mask_of(seen: SeenKeys) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Return FlexAttention's mask function; the mask function returns True if a query sees a key.
 
-    Its arguments are the indices for row, head, query (among L tokens) and key (among S keys).
+    The mask function's arguments are the indices for row, head, query (among L tokens) and key (among S keys).
     """
 
     def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:

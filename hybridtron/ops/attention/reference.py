@@ -3,7 +3,7 @@
     y_i = sum_j a_ij v_j,   a_i = softmax_j(q_i . k_j / sqrt(K)) over the visible j
 
 Token i sees the tokens j <= i in its own document; with a window of w, it sees only itself and the w - 1 tokens before
-it. `documents_BL` has each token's document number, which never decreases along a row.
+it. `documents_BL` has each token's document number. Along a row, document numbers never decrease.
 
 A row is one sequence in the batch. Its first document may have begun in a row of an earlier call. The earlier tokens'
 keys and values are then passed as `AttentionMemory`. They count as tokens of the row's first document, just before the

@@ -84,7 +84,7 @@ def _seen(keys: AttentionKeys, first: int, last: int, neighbours: int) -> tuple[
 
 
 def _turned(x: Tensor, by_BL: Tensor, places: Places) -> Tensor:
-    """Rotate x by `by_BL` more positions, without YaRN's attention factor, which the first rotation has applied."""
+    """Rotate x by `by_BL` more positions, without applying YaRN's attention factor a second time."""
     return apply_rope(RopeInputs(x, *rope_table(by_BL, places.channels, replace(places.rope, attention=1.0))))
 
 

@@ -61,7 +61,7 @@ class PairGradients(NamedTuple):
 
 
 class DeltaDecay(ChunkDecay):
-    """Decays in a chunk. Subclasses compute the scores, which contain the decays between two tokens."""
+    """Decays in a chunk. Subclasses compute the scores, since scores contain the decays between two tokens."""
 
     def scores(self, read_2BHTN: Tensor, k_BHTN: Tensor) -> Tensor:
         """Return the scores A (2, B, H, T, T); A_ij is 0 if i does not see j."""

@@ -1,7 +1,7 @@
 """Launches for the delta rule's Triton kernels (`kernels_forward`, `kernels_pairs`, `kernels_backward`).
 
-Only the inputs are saved for the backward pass, which recomputes the intermediate results. Results are deterministic.
-The kernels were checked on an H200 (benchmarks/gpu.md).
+Only the inputs are saved; the backward pass recomputes the intermediate results. Results are deterministic. The kernels
+were checked on an H200 (benchmarks/gpu.md).
 
 The dtype of q, k and v decides how matrices are multiplied. For bf16, both factors are cast to bf16; tensors that are
 used only as factors are also stored in bf16. For fp16, tf32 is used: it represents fp16 numbers exactly and has the

@@ -9,8 +9,7 @@ computed the scores A (queries with keys) and P (keys with keys). The kernels he
     walk       w = X (v - h^T (k F)),   u = beta w,   next state = W h + (k L)^T u      in a loop over the chunks
     outputs    y_i = sum_{j <= i} A_ij u_j + h^T (q F)_i
 
-`delta/chunked.py` derives the equations. The backward pass also needs Z = (I + diag(beta) P)^-1, which the kernel
-`inverse` computes as well.
+`delta/chunked.py` derives the equations. For the backward pass, `inverse` also computes Z = (I + diag(beta) P)^-1.
 
 `inverse` inverts a lower triangular matrix. First it inverts all diagonal blocks (PART tokens each) by forward
 substitution. Then it repeatedly merges two neighboring diagonal blocks a and b, with the block c below a and left of b,

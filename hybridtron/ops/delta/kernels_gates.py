@@ -1,4 +1,4 @@
-"""Triton kernels for the step sizes and log decays of the delta rule, one for each direction (`gates.py`).
+"""Triton kernels for the step sizes and log decays of the delta rule, one kernel for each direction (`gates.py`).
 
 torch would launch about twenty kernels instead. A tile is one token with many decays, or several tokens with few
 decays. The backward kernel has at most as many programs as an H100 runs at a time. Each program loops over several

@@ -19,7 +19,7 @@ WIDE = {"num_warps": 8}  # for kernels that need more registers than 4 warps hav
 class DeltaTiles(ChunkTiles):
     """Tile sizes for the delta rule's kernels: the fields of `ChunkTiles`, and two more.
 
-    part (in `ChunkTiles`): tokens in a diagonal block, which `kernels_forward.inverse` inverts before it merges blocks
+    part (in `ChunkTiles`): tokens in a diagonal block; `kernels_forward.inverse` inverts these blocks, then merges them
     walk: value channels of the state that one program of `walk` or `walk_back` carries from chunk to chunk
     decayed_keys: key channels that a kernel of `kernels_pairs` loads at a time, for a decay per key channel
     """

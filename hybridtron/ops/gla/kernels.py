@@ -1,6 +1,6 @@
 """Launches for gated linear attention's Triton kernels (`kernels_forward`, `kernels_backward`).
 
-Only the inputs are saved for the backward pass, which recomputes the scores and the states between chunks. Results are
+Only the inputs are saved; the backward pass recomputes the scores and the states between chunks. Results are
 deterministic. The kernels were checked on an H200 (benchmarks/gpu.md).
 
 The dtype of q, k and v decides how matrices are multiplied. For bf16, both factors are cast to bf16. For fp16, tf32 is

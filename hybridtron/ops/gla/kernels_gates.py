@@ -1,4 +1,4 @@
-"""Triton kernels for the log decays of gated linear attention, one for each direction (`gates.py`).
+"""Triton kernels for the log decays of gated linear attention, one kernel for each direction (`gates.py`).
 
 log(sigmoid(v)) is -softplus(-v). A tile is one token with many channels, or several tokens with few channels. The
 backward kernel has at most as many programs as an H100 runs at a time. Each program loops over several tiles, and adds

@@ -1,4 +1,4 @@
-"""The library of compiled CPU ops, which is built at first use and stored in the user's cache.
+"""The library of compiled CPU ops; it is built at first use and stored in the user's cache.
 
     library()            the loaded functions, or the reason why they could not be built
     call("f", task, n)   call function f with n threads; `task` is a ctypes structure with f's arguments

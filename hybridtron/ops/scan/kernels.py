@@ -150,8 +150,9 @@ def retrace(
 ) -> None:
     """Scan every chunk from the state before it, and store the outputs whose tensors are not None.
 
-    The forward pass asks for y. The backward pass asks for z's gradient, which is computed from the input `grad_y`, and
-    for the state before every tile. `tiles` has the tensor for these states, then the number of tokens per tile.
+    The forward pass asks for y. The backward pass asks for z's gradient and for the state before every tile. `grad_y`
+    is an input, from which z's gradient is computed. `tiles` has the tensor for the states before tiles, then the
+    number of tokens per tile.
     """
     tile = row.tile()
     tiles_BQNE, tokens = tiles or (None, CHUNK)

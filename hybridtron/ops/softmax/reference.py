@@ -74,7 +74,7 @@ def softmax_sums(inputs: SoftmaxSumsInputs) -> SoftmaxSums:
 
 
 def softmax_gradients(inputs: SoftmaxGradientsInputs) -> Tensor:
-    """Overwrite the logits with their gradients, which are 0 for tokens outside the loss mask, and return them."""
+    """Overwrite the logits with their gradients, and return them. Tokens outside the loss mask get gradients of 0."""
     logits_CV, labels_C, mask_C, lse_C, z_loss = inputs
     size = logits_CV.shape[1]
     parts = (x.split(max(1, WORKSPACE // size)) for x in (logits_CV, labels_C, mask_C, lse_C))

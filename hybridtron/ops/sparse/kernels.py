@@ -51,7 +51,7 @@ class PairTiles:
 def tiles(dtype: torch.dtype, size: int) -> PairTiles:
     """Return tile sizes for which ptxas spills no registers on an H100.
 
-    `size` counts the channels per key. Tiles are small for fp32, whose multiplications run without tensor cores.
+    `size` counts the channels per key. Tiles are small for fp32, since fp32 multiplications run without tensor cores.
     """
     if dtype == torch.bfloat16:
         return PairTiles(64, 64, 128, warps=8) if size <= 64 else PairTiles(64, 32, 64, warps=8)

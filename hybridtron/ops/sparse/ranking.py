@@ -1,7 +1,7 @@
 """The ranking loss: a small network learns to score keys in the order that attention weights would give them.
 
 Sparse attention selects the keys with the best scores. The network's input is a key and the normalized running sum of
-queries, which this file computes (`query_directions`). For the loss, some tokens in each row are drawn at random as
+queries; `query_directions` computes these sums. For the loss, some tokens in each row are drawn at random as
 candidates. A candidate j has a score x_j and a worth w_j:
 
     w_j = sigmoid(q_l . k_j), summed over the queries l >= j in the candidate's document

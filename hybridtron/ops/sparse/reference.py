@@ -51,7 +51,7 @@ class Seen(NamedTuple):
     """The inputs to the rules that select a query's keys. They get no gradient.
 
     budget: maximum number of keys per rule
-    documents_RS: index of each key's document, which never decreases along a row; -1 for an empty slot in the memory
+    documents_RS: each key's document index; -1 for an empty slot in the memory; indices never decrease along a row
     places_RS: each key's position in its document, counted from 0
     query_bins_RL, key_bins_RS: hash values; None if the rule `bin` is off
     scores_RS: one score per key; None if the rule `best` is off

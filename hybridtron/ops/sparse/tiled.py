@@ -58,7 +58,7 @@ def _scores(q_TQN: Tensor, k_TWN: Tensor, visible_TQW: Tensor) -> Tensor:
 def _finite(sums: Tensor) -> Tensor:
     """Replace -inf by 0 in the sums, so that exp(score - sum) is never NaN, and add a last axis.
 
-    `sums` are maxima or log-sum-exps. They are -inf for queries without keys, whose scores are -inf too.
+    `sums` are maxima or log-sum-exps. For a query without keys, the sum and all scores are -inf.
     """
     return sums.masked_fill(sums == -torch.inf, 0.0)[..., None]
 

@@ -1,10 +1,10 @@
 """Launches of SSD's Triton kernels (`kernels_forward`, `kernels_backward`).
 
 The recurrence is h_t = exp(g_t) h_{t-1} + v_t B_t^T, with g = delta A and v = delta x. A row (a sequence in the batch)
-is divided into chunks of tokens. S_T below is g summed over a chunk. Only the inputs are saved for the backward pass,
-which recomputes the decays and the states between chunks. If these were saved too, they would take twice x's memory.
-Results are deterministic. An earlier version of the kernels, which did not read strided inputs or add up partial sums,
-was checked on an H200 (benchmarks/gpu.md). Since then, the kernels have run in Triton's interpreter only.
+is divided into chunks of tokens. S_T below is g summed over a chunk. Only the inputs are saved. The backward pass
+recomputes the decays and the states between chunks; if these were saved too, they would take twice x's memory. Results
+are deterministic. An earlier version of the kernels was checked on an H200 (benchmarks/gpu.md); it did not read strided
+inputs, and did not add up partial sums. Since then, the kernels have run in Triton's interpreter only.
 
 Legend: B rows, L tokens, H heads, P head size, G head groups that share B and C, N state size, C chunks (in state
 shapes), S splits (programs among which a group's heads are divided), K parts (of a chunk in `pairs_KBHL`, of a state in
@@ -102,7 +102,7 @@ class _TritonSSD(torch.autograd.Function):
     def forward(ctx: Any, *fields: Any) -> tuple[Tensor, Tensor]:
         row = SSDRow(*fields).readable()
         ctx.save_for_backward(*row)
-        ctx.set_materialize_grads(False)  # training seldom uses the last state, whose gradient is then None
+        ctx.set_materialize_grads(False)  # if the last state is not used, its gradient is None
         return forward(row)
 
     @staticmethod

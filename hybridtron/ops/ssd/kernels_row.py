@@ -59,7 +59,7 @@ class ProductTiles:
 def tiles(dtype: torch.dtype, head: int, state: int) -> ProductTiles:
     """Return tile sizes for which ptxas spills almost no registers on an H100.
 
-    `head` is P and `state` is N. Tiles are small for fp32, whose multiplications run without tensor cores.
+    `head` is P and `state` is N. Tiles are small for fp32, since fp32 multiplications run without tensor cores.
     """
     if dtype == torch.bfloat16 and head <= 64 and state <= 128:
         return ProductTiles(128, tokens=64, inner=64, outer=128, stages=2)

@@ -1,4 +1,4 @@
-"""Triton kernels for token mixing, one for each direction; `reference.py` has the equations.
+"""Triton kernels for token mixing, one kernel for each direction; `reference.py` has the equations.
 
 A program computes a tile: some tokens by some channels, in all streams. It also reads each token's predecessor, and in
 the backward pass the weights and gradients of each token's successor. Other programs read the same values, so most of

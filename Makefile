@@ -8,6 +8,7 @@
 # make length-story   pretrains tiny models that fail beyond their context and repairs them (tens of minutes)
 # make passkey   trains tiny models to find a key in long texts, with Mamba and without (an hour)
 # make mixers   trains every recurrence at equal size and compares them (hours)
+# make optimizers   trains three models with AdamW and with Muon at several rates and compares them (hours)
 # make joint-recall   trains sparse attention beside Mamba to recall values by context and key (hours)
 # make grown   grows HAX beside a tiny Mamba and tunes both on keys in filler (half an hour)
 # make span-study   adapts a tiny hybrid to longer rows with every kind of attention and of adapters (an hour)
@@ -30,7 +31,7 @@ DOCS_VENV ?= .venv-docs
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 .PHONY: train length-story setup setup-dev setup-metrics setup-dali same-python test lint types test-fast test-slow \
-  passkey mixers joint-recall grown span-study papers test-core test-triton test-slurm setup-slurm test-gpu gpu-day-one gpu-measure audit \
+  passkey mixers optimizers joint-recall grown span-study papers test-core test-triton test-slurm setup-slurm test-gpu gpu-day-one gpu-measure audit \
   chaos rehearse reference docs format clean
 
 train: $(VENV)/.ready
@@ -44,6 +45,9 @@ passkey: $(VENV)/.ready
 
 mixers: $(VENV)/.ready
 	$(BIN)/python -m studies.mixers.study
+
+optimizers: $(VENV)/.ready
+	$(BIN)/python -m studies.optimizers.study
 
 joint-recall: $(VENV)/.ready
 	$(BIN)/python -m studies.joint_recall.study --results studies/joint_recall/results

@@ -2,11 +2,11 @@
 
     weight = sum of share_i * weight_i        share_i = factor_i / sum of all factors
 
-Each weight is read from its fp32 master if the checkpoint has one. Sums are computed in float64, one tensor at a time.
-If the last checkpoint has a master for a weight, and no checkpoint has the weight only in bf16, the average has a
-master too. A phase that starts from the average (`phases.N.init_from`), and a further average, read the master; a run
-with `run.weights` reads the rounded weight. Adapters are refused: the product of two averaged matrices is not the
-average of the products.
+Each weight is read from its fp32 master if the checkpoint has one, or from its moving average (`run.ema`) if those are
+averaged. Sums are computed in float64, one tensor at a time. If the last checkpoint has a master for a weight, and no
+checkpoint has the weight only in bf16, the average has a master too. Runs and phases that start from the average, and a
+further average, read the master. Adapters are refused: the product of two averaged matrices is not the average of the
+products.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hybridtron.checkpoint.checkpoint import MASTER, Checkpoint
 from hybridtron.checkpoint.files import appearing, in_parts
 from hybridtron.checkpoint.finite import is_finite
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
+from hybridtron.checkpoint.moving_average import moving_average
 from hybridtron.checkpoint.rewrite import write_whole
 from hybridtron.config.load import values_by_key
 from hybridtron.data.same_vocabulary import difference, is_readable
@@ -41,14 +42,21 @@ class Averaged:
 
 
 def average(
-    sources: Sequence[Checkpoint], factors: Sequence[float], target: Path, progress: Callable[[int, int], None]
+    sources: Sequence[Checkpoint],
+    factors: Sequence[float],
+    target: Path,
+    progress: Callable[[int, int], None],
+    *,
+    of_averages: bool = False,
 ) -> Averaged:
     """Write the weighted average of checkpoints into a new folder, which appears complete or not at all.
 
-    The configuration, the tokenizer and the step are those of the last checkpoint. Before a file's tensors are read,
-    `progress` is called with the number of finished files and the number of all files.
+    With `of_averages`, the checkpoints' moving averages are averaged instead of their weights. The configuration, the
+    tokenizer and the step are those of the last checkpoint. Before a file's tensors are read, `progress` is called with
+    the number of finished files and the number of all files.
 
-    Raises Unusable if the checkpoints do not fit each other, and BrokenCheckpoint if a checkpoint is damaged.
+    Raises Unusable if the checkpoints do not fit each other or lack a moving average, and BrokenCheckpoint if a
+    checkpoint is damaged.
     """
     assert len(sources) == len(factors)
     last = sources[-1]
@@ -59,17 +67,22 @@ def average(
         _require_same_tokenizer(source, last)
     shares = shares_of(factors)
     shapes = weight_shapes(last)
-    masters = [key for key in shapes if _has_master(key, sources)]
+    read = sources
+    layout = f"average of {len(sources)} checkpoints"
+    if of_averages:
+        read = [moving_average(source) for source in sources]
+        layout = f"average of {len(sources)} moving averages"
+    masters = [key for key in shapes if last.widest(key) != key and _is_unrounded(key, read)]
     files = _plan_files(shapes, masters)
 
     def tensors() -> Iterator[tuple[str, dict[str, Tensor]]]:
         for number, (name, keys) in enumerate(files):
             progress(number, len(files))
-            yield name, {key: _average_of(key, sources, shares) for key in keys}
+            yield name, {key: _average_of(key, read, shares, last.dtype(key)) for key in keys}
 
     meta = replace(
         last.meta,
-        layout=f"average of {len(sources)} checkpoints",
+        layout=layout,
         torch_version=torch.__version__,
         validation=None,
         norms=[],
@@ -95,10 +108,8 @@ def weight_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     return {chunk.key: chunk.shape for chunk in checkpoint.manifest.chunks if chunk.file.startswith("model-")}
 
 
-def _has_master(key: str, sources: Sequence[Checkpoint]) -> bool:
-    """Return True if the last checkpoint has a master for a weight, and all checkpoints have the weight unrounded."""
-    if sources[-1].widest(key) == key:
-        return False
+def _is_unrounded(key: str, sources: Sequence[Checkpoint]) -> bool:
+    """Return True if no checkpoint has a weight in bf16 alone."""
     return all(source.dtype(source.widest(key)) != torch.bfloat16 for source in sources)
 
 
@@ -111,13 +122,12 @@ def _plan_files(shapes: dict[str, tuple[int, ...]], masters: Sequence[str]) -> l
     return files
 
 
-def _average_of(key: str, sources: Sequence[Checkpoint], shares: Sequence[float]) -> Tensor:
-    """Return the weighted average of a weight or master, in the dtype that the last checkpoint stores.
+def _average_of(key: str, sources: Sequence[Checkpoint], shares: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """Return the weighted average of a weight, or of its master, in `dtype`.
 
     A weight in bf16 is rounded from the average in fp32, as in training.
     """
-    dtype = sources[-1].dtype(key)
-    total = torch.zeros(sources[-1].shapes[key], dtype=torch.float64)
+    total = torch.zeros(sources[-1].shapes[key.removeprefix(MASTER)], dtype=torch.float64)
     for source, share in zip(sources, shares, strict=True):
         weight = source.whole(source.widest(key))
         if not is_finite(weight):

@@ -140,15 +140,18 @@ class Checkpoint:
         with ThreadPoolExecutor(READERS) as threads:
             list(threads.map(lambda key: self._fill(key, targets[key]), targets))
 
-    def weights(self, table: Mapping[str, Parameter]) -> Callable[[str], Tensor]:
+    def weights(self, table: Mapping[str, Parameter], widest: bool = False) -> Callable[[str], Tensor]:
         """Return a function that reads a weight by its name in the model.
 
-        A fused weight is concatenated from its projections.
+        A fused weight is concatenated from its projections. With `widest`, fp32 masters are read if there are any.
         """
 
         def weight(name: str) -> Tensor:
             parameter = table[name]
-            return torch.cat([self.whole(key) for key in parameter.stored(name)], parameter.parts_axis)
+            keys = list(parameter.stored(name))
+            if widest:
+                keys = [self.widest(key) for key in keys]
+            return torch.cat([self.whole(key) for key in keys], parameter.parts_axis)
 
         return weight
 
@@ -182,6 +185,13 @@ class Checkpoint:
         contains NaN or infinity.
         """
         for chunk in [entry for entry in self.manifest.chunks if entry.file.startswith(f"{kind}-")][rank::ranks]:
+            self._verify(chunk)
+
+    def verify_weights(self, rank: int, ranks: int) -> None:
+        """Verify every `ranks`-th chunk of the weights and their fp32 masters, as `verify_chunks` does for a kind."""
+        weights = (entry for entry in self.manifest.chunks if entry.file.startswith("model-"))
+        masters = (entry for entry in self.manifest.chunks if entry.key.startswith(MASTER))
+        for chunk in [*weights, *masters][rank::ranks]:
             self._verify(chunk)
 
     def _verify(self, chunk: StoredShard) -> None:

@@ -105,13 +105,13 @@ def _first_fault(fault: RestoreFault | None) -> RestoreFault | None:
 
 
 def verify_weights(weights: Checkpoint, groups: Groups, key: str) -> None:
-    """Verify the weights of a checkpoint that a configuration key names. Raises ConfigError if they are not valid.
+    """Verify the weights and masters of a checkpoint that a configuration key names.
 
-    All processes call this together, and each verifies a part of the weights.
+    Raises ConfigError if they are not valid. All processes call this together, and each verifies a part.
     """
     fault = None
     try:
-        weights.verify_chunks("model", groups.rank, groups.world_size)
+        weights.verify_weights(groups.rank, groups.world_size)
     except BrokenCheckpoint as error:
         fault = str(error)
     if first_fault := next(filter(None, all_gather_values(fault)), None):

@@ -11,7 +11,8 @@
 
 The checkpoints to average come from one run, or from several runs with equal architecture. Each is named by its folder,
 as RUN (the run's newest checkpoint), or as RUN@best (the run's checkpoint with the lowest held-out loss). The average
-contains only weights: `run.weights=MEAN`, `evaluate`, `generate` and `export` read it, but no run resumes from it.
+contains only weights: `run.weights=MEAN`, `evaluate`, `generate` and `export` read it, but no run resumes from it. With
+--ema it is the mean of the moving averages that runs with `run.ema` store.
 
 A mirror is the S3 folder that a run's `checkpoint.mirror` names. Any parallel layout loads any checkpoint, so a run
 resumes without `reshard`. The sub-command `reshard` is for other programs that read a checkpoint and expect every
@@ -43,6 +44,7 @@ def main(arguments: list[str]) -> int:
     command.add_argument("paths", nargs="+", type=path_of, metavar="CHECKPOINT", help="or RUN, or RUN@best")
     command.add_argument("--output", type=path_of, required=True, metavar="DIR", help="the new checkpoint")
     command.add_argument("--weights", nargs="+", type=float, metavar="W", help="a weight for each; default: equal")
+    command.add_argument("--ema", action="store_true", help="the mean of the moving averages (run.ema)")
     command = commands.add_parser("reshard", help="rewrite a checkpoint with full tensors")
     command.add_argument("path", type=path_of, metavar="CHECKPOINT", help="or a run's folder: its newest checkpoint")
     command.add_argument("output", type=path_of)

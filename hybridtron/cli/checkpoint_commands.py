@@ -146,7 +146,7 @@ def print_differences(chosen: argparse.Namespace) -> int:
 
 
 def average_checkpoints(chosen: argparse.Namespace) -> int:
-    """Write the mean of the weights of several checkpoints, and print the share of each.
+    """Write the mean of the weights of several checkpoints, or of their moving averages, and print the share of each.
 
     Returns 1 if a checkpoint turns out to be broken while it is read.
     """
@@ -155,7 +155,7 @@ def average_checkpoints(chosen: argparse.Namespace) -> int:
     sources = [open_named(path) for path in chosen.paths]
     try:
         with progress_bar("files") as report_progress:
-            averaged = average(sources, factors, chosen.output, report_progress)
+            averaged = average(sources, factors, chosen.output, report_progress, of_averages=chosen.ema)
     except BrokenCheckpoint as error:
         print(error, file=sys.stderr)
         return 1
@@ -165,7 +165,10 @@ def average_checkpoints(chosen: argparse.Namespace) -> int:
     show(table)
     weights = f"{averaged.weights} weights, {averaged.masters} with fp32 masters"
     start = f"to train from it use run.weights={chosen.output}"
-    print(f"{chosen.output}: mean of {len(sources)} checkpoints, {weights}; {start}")
+    whose = "checkpoints"
+    if chosen.ema:
+        whose = "moving averages"
+    print(f"{chosen.output}: mean of {len(sources)} {whose}, {weights}; {start}")
     return 0
 
 

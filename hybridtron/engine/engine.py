@@ -42,7 +42,8 @@ class Engine:
     """Training engine for a model, on a single process or on one of many ranks.
 
     phase: the phase for which the engine is built; it can also train other phases that `supports` accepts
-    load_weight: returns a checkpoint's full weight by name; None to initialise the weights from the seed
+    load_weight: returns a checkpoint's full weight by name, unrounded if it has an fp32 master; it is called twice for
+        a weight in bf16, which has a master here too. None to initialise the weights from the seed
     """
 
     def __init__(
@@ -66,13 +67,14 @@ class Engine:
                 initialise(stage.model, config.run.seed)
             else:
                 for name, weight in stage.model.named_parameters():
-                    parameter = stage.model.table[name]
-                    weight.data.copy_(cut(load_weight(name), parameter, groups.meshes[parameter.family]))
+                    weight.data.copy_(self._cut_weight(name, load_weight))
             # This precedes `data_parallel`, in which Megatron allocates buffers for weights that require a gradient.
             for name, weight in stage.model.named_parameters():
                 weight.requires_grad_(phase.learns(name))
         self.wrapped = data_parallel(self.stages, config, groups, self.dtype)
         self.optimizer = Optimizer(self.wrapped, config, groups, table=arch.table, dtype=self.dtype)
+        if load_weight is not None:
+            self.optimizer.load_masters(partial(self._cut_weight, load_weight=load_weight))
         modules = [(name, module) for stage in self.stages for name, module in stage.model.named_modules()]
         self.statistics = statistics_of(modules, self.stages[0].model.slice.tensor.backend.fp8, self.device)
         self.fp8_cached = [module for _, module in modules if isinstance(module, CachedWeight)]
@@ -86,6 +88,11 @@ class Engine:
         self.auxiliary = dict.fromkeys(sorted(names), 0.0)  # the mixers' auxiliary losses per loss token, by name
         self.carrier: StateCarrier | None = None
         self._seed, self._lanes = phase_seed(config.run.seed, 0), range(0)
+
+    def _cut_weight(self, name: str, load_weight: Callable[[str], Tensor]) -> Tensor:
+        """Return this rank's shard of a weight, from the full weight that `load_weight` returns."""
+        parameter = self.arch.table[name]
+        return cut(load_weight(name), parameter, self.groups.meshes[parameter.family])
 
     def supports(self, phase: ResolvedPhase) -> bool:
         """Return True if this engine can train a phase without being rebuilt."""

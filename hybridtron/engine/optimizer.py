@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -239,6 +239,20 @@ class Optimizer:
                 flat = [full_rectangle(entries)]
             blocks += weight_blocks(f"{kind}.{name}", list(flat), declared, mesh, main)
         return blocks
+
+    @torch.no_grad()
+    def load_masters(self, load_shard: Callable[[str], Tensor]) -> None:
+        """Set the fp32 masters of bf16 weights, which are the rounded weights before this.
+
+        `load_shard` returns this rank's shard of a weight by name. Moving averages start as the masters.
+        """
+        for name, shard in self.shards.items():
+            if shard.master is None or self._is_own_master(self.table[name]):
+                continue
+            entries = load_shard(name).reshape(-1)[shard.start : shard.stop]
+            shard.master.copy_(entries.view_as(shard.master))
+            if shard.average is not None:
+                shard.average.copy_(shard.master)
 
     def resume(self, steps: int) -> None:
         """Set how many steps have been accepted, after a checkpoint was loaded."""

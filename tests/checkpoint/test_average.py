@@ -108,6 +108,38 @@ def test_average_is_read_like_another_checkpoint(alone: Groups, write: Write, tm
     assert initial.folder == mean.folder
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_average_of_moving_averages(
+    precision: str, alone: Groups, write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = small_run(precision=precision)
+    engine = Engine(resolve(replace(plan, run=replace(plan.run, ema=0.5)))[0], alone)
+    folders = three(write, engine)[1:]
+    output = tmp_path / "mean"
+    arguments = ["average", *map(str, folders), "--ema", "--output", str(output), "--weights", "1", "3"]
+    assert checkpoint.main(arguments) == 0
+    assert "mean of 2 moving averages" in capsys.readouterr().out
+    mean = Checkpoint.open(output)
+    first, second = map(Checkpoint.open, folders)
+    for key in weight_shapes(first):
+        expected = (first.whole(f"ema.{key}").double() + 3 * second.whole(f"ema.{key}").double()) / 4
+        widest = mean.whole(mean.widest(key))
+        torch.testing.assert_close(widest, expected.float(), rtol=1e-6, atol=1e-9)
+        assert mean.dtype(key) == second.dtype(key)
+        assert torch.equal(mean.whole(key), widest.to(mean.dtype(key)))
+        assert (mean.widest(key) == key) == (second.widest(key) == key)
+    assert not any(key.startswith("ema.") for key in mean.shapes)
+    assert not torch.allclose(mean.whole("embedding.weight"), second.whole("embedding.weight"), rtol=1e-3)
+    assert list(mean.faults()) == []
+
+
+def test_checkpoints_without_a_moving_average_are_refused(alone: Groups, write: Write, tmp_path: Path) -> None:
+    first, second, _ = three(write, trained(alone))
+    error = refusal(checkpoint.main, ["average", first, second, "--ema", "--output", tmp_path / "mean"])
+    assert error.code == "missing"
+    assert not (tmp_path / "mean").exists()
+
+
 def _written(folder: Path, groups: Groups, model: ModelConfig, tokenizer: str = "{}", precision: str = "fp32") -> Path:
     folder.mkdir()
     (folder / "tokenizer.json").write_text(tokenizer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +22,7 @@ from tokenizers import Tokenizer
 from hybridtron.cli import main as cli
 from hybridtron.cli import train
 from hybridtron.config.load import CONFIGS, load
-from tests.docs.conftest import PAGES, ROOT, Command, commands, name_of
+from tests.docs.conftest import PAGES, ROOT, Command, blocks, commands, name_of
 from tests.interop.conftest import own_module_cache as own_module_cache  # the fixture: exported models are loaded
 from tests.train.conftest import small_run_arguments
 
@@ -32,6 +33,7 @@ AVERAGED = "a run with run.ema: tests/train/test_moving_average.py"
 ONLY_PARSED = {  # by how a command begins
     "audit": "starts processes: tests/proving/test_audit.py",
     "bench": "tests/benchmarks/test_bench.py",
+    "checkpoint average runs/a runs/b --ema": "runs with run.ema: tests/checkpoint/test_average.py",
     "checkpoint fetch s3:": "a bucket: tests/checkpoint/test_mirror.py",
     "data prepare --input chats.jsonl": "a tokenizer with words: tests/docs/test_answers.py",
     "data prepare --input embedded --packages": "minutes: tests/data/prepare/test_corpus.py",
@@ -70,6 +72,8 @@ ONLY_PARSED = {  # by how a command begins
     "tasks show niah_single_2": "a corpus of essays: tests/tasks/test_ruler.py",
     "tasks write passkey --length 512 --training": "a tokenizer with words: tests/docs/test_answers.py",
     "torchrun": "starts processes: tests/train/test_launchers.py",
+    "train recipe=decayed.yaml": "a recipe of the page: tests/train/test_branched_decay.py",
+    "train run.dir=runs/decayed": "resumes the run before: tests/train/test_branched_decay.py",
     "train run.evaluate=mine.yaml": "a file of tasks: tests/evaluate/test_in_training.py",
     "train data.mixture=": "a bucket: tests/train/test_mixture_from_s3.py",
     "train data=slimpajama": "the sources of SlimPajama: tests/train/test_mixture_from_s3.py trains on a mixture",
@@ -118,6 +122,7 @@ def workplace(a_run: Path, counting_folder: Path, tmp_path: Path, monkeypatch: p
         shutil.copytree(counting_folder, tmp_path / "data" / name)
     shutil.copy(CONFIGS / "recipe/laptop.yaml", tmp_path / "mine.yaml")
     shutil.copy(CONFIGS / "cluster/h100.yaml", tmp_path / "ours.yaml")
+    write_recipes(tmp_path)
     (tmp_path / "tokenizers" / "llama").mkdir(parents=True)
     tokenizer = Tokenizer.from_file(str(counting_folder / "tokenizer.json"))
     tokenizer.add_special_tokens(["</s>"])
@@ -127,6 +132,13 @@ def workplace(a_run: Path, counting_folder: Path, tmp_path: Path, monkeypatch: p
     with pyarrow.output_stream(tmp_path / "SlimPajama/train/chunk1/a.jsonl.zst", compression="zstd") as file:
         file.write("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
     return tmp_path
+
+
+def write_recipes(folder: Path) -> None:
+    """Write the recipes of docs/phases.md, whose first line is a comment with the file's name."""
+    for block in blocks(ROOT / "docs/phases.md", "yaml"):
+        if named := re.match(r"# (\w+\.yaml)\n", block):
+            (folder / named[1]).write_text(block)
 
 
 @pytest.fixture(scope="session")

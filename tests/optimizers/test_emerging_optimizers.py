@@ -27,8 +27,8 @@ COEFFICIENTS = {Coefficients.quintic: "simple", Coefficients.polar_express: "pol
 TOLERANCES = {  # of the change of the weights; the iteration multiplies rounding errors by up to 3.4445^5 = 485
     (Coefficients.quintic, IterationFormat.master): 1e-4,
     (Coefficients.polar_express, IterationFormat.master): 1e-3,  # their coefficients have four decimals
-    (Coefficients.quintic, IterationFormat.bf16): 5e-2,
-    (Coefficients.polar_express, IterationFormat.bf16): 5e-2,
+    (Coefficients.quintic, IterationFormat.bf16): 3e-2,
+    (Coefficients.polar_express, IterationFormat.bf16): 3e-2,
 }
 
 

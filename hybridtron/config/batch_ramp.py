@@ -1,7 +1,7 @@
 """Batch size of each step, in rows (sequences): `global_batch`, or fewer rows during the ramp at a phase's start.
 
-A ramp's batch sizes are ramp.start, ramp.start + ramp.step, and so on, below global_batch. Each batch size is used for
-an equal part of ramp.tokens, rounded up to whole steps. Steps and rows are counted from the phase's start.
+The batch sizes in a ramp are `ramp.start`, `ramp.start + ramp.step`, and so on, below `global_batch`. Each batch size
+lasts for an equal share of `ramp.tokens`, rounded up to full steps. Steps and rows are counted from the phase's start.
 """
 
 from __future__ import annotations

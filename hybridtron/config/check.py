@@ -4,9 +4,9 @@ The limits on a single key are declared at the key's field (`limits.py`). The fu
 rules that involve several keys. Rules that need the data are in `data/problems.py`: the data must be readable, fit the
 vocabulary and suffice for the run. The checks run before torch is imported and before a process group exists.
 
-A phase may change some sections in the configuration. These sections are checked for each phase with the phase's
-values. A rule then reports a problem under the run's key, such as `optim.clip`. If the phase has changed this key, the
-problem must name the phase's own key instead, such as `phases.1.optim.clip`. `ResolvedPhase.key` returns this key.
+A phase may override some sections of the configuration. The rules for such a section are checked once for each phase,
+with the phase's values. They report a problem under the run's key, such as `optim.clip`. If the phase overrides that
+key, `check` replaces it by the phase's own key, such as `phases.1.optim.clip`. `ResolvedPhase.key` finds this key.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def check(plan: RunPlan, world_size: int | None = None) -> list[Problem]:
 def _as_trained(phase: ResolvedPhase, world_size: int | None) -> Iterator[Problem]:
     """List problems in the sections that a phase may change, with this phase's values.
 
-    The problems name keys in the run's sections. `check` replaces these keys by the phase's own keys.
+    The problems name keys in the run's sections, which `check` replaces by the phase's own keys.
     """
     longest = max((settings.seq_len for settings in phase.config.phases if settings.seq_len > 0), default=sys.maxsize)
     of_model = model_problems(phase.model, longest)

@@ -30,8 +30,8 @@ class Documents(StrEnum):
 class Order(StrEnum):
     """Order in which training reads the tokens.
 
-    - windows: packed documents are cut into windows with `seq_len` tokens; each row is a window, in shuffled order
-    - lanes: each row position in the batch is a lane, which over the steps reads complete documents, one after another
+    - windows: packed documents are cut into windows of `seq_len` tokens; the windows are shuffled, and each is one row
+    - lanes: each row position in the batch is a lane; over the steps it reads complete documents, one after another
     """
 
     windows = "windows"
@@ -88,8 +88,8 @@ class Export(StrEnum):
 class Precision(StrEnum):
     """Number format for weights and activations. Reductions, norms and recurrent states stay in fp32.
 
-    With an fp8 format, the matmuls in the large projections use FP8, and everything else uses bf16. FP8 tensors have
-    scale factors, which follow from a largest absolute value:
+    With an fp8 format, the matmuls in the large projections use FP8, and everything else uses bf16. The scale factors
+    of FP8 tensors are computed from largest absolute values:
 
     - fp8_delayed: a scale factor for each tensor, from the tensor's largest value in the last steps
     - fp8_current: a scale factor for each tensor, from the tensor's largest value now

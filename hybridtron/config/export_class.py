@@ -81,7 +81,10 @@ def _beside(arch: Architecture, name: str) -> str | None:
 UNTIED = ("NemotronHForCausalLM",)
 """Classes whose head can't be tied to the embedding."""
 TIED = ("Zamba2ForCausalLM",)
-"""Classes whose head must be tied to the embedding. Else transformers silently does not share their shared layers."""
+"""Classes whose head must be tied to the embedding.
+
+If it is not tied, transformers silently gives each use of a shared layer its own weights.
+"""
 MULTIPLIED: dict[str, Collection[str]] = {
     **dict.fromkeys(("GraniteForCausalLM", "GraniteMoeHybridForCausalLM"), MULTIPLIERS),
     "FalconH1ForCausalLM": ("embedding_multiplier", "logits_scaling"),

@@ -331,7 +331,7 @@ NATIVE: dict[str, Misfit] = {
     "Zamba2ForCausalLM": _zamba2,
     "FalconH1ForCausalLM": _falcon_h1,
 }
-"""Class of transformers -> function (architecture, norm_eps), which compares a model with the class.
+"""Class of transformers -> function that compares a model's sub-layers with the class.
 
-The function returns the first difference as a text, or None if the sub-layers fit.
+The function's arguments are (architecture, norm_eps). It returns the first difference as a text, or None.
 """

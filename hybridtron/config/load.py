@@ -3,8 +3,8 @@
 A group is a subfolder of configs/, from which an argument chooses one file: `recipe=samba_421m`. Hydra reads these
 files, and the user's own files (`outside.py`). `model=NAME` uses the model from another recipe, so that each model is
 defined only in the recipe that trains it. Each `key=value` is applied separately, so that all mistakes are reported
-together, each with the key that the user probably meant. `weights.py` resolves values that a recipe takes from the
-checkpoint in `run.weights`. Nothing here needs torch.
+together. For an unknown key, the report suggests the key that the user probably meant. `weights.py` resolves values
+that a recipe takes from the checkpoint in `run.weights`. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def load(arguments: Sequence[str], configs: Path = CONFIGS) -> Config:
     for choice in choices:
         if choice.group == "model":
             composed.model = model_of(configs, choice)
-    # run.weights is applied first, regardless of its position on the command line: the recipe takes values from the
-    # checkpoint in run.weights, and other arguments may override these values
+    # run.weights is applied first, regardless of its position on the command line: a recipe may take values from the
+    # checkpoint that it names, and other arguments may override these values
     of_checkpoint = [value for key, value in values if key == weights.KEY]
     others = [(key, value) for key, value in values if key != weights.KEY]
     problems = [p for value in of_checkpoint if (p := _set(composed, weights.KEY, value))]
@@ -94,9 +94,8 @@ def load(arguments: Sequence[str], configs: Path = CONFIGS) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError([*problems, unresolved(error)]) from error
     problems += [p for key, value in others if (p := _set(composed, key, value))]
-    if missing := weights.unknown(
-        composed
-    ):  # other values may depend on the missing keys, so the configuration can't be resolved
+    if missing := weights.unknown(composed):
+        # other values may depend on the missing keys, so the configuration can't be resolved
         raise ConfigError([*problems, *missing])
     return _typed(composed, [*problems, *secrets_from_environment(composed)])
 
@@ -264,8 +263,8 @@ def _mix(config: DictConfig, mixture: str, entry: str, value: Any) -> None:
     """Override a mixture of data sources in part or in full.
 
     mixture: key of the mixture, such as `data.mixture`
-    entry: entry to set, such as `code.weight`, which may be new; if empty, `value` replaces the full mixture
-    value: the new value; None for the full mixture removes all sources
+    entry: old or new entry to set, such as `code.weight`; if empty, `value` replaces the full mixture
+    value: the new value; for the full mixture, None removes all sources
     """
     value = {} if value is None and not entry else value
     if not entry:
@@ -278,8 +277,8 @@ def _mix(config: DictConfig, mixture: str, entry: str, value: Any) -> None:
 def _value(text: str, is_text: bool) -> Any:
     """Parse a value with Hydra's grammar.
 
-    If `is_text`, the key needs a string. A text that the grammar rejects, or parses as a number or a list, is then
-    returned unchanged, such as `(M-)*2` for `model.pattern`.
+    `is_text` is True if the key needs a string, as `model.pattern` does. Then a text that the grammar rejects, or
+    parses as a number or a list, is returned unchanged: `(M-)*2`.
     """
     try:
         value = OverridesParser.create().parse_override(f"value={text}").value()

@@ -1,9 +1,9 @@
 """Shapes of the learning rate after the warm-up; `optim.schedule` names a shape.
 
-A shape maps a step's position in the schedule to a number from 0 to 1. The number 1 stands for the peak rate, 0 for the
-final rate (`optim.final_lr` times the peak), and other numbers interpolate linearly between these rates. A schedule
-starts with a phase, and continues through the phases directly after it that have `lr_piece: carry_on`. To add a shape,
-write a function and add an entry to `SHAPES` (docs/extending.md). Nothing here needs torch.
+A shape maps a step's position in the schedule to a height from 0 to 1. The height 1 means the peak rate. The height 0
+means the final rate, which is `optim.final_lr` times the peak. Between them, the rate depends linearly on the height.
+A schedule covers a phase and the `lr_piece=carry_on` phases directly after it. To add a shape, write a function and
+add an entry to `SHAPES` (docs/extending.md). Nothing here needs torch.
 """
 
 from __future__ import annotations

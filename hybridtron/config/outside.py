@@ -30,7 +30,7 @@ from hybridtron.safe_open import read_regular
 
 OWN = Path("configs")  # the user's folder of configuration files, in the current folder
 COMPLETE = "complete.txt"
-"""File that marks a copy of the package's configs/ to which the user's files were added.
+"""File in a copy of the package's configs/ that shows that the copy also contains the user's files.
 
 Jobs on a cluster use such a copy, and do not read ./configs.
 """
@@ -80,12 +80,12 @@ class OutsideFile:
 
 
 def own_folder(configs: Path) -> Path | None:
-    """Return the user's folder ./configs, or None if no such folder must be read.
+    """Return the user's folder ./configs, or None if it is not read.
 
     The result is None in three cases:
 
     - `configs` is not the package's own configs/; ./configs is read only in addition to that folder
-    - `configs` is marked as COMPLETE
+    - `configs` contains the file COMPLETE
     - ./configs does not exist, or is the package's configs/ itself
     """
     folder = OWN.absolute()
@@ -142,9 +142,8 @@ def chosen(group: str, value: str, names: Sequence[str]) -> Choice:
     if not is_path(value):
         raise ConfigError([unknown_name(group, value, names)])
     file = outside_file(group, value, names)
-    return Choice(
-        group, f"path-{file.name}", file
-    )  # the prefix avoids a clash with a file of that name in a copy of configs/
+    # the prefix avoids a clash with a file of that name in a copy of configs/
+    return Choice(group, f"path-{file.name}", file)
 
 
 def quoted(text: str) -> str:
@@ -182,15 +181,15 @@ def outside_file(group: str, path: str, names: Collection[str]) -> OutsideFile:
 
 
 def _is_stored(path: Path) -> bool:
-    """Return True if a file is in a run's folder or a checkpoint, which may have been downloaded.
+    """Return True if a file is in a run's folder or in a checkpoint.
 
-    The hooks in such a file are ignored, since they could run any code.
+    Such a file may have been downloaded. Its hooks are ignored, since they could run any code.
     """
     return (path.parent / "manifest.json").exists() or (path.parent / "checkpoints").exists()
 
 
 def unknown_name(group: str, name: str, names: Sequence[str]) -> Problem:
-    """Return the problem for a name that a group does not have, with similar names."""
+    """Return the problem for a name that a group does not have. The message lists similar names."""
     nearest = difflib.get_close_matches(name, names, NEAREST, cutoff=0)
     if len(names) <= NEAREST:
         known = f"use {', '.join(names)}"
@@ -204,10 +203,10 @@ def unknown_name(group: str, name: str, names: Sequence[str]) -> Problem:
 def clashes(configs: Path, own: Path, choices: Mapping[str, str]) -> Iterator[Problem]:
     """Report names for which the package and the user have different files, if the run may use such a name.
 
-    choices: for each group the name that the run uses
+    choices: group -> name that the run uses
 
-    If the run uses a file that only the user has, this file may include any other file, so all ambiguous names are
-    reported. Else only ambiguous names in `choices` are reported.
+    If the run uses a file that only the user has, all ambiguous names are reported, since that file may include any
+    other file. Else only ambiguous names in `choices` are reported.
     """
     ambiguous = {
         (group, name)
@@ -236,7 +235,7 @@ def without_package(folders: Collection[Path]) -> list[Path]:
 
 
 def copy_into(configs: Path, own: Path | None, files: Collection[OutsideFile]) -> None:
-    """Add the user's files to a copy of the package's configs/, and mark the copy as COMPLETE.
+    """Add the user's files and the file COMPLETE to a copy of the package's configs/.
 
     configs: the copy
     own: the user's folder ./configs, or None
@@ -252,7 +251,7 @@ def copy_into(configs: Path, own: Path | None, files: Collection[OutsideFile]) -
 
 
 def _copy_own(configs: Path, own: Path) -> None:
-    """Copy the user's files, except for files with a name that already exists in the copy's group."""
+    """Copy the user's files, unless the copy already has a file with the same name in the group."""
     for group in groups_of(configs):
         for name in files_of(own, group):
             target = configs / group / f"{name}.yaml"

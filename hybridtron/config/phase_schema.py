@@ -48,9 +48,8 @@ class PhaseDataConfig:
 
     source: Source | None = None
     path: str | None = None
-    mixture: dict[str, IngredientConfig] | None = (
-        None  # overrides `data.mixture` in this phase; an explicit null removes it
-    )
+    # overrides `data.mixture` in this phase; an explicit null removes the mixture
+    mixture: dict[str, IngredientConfig] | None = None
     documents: Documents | None = None
     order: Order | None = None
     epochs: float | None = None
@@ -88,7 +87,7 @@ class PhaseMuonConfig:
 class PhaseOptimConfig:
     """A phase's overrides for `optim`; null: no override."""
 
-    # optimizer of the phase; null: optim.name; its state starts at zero if the previous phase had another optimizer
+    # optimizer of the phase; null: optim.name; after a phase with another optimizer, the optimizer's state is zero
     name: str | None = None
     schedule: str | None = None
     hold: str | None = None
@@ -135,7 +134,8 @@ class PhaseConfig:
     micro_batch: Annotated[int, at_least(1)] = 1  # rows of one forward pass on one data-parallel rank
     ramp: RampConfig | None = None  # smaller batches at the start of the phase; null: none
     lr: Annotated[float | None, above(0)] = None  # peak learning rate, for lr_piece=rewarm
-    # rewarm: a new schedule; carry_on: continue the previous phase's schedule; decay: decay from its last rate to lr_to
+    # rewarm: a new schedule; carry_on: continue the previous phase's schedule; decay: decay from the previous phase's
+    # last rate to lr_to
     lr_piece: LrPiece = LrPiece.rewarm
     lr_to: Annotated[float | None, above(0)] = None  # final learning rate, for lr_piece=decay
     data: PhaseDataConfig = field(default_factory=PhaseDataConfig)
@@ -144,8 +144,8 @@ class PhaseConfig:
     precision: PhasePrecisionConfig = field(default_factory=PhasePrecisionConfig)
     # options that override model.layers in this phase; null removes an option
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # name patterns of the weights to train, such as layers.*.mixer.*; null: all weights; in a model with adapters, the
-    # adapters and the weights of their preset are trained, and the weights named here in addition
+    # name patterns of the weights to train, such as layers.*.mixer.*; null: all weights; a model with adapters trains
+    # the adapters, the weights of their preset, and no other weights than those named here
     train: list[str] | None = None
     # low-rank adapters on frozen weights; null: model.adapters
     adapters: AdaptersConfig | None = None

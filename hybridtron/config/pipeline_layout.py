@@ -2,21 +2,21 @@
 
 A sub-layer is one residual step in the model: a mixer or an MLP, with its norm. There are pipeline * virtual_pipeline
 stages of consecutive sub-layers. In variables' names, a stage is a "chunk". Stage c runs on pipeline rank c % pipeline,
-as the rank's virtual stage c // pipeline (Megatron's interleaved schedule). So a micro-batch passes every rank's first
-virtual stage in turn, then every rank's second virtual stage, and so on.
+as the rank's virtual stage c // pipeline (Megatron's interleaved schedule). So a micro-batch runs through every rank's
+first virtual stage in turn, then through every rank's second virtual stage, and so on.
 
-Bars (|) in `model.pattern` mark stage boundaries. Without bars, the stages are balanced: the division minimizes the
-most expensive stage's cost, and among such divisions it minimizes the sum of squared costs. Every stage gets at least
-one sub-layer.
+Bars (|) in `model.pattern` mark stage boundaries. Without bars, the stages are balanced: the cost of the most expensive
+stage is as small as possible. Among such divisions, the division with the smallest sum of squared costs is used. Every
+stage gets at least one sub-layer.
 
 A sub-layer's cost is its forward FLOPs per token. FLOPs in a recurrence (scan) are multiplied by SCAN_WEIGHT, since its
 speed is limited by memory bandwidth. FLOPs are counted for the longest row in all phases, since all phases use the same
-stages. The embedding's cost is added to the first sub-layer, and the costs for head and loss to the last sub-layer.
+stages. The embedding's cost is added to the first sub-layer. The cost of head and loss is added to the last sub-layer.
 
-SCAN_WEIGHT was derived from Table 3 in the Samba paper: on 64 H100, Mamba 1.3B trains 17.8e5 tokens/s and Llama-2 1.3B
-25.9e5 tokens/s. The scan has 0.8% of Mamba's FLOPs. If all other FLOPs cost the same time in both models, each FLOP in
-the scan costs 80 times as much. With this weight, Samba 1.3B is predicted to train at 0.97 times Llama-2's speed, as
-measured in the paper.
+SCAN_WEIGHT was derived from Table 3 in the Samba paper. On 64 H100, Mamba 1.3B reads 17.8e5 tokens/s in training, and
+Llama-2 1.3B reads 25.9e5 tokens/s. The scan has 0.8% of Mamba's FLOPs. If all other FLOPs cost the same time in both
+models, each FLOP in the scan costs 80 times as much. With this weight, the predicted speed of Samba 1.3B is 0.97 times
+Llama-2's speed, which agrees with the paper.
 
 Nothing here needs torch or a process group.
 """
@@ -36,9 +36,8 @@ from hybridtron.config.schema import Config, ParallelConfig, PrecisionConfig
 from hybridtron.problems import ConfigError, Problem
 
 SCAN_WEIGHT = 80
-_LOSS_FLOPS = (
-    5  # per logit: max, subtract, exp, sum, gradient; limited by memory bandwidth, so multiplied by SCAN_WEIGHT
-)
+# per logit: max, subtract, exp, sum, gradient; memory bandwidth limits them, so they are multiplied by SCAN_WEIGHT
+_LOSS_FLOPS = 5
 
 
 def chunk_count(parallel: ParallelConfig) -> int:
@@ -117,7 +116,7 @@ def shared_homes(arch: Architecture, stages: Sequence[range]) -> dict[str, list[
 def layer_costs(arch: Architecture, seq_len: int) -> tuple[int, ...]:
     """Return every sub-layer's cost: its weighted forward FLOPs per token.
 
-    The first sub-layer includes the embedding's cost, and the last sub-layer the costs for head and loss.
+    The first sub-layer includes the embedding's cost. The last sub-layer includes the costs of head and loss.
     """
     by_letter = {letter: mixer_cost(spec, arch.sizes, seq_len) for letter, spec in arch.by_letter.items()}
     costs = [by_letter[letter] for letter in arch.letters]
@@ -160,7 +159,7 @@ def balanced(costs: Sequence[int], chunks: int) -> tuple[int, ...]:
         else:
             low = middle + 1
     squares = {0: 0}  # end index of the last chunk so far -> smallest sum of squares
-    came_from: list[dict[int, int]] = []  # for each chunk: its end index -> its start index
+    came_from: list[dict[int, int]] = []  # a dictionary for each chunk: end index -> start index
     for chunk in range(1, chunks + 1):
         reached: dict[int, int] = {}
         back: dict[int, int] = {}
@@ -231,7 +230,7 @@ def world_problems(parallel: ParallelConfig, world_size: int) -> list[Problem]:
 
 
 def multiples_near(unit: int, size: int) -> list[int]:
-    """Return the largest positive multiple of `unit` up to `size`, if there is one, and the smallest above `size`."""
+    """Return the largest multiple of `unit` up to `size`, unless it is 0, and the smallest multiple above `size`."""
     below = size // unit * unit
     return [multiple for multiple in (below, below + unit) if multiple > 0]
 

@@ -5,7 +5,7 @@ A phase may change sub-layer options (`model.layers`), and keys in the sections 
 For error messages, `ResolvedPhase.key` returns the key that the user has set: the run's key, or the phase's own key.
 
 Steps are counted over the full run, from 1. `start_step` counts the steps before a phase, and `end_step` counts the
-steps up to the phase's end. So the phase has the steps start_step + 1 to end_step.
+steps up to the phase's end. So the phase has the steps `start_step + 1` to `end_step`.
 """
 
 from __future__ import annotations
@@ -143,7 +143,10 @@ class ResolvedPhase:
 
     @property
     def order(self) -> Order:
-        """Data order: `data.order`. If that key is null: lanes for states.mode=tbtt, else windows."""
+        """Data order: `data.order`, or a default if that key is null.
+
+        The default is `lanes` for `states.mode=tbtt`, else `windows`.
+        """
         return self.data.order or (Order.lanes if self.states.mode is StateMode.tbtt else Order.windows)
 
     @property
@@ -163,7 +166,10 @@ class ResolvedPhase:
 
     @property
     def carried_kinds(self) -> list[StateKind]:
-        """State kinds that rows start with: `states.carry`. If that key is null: all kinds for tbtt, else only ssm."""
+        """State kinds that rows start with: `states.carry`, or a default if that key is null.
+
+        The default is all kinds for `states.mode=tbtt`, else only `ssm`.
+        """
         if self.states.carry is not None:
             return self.states.carry
         if self.states.mode is StateMode.tbtt:
@@ -375,10 +381,10 @@ def _with(options: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_named_now(options: dict[str, Any], kind: object) -> dict[str, Any]:
-    """Return a letter's options with former option names replaced by the present names.
+    """Return a letter's options after replacing former option names by the present names.
 
-    `kind` is the mixer's kind if the options do not contain it. Invalid options are returned unchanged; the model's
-    check reports them.
+    `kind` is the mixer's kind, for options without a kind. Invalid options are returned unchanged; the model's check
+    reports them.
     """
     spec = SPECS.get(str(options.get("kind", kind)))
     with suppress(ValueError):
@@ -401,7 +407,7 @@ def _overlaid(base: Base, changes: Changes) -> Base:
 
 
 def _sets(changes: Changes, name: str) -> bool:
-    """Return True if a phase's section overrides the key `name`, which may have dots: `muon.momentum`."""
+    """Return True if a phase's section overrides the key `name`. A key may have dots: `muon.momentum`."""
     first, _, rest = name.partition(".")
     value = getattr(changes, first, None)
     if isinstance(value, PhaseMuonConfig):

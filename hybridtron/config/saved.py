@@ -31,9 +31,8 @@ SECRET = re.compile(  # names of environment variables that probably contain sec
     r"|(^|_)(key|keys|pat|auth|sas)(_|$)|_pwd(_|$)",  # the variable PWD is the working folder
     re.IGNORECASE,
 )
-WITH_PASSWORD = re.compile(
-    r"://(?:[^/@\s]+@|[^/@\s:]*:(?!\d+(?:/|$))[^@\s]*@)"
-)  # user:password@ in a URL; passwords may contain a slash
+# user:password@ in a URL; passwords may contain a slash
+WITH_PASSWORD = re.compile(r"://(?:[^/@\s]+@|[^/@\s:]*:(?!\d+(?:/|$))[^@\s]*@)")
 LEAVE_IT = "which a run would write to config.yaml: remove the secret, and set the environment variable of its library"
 DROPPED = {"parallel": ("expert",)}  # section -> former keys; their only allowed value was 1
 NAMES_CODE = {"run": ("hooks",)}  # section -> keys that name code to run
@@ -43,7 +42,7 @@ _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([^,}\s]*)")
 def read_saved(path: Path) -> DictConfig:
     """Read a saved configuration. Keys that are not in the file get their defaults.
 
-    Raises ConfigError, with the file's name, if the file can't be read or was not written by a run.
+    Raises ConfigError if the file can't be read or was not written by a run. The error names the file.
     """
     try:
         values = _without_unread(OmegaConf.load(StringIO(read_regular(path, MAX_CONFIG_BYTES).decode())))
@@ -51,9 +50,8 @@ def read_saved(path: Path) -> DictConfig:
             Problem(f"{path}: {key}", "unreadable", f"is {text!r}, but files that runs write have no interpolations")
             for key, text in references(values)
         ]
-        merged = OmegaConf.unsafe_merge(
-            pickle.loads(_defaults()), values
-        )  # unsafe_merge may reuse its arguments' nodes; nothing else uses these nodes
+        # unsafe_merge may reuse its arguments' nodes; nothing else uses these nodes
+        merged = OmegaConf.unsafe_merge(pickle.loads(_defaults()), values)
     except OmegaConfBaseException as error:
         if error.full_key:
             where = f"{path}: {error.full_key}"
@@ -70,7 +68,7 @@ def read_saved(path: Path) -> DictConfig:
 
 @cache
 def _defaults() -> bytes:
-    """Return the schema's defaults as a pickle, which loads faster than the defaults are built."""
+    """Return the schema's defaults as a pickle. Loading the pickle is faster than building the defaults."""
     return pickle.dumps(OmegaConf.structured(Config))
 
 

@@ -62,17 +62,16 @@ class DataConfig:
     path: Annotated[str, possible_path] = MISSING  # a prepared folder, or its URL
     # sources with weights; empty: every source in data.path, weighted by its number of tokens
     mixture: dict[str, IngredientConfig] = field(default_factory=dict)
-    # isolate: documents in a row do not affect each other; join: a row is read as one text; null: join for states.mode
-    # random, fitted and passing, else isolate
+    # isolate: documents in a row do not affect each other; join: a row is read as one text; null: join if states.mode
+    # is random, fitted or passing, else isolate
     documents: Documents | None = None
     # windows: shuffled rows of packed documents; lanes: each lane reads complete documents, one after another; null:
     # lanes for states.mode=tbtt, else windows
     order: Order | None = None
     # number of tokens that are shuffled together; the data shards in use hold about twice this number of tokens
     shuffle: Annotated[str, TOKENS] = "1B"
-    feed: Feed = (
-        Feed.torch
-    )  # implementation that builds batches from token ids: torch, or dali for an NVIDIA DALI pipeline
+    # implementation that builds batches from token ids: torch, or dali for an NVIDIA DALI pipeline
+    feed: Feed = Feed.torch
     workers: Annotated[int, at_least(0)] = 0  # processes that prefetch batches; 0: a thread prefetches
     prefetch: Annotated[int, at_least(1)] = 2  # steps that each worker prefetches
     # maximum number of times that a phase reads a source; null: no limit
@@ -93,13 +92,12 @@ class StatesConfig:
     # initial state of rows. zero: zeros; random, fitted: noise; passing: the final state of the lane's previous row,
     # which is from another document; tbtt: the final state of the lane's previous row, which is from the same document
     mode: StateMode = StateMode.zero
-    carry: list[StateKind] | None = (
-        None  # kinds of state that rows start with: ssm, conv, kv; null: all kinds for mode=tbtt, else ssm
-    )
+    # kinds of state that rows start with: ssm, conv, kv; null: all kinds for mode=tbtt, else ssm
+    carry: list[StateKind] | None = None
     # indices of the sub-layers whose initial states are set by mode; null: all sub-layers that have states
     layers: list[int] | None = None
     sigma: Annotated[float, at_least(0)] = 1.0  # for mode=random: standard deviation of the noise
-    # for mode=fitted: decay at each step of the moving averages of the final states' mean and variance
+    # for mode=fitted: the mean and variance of final states are moving averages, which decay by this value at each step
     beta: Annotated[float, below_one("such as 0.1")] = 0.1
     # for mode=passing: fraction of rows that start from zero states
     dropout: Annotated[float, below_one("such as 0.1")] = 0.1
@@ -123,8 +121,8 @@ class OptimConfig:
     clip: Annotated[float, above(0)] = 1.0  # maximum global gradient norm; larger gradients are scaled down
     # shape of the learning rate after the warm-up; wsd: constant, then linear decay
     schedule: Annotated[str, one_of(SHAPES)] = "cosine"
-    # length at learning rate 0 before the warm-up, in tokens, or as a share of the schedule (the phase and later phases
-    # that continue its schedule by carry_on)
+    # length at learning rate 0 before the warm-up, in tokens, or as a share of the schedule; a schedule covers a phase
+    # and the phases directly after it with lr_piece=carry_on
     hold: Annotated[str, A_SHARE] = "0"
     warmup: Annotated[str, A_SHARE] = "1%"  # length of the warm-up, in tokens, or as a share of the schedule
     # for schedule=wsd: length of the decay, in tokens, or as a share of the schedule
@@ -232,9 +230,8 @@ class RunConfig:
     # time limit in seconds for a step, an evaluation, a checkpoint or an export; the run fails at this limit
     timeout: Annotated[float, at_least(1, "and longer than a step takes")] = 1800.0
     deterministic: bool = False  # bit-reproducible on the same layout and machine; slower
-    resume: str = (
-        "auto"  # auto: resume from the newest valid checkpoint; never: start from scratch; or a checkpoint's folder
-    )
+    # auto: resume from the newest valid checkpoint; never: start from scratch; or a checkpoint's folder
+    resume: str = "auto"
     # accept other data, another data order or another tokenizer than the checkpoint's
     accept_data_changes: bool = False
     # weights that a new run starts from: a checkpoint's folder; or a run's folder RUN, which stands for its newest

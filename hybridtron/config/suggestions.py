@@ -1,8 +1,8 @@
-"""Problems of `key=value` arguments, with the key or value that the user probably meant.
+"""Find mistakes in `key=value` arguments, and suggest the key or value that the user probably meant.
 
-For an unknown key, the closest known key is suggested: first a key in the same section, then a key in any section,
-since new users often write `lr=1e-3` for `phases.0.lr=1e-3`. For a value with the wrong type, the message names the
-type that the key needs.
+For an unknown key, a similar key in the same section is suggested, or else a similar key in any section: new users
+often write `lr=1e-3` for `phases.0.lr=1e-3`. For a value with the wrong type, the message names the type that the key
+needs.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ NAMES_ELSEWHERE = {
 }
 
 
+# other programs' options that name a configuration file
 CONFIG_OPTIONS = (
     "config",
     "config_dir",
     "config_file",
     "config_name",
     "config_path",
-)  # other programs' options that name a configuration file
+)
 
 
 def without_spaces(arguments: Sequence[str]) -> tuple[list[str], list[Problem]]:
@@ -129,7 +130,7 @@ def unknown_key(config: DictConfig, key: str) -> Problem | None:
 
 
 def wrong_value(config: DictConfig, key: str, text: str, error: OmegaConfBaseException) -> Problem:
-    """Return the problem for a value of the wrong type, with the type that the key expects."""
+    """Return the problem for a value of the wrong type. The message names the type that the key needs."""
     node = node_of(config, key)
     if isinstance(node, EnumNode):
         return Problem(key, "unknown-name", f"is {text!r}, must be one of {', '.join(node.enum_type.__members__)}")
@@ -146,7 +147,7 @@ def wrong_value(config: DictConfig, key: str, text: str, error: OmegaConfBaseExc
 
 
 def _entries(key: str, node: object) -> str:
-    """Return a phrase about the value that a section needs: its keys, or for a dictionary, entries in braces."""
+    """Return a phrase that says how to set `key`: by the keys of its section, or else as entries in braces."""
     if isinstance(node, DictConfig):
         keys = [str(name) for name in node]
     else:
@@ -177,7 +178,7 @@ def _meant(config: DictConfig, leaf: str, name: str, names: Sequence[str]) -> st
     name: first part of the unknown key that does not exist in its section
     names: keys in that section
 
-    The hint names a similar key in the same section, or else a key in any section whose last part is similar to `leaf`.
+    The hint names a similar key in the same section, or else a key with a last part like `leaf` in any section.
     """
     if hint := did_you_mean(name, names):
         return hint

@@ -32,7 +32,7 @@ def same_update_rule(one: OptimConfig, other: OptimConfig) -> bool:
 def unread_problems(optim: OptimConfig, phase: ResolvedPhase | None = None) -> Iterator[Problem]:
     """Yield a problem for each key that differs from its default although the optimizer does not read it.
 
-    If `phase` is given, `optim` is its section, and a key that the phase itself sets is reported with any value.
+    If `phase` is given, `optim` is its section. A key that the phase itself sets is reported even at its default.
     """
     rule = OPTIMIZERS.get(optim.name)
     if rule is None:
@@ -67,7 +67,10 @@ def transfer_problems(optim: OptimConfig, model: ModelConfig) -> Iterator[Proble
 
 
 def unread_by_phases(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
-    """Yield the problems of `unread_problems` for each phase, except for keys of the run that another phase reads."""
+    """Yield the problems that `unread_problems` finds in each phase.
+
+    A key of the run is left out if the optimizer of another phase reads it.
+    """
     read = {key for phase in phases if (rule := OPTIMIZERS.get(phase.optim.name)) for key in rule.reads}
     for phase in phases:
         for problem in unread_problems(phase.optim, phase):

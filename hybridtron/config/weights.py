@@ -1,6 +1,6 @@
-"""Resolve interpolations in recipes that take values from the checkpoint in `run.weights`.
+"""Resolve a recipe's interpolations that take values from the checkpoint in `run.weights`.
 
-A recipe that starts from a checkpoint lists only its changes. For other keys its YAML has these interpolations:
+A recipe that starts from a checkpoint lists only its changes. For other keys, its YAML has these interpolations:
 
     ${weights:model.KEY}   a value from the section `model` of the checkpoint's configuration; likewise for the sections
                            `precision` and `run`
@@ -10,9 +10,9 @@ A recipe that starts from a checkpoint lists only its changes. For other keys it
     ${times:A,B}           A * B
     ${ratio:A,B}           A / B
 
-An imported checkpoint has no phases, since its model's training is unknown. Keys with ${weights:phase.KEY} must then be
-set by the user. In the run RUN, RUN@best is the checkpoint with the lowest held-out loss. This module reads only
-configurations, not weights.
+An imported checkpoint has no phases, since its model's training is unknown. The user must then set all keys that the
+recipe takes from a phase. `RUN@best` stands for the checkpoint of the run `RUN` with the lowest held-out loss. This
+module reads only configurations, not weights.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ KEY = "run.weights"
 BEST = "@best"
 WHAT = "a run's folder (runs/NAME) or one of its checkpoints (runs/NAME/checkpoints/step-00000100)"
 _WEIGHTS = re.compile(r"\$\{weights:([\w.]+)\}")
+# (section, key) of dictionaries whose entries the command line may change
 FREE_FORM = (
     ("model", "layers"),
     ("data", "mixture"),
-)  # (section, key) of dictionaries whose entries the command line may change
+)
 
 
 def register() -> None:
@@ -50,8 +51,8 @@ def register() -> None:
 def settle(config: DictConfig) -> None:
     """Check `run.weights`, and resolve interpolations that stand for a dictionary.
 
-    The dictionaries are resolved now, so that the command line can change their entries. Raises ConfigError if
-    `run.weights` is not set although the recipe needs it, or if its value is neither a run nor a checkpoint.
+    The dictionaries are resolved before the command line changes their entries. Raises ConfigError if the recipe needs
+    `run.weights` but it is not set, or if its value is neither a run nor a checkpoint.
     """
     if config.run.weights is None:
         if any("${weights:" in text for _, text in references(config)):
@@ -91,7 +92,7 @@ def folder_of(named: str) -> str:
 def tokenizer_of(folder: str) -> Path | None:
     """Return the path of a checkpoint's tokenizer.json, or None if there is no such file.
 
-    `folder` is a checkpoint, or a run, whose newest checkpoint with a tokenizer is used.
+    `folder` is a checkpoint or a run. For a run, the newest checkpoint with a tokenizer is used.
     """
     path = Path(folder_of(folder))
     tokenizers = sorted(path.glob("checkpoints/step-*/tokenizer.json"), reverse=True) or [path / "tokenizer.json"]
@@ -101,7 +102,7 @@ def tokenizer_of(folder: str) -> Path | None:
 
 
 def unknown(config: DictConfig) -> list[Problem]:
-    """Report keys whose values the recipe takes from the checkpoint's phase, if the checkpoint has no phases."""
+    """Report keys that the recipe takes from a phase of the checkpoint, if the checkpoint has no phases."""
     folder = config.run.weights
     if folder is None or (saved := _saved(folder)).keys() >= {"phase"}:
         return []
@@ -120,7 +121,7 @@ def unknown(config: DictConfig) -> list[Problem]:
 
 
 def _saved(folder: str) -> dict[str, Any]:
-    """Return the sections whose values `${weights:KEY}` can name, from the config.yaml of a run or checkpoint.
+    """Return the sections that `${weights:KEY}` can read, from the config.yaml of a run or checkpoint.
 
     Raises ConfigError if there is no such file or it cannot be read.
     """
@@ -152,9 +153,8 @@ def _parsed(path: Path, _modified: int) -> dict[str, Any]:
         del sections["data"]["path"]
         return sections
     last = RunPlan.of(config).phases[-1]
-    peak = next(
-        phase.lr for phase in reversed(config.phases) if phase.lr is not None
-    )  # only phases with lr_piece=rewarm have a peak rate `lr`
+    # only phases with lr_piece=rewarm have a peak rate `lr`
+    peak = next(phase.lr for phase in reversed(config.phases) if phase.lr is not None)
     sections = {"model": last.model, "precision": last.precision, "run": config.run}
     sections |= {"phase": dataclasses.replace(last.settings, lr=peak), "data": last.data}
     return {name: dataclasses.asdict(section) for name, section in sections.items()}

@@ -41,7 +41,7 @@ def read_keys(path: Path, known: Collection[str], where: str = "") -> dict[str, 
 def require_known(name: str, found: Collection[Any], known: Collection[str]) -> None:
     """Raise Unusable for the first key in `found` that is not in `known`. The message suggests a similar known key.
 
-    `name` is the file's name, or another subject for the message.
+    `name` is the subject of the message, such as the file's name.
     """
     for key in found:
         if key not in known:

@@ -20,9 +20,9 @@ _NAME = re.compile(r"\w[\w.-]*")
 
 
 def export_problems(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
-    """List problems with exported phases: an invalid folder name, no class for the model, or missing transformers.
+    """List problems with exported phases: an invalid folder name, no class for the model, or no package transformers.
 
-    The package transformers is needed, because each export is checked by loading it.
+    The package transformers is needed, because an export is checked by loading it with transformers.
     """
     if any(phase.settings.export is not None for phase in phases):
         fault = transformers_fault()
@@ -51,7 +51,7 @@ def export_problems(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
 def export_folder_problems(config: Config, phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
     """Report export folders that already exist, unless they are this run's exports of the same steps.
 
-    The phases must have no other problems, since this function computes the phases' last steps.
+    The phases must have no other problems, since their last steps are computed here.
     """
     run_dir = Path(config.run.dir)
     if config.run.resume == "never":

@@ -3,8 +3,8 @@
 - tensor parallelism: ranks get equal shards of every layer
 - pipeline parallelism: every stage gets at least one sub-layer
 - context parallelism: ranks get equal numbers of tokens from every row
-- data parallelism: ranks get equal numbers of micro-batches; with virtual stages, this number must be a multiple of the
-  pipeline's size
+- data parallelism: ranks get equal numbers of micro-batches; with virtual stages, each number must be a multiple of
+  `parallel.pipeline`
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def _overlap(parallel: ParallelConfig) -> Iterator[Problem]:
 def _offload(phase: ResolvedPhase) -> Iterator[Problem]:
     """Report `offload` together with settings that do not support it.
 
-    Offloading uses autograd's hooks on saved tensors: the hooks move to the host each tensor that autograd saves for
-    the backward pass. torch.compile can't trace these hooks. With recomputation, autograd saves no such tensors.
+    When autograd saves a tensor for the backward pass, a hook moves the tensor to the host. torch.compile can't trace
+    such hooks. With recomputation, autograd saves no tensors that could be moved.
     """
     parallel = phase.config.parallel
     is_violated = {
@@ -215,13 +215,11 @@ def _batches(phase: ResolvedPhase, data_ranks: int) -> Iterator[Problem]:
 def _shared_out(key: str, rows: int, phase: ResolvedPhase, data_ranks: int) -> Iterator[Problem]:
     """Report `rows`, the value under `key`, if data-parallel ranks would get unequal numbers of micro-batches.
 
-    With virtual stages, a rank's micro-batch count must be a multiple of the pipeline's size.
+    With virtual stages, a rank's micro-batch count must be a multiple of `parallel.pipeline`.
     """
     parallel = phase.config.parallel
     micro = phase.settings.micro_batch
-    chunks = (
-        phase.states.chunks
-    )  # with tbtt, a step reads this number of chunks from each lane; each chunk counts as a row
+    chunks = phase.states.chunks  # with tbtt, a step reads this number of chunks from each lane; a chunk is a row
     if min(rows, micro, chunks) < 1 or rows % (micro * chunks):
         return  # `phase_problems` reports this
     shared = micro * data_ranks * chunks

@@ -95,10 +95,11 @@ def _rate(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
 
 
 def _ramp(where: str, resolved: ResolvedPhase) -> Iterator[Problem]:
-    """Report a ramp that does not reach `global_batch` in equal increments, or does not fit micro-batches or the phase.
+    """Report a ramp that does not fit the phase.
 
-    A ramp also needs states.mode=zero and data.order=windows. In other modes and orders, each row continues the state
-    or the document of the previous row in its lane. If the batch grows, its new lanes would have no previous row.
+    A ramp must reach `global_batch` in equal increments, have full micro-batches, and end before the phase. It also
+    needs `states.mode=zero` and `data.order=windows`. In other modes and orders, each row continues the state or the
+    document of the previous row in its lane, and lanes that are added by a growing batch would have no previous row.
     """
     phase = resolved.settings
     ramp = resolved.settings.ramp
@@ -151,7 +152,7 @@ def _start(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
 def _layers(where: str, config: Config, phase: ResolvedPhase) -> Iterator[Problem]:
     """Report unknown letters in `layers`, and changes that would add, remove or reshape weights.
 
-    Options such as windows, which change only how weights are used, may be changed.
+    Options that change only the use of weights may differ, such as windows.
     """
     unknown = [letter for letter in phase.settings.layers if letter not in config.model.layers]
     for letter in unknown:
@@ -170,7 +171,7 @@ def _layers(where: str, config: Config, phase: ResolvedPhase) -> Iterator[Proble
 
 
 def _path(phase: ResolvedPhase) -> Iterator[Problem]:
-    """Report a phase's `data.path` if it is not read, because every source in the mixture has its own path."""
+    """Report a phase's `data.path` if every source in the mixture has its own path, so that `data.path` is not read."""
     path = phase.settings.data.path
     mixture = phase.data.mixture
     if path is None or not mixture or any(entry.path is None for entry in mixture.values()):
@@ -211,7 +212,7 @@ def _trained(where: str, phase: ResolvedPhase) -> Iterator[Problem]:
 def _durations(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
     """Report hold, warm-up and decay lengths that do not fit into a learning-rate schedule.
 
-    Also report shapes without a decay in phases with lr_piece=decay.
+    Also report a shape without a decay in a phase with `lr_piece=decay`.
     """
     for phase in phases:
         optim = phase.optim
@@ -249,8 +250,8 @@ def _durations(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
 def _tokens_of_course(phases: Sequence[ResolvedPhase]) -> int:
     """Return the token count of the learning-rate schedule that starts with the first phase in `phases`.
 
-    The schedule covers this phase, and the phases directly after it that have lr_piece=carry_on. Raises ValueError if a
-    token count can't be parsed.
+    The schedule covers this phase and the `lr_piece=carry_on` phases directly after it. Raises ValueError if a token
+    count can't be parsed.
     """
     leader, *others = (phase.settings for phase in phases)
     followers = itertools.takewhile(lambda settings: settings.lr_piece is LrPiece.carry_on, others)

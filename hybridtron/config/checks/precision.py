@@ -1,9 +1,9 @@
 """Rules for `precision`: FP8 must be available, and FP8 matmuls need suitable dimensions.
 
-All dimensions of the matrices in FP8 matmuls must be multiples of the number in `FP8_MULTIPLES`: the rows and columns
-of each weight's shard on a rank, and the token count in a forward pass. A projection that fuses several weights is one
-matrix. The rules here do not import torch, so they can't check whether the device supports FP8. When a run starts,
-`parallel/transformer_engine.py` checks the device.
+`FP8_MULTIPLES` gives a number for each FP8 precision. This number must divide all dimensions of the matrices in FP8
+matmuls: the rows and columns of each weight's shard on a rank, and the token count of a forward pass. Several weights
+that are fused into one projection count as one matrix. The rules here do not import torch, so they can't check whether
+the device supports FP8. `parallel/transformer_engine.py` checks the device when a run starts.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def precision_warnings(precision: PrecisionConfig) -> Iterator[str]:
 
 
 def needs(precision: PrecisionConfig, what: str) -> Problem:
-    """Return the problem for an FP8 precision without a required package or GPU; `what` names the missing part."""
+    """Return the problem to report if a package or GPU that FP8 needs is missing. `what` names the package or GPU."""
     return Problem(
         "precision.name", "unavailable", f"is {precision.name}, which needs {what}; {EMULATION}, or use bf16"
     )
@@ -107,7 +107,7 @@ def _layers(config: Config, arch: Architecture) -> Iterator[Problem]:
 def _tokens(phase: ResolvedPhase) -> Iterator[Problem]:
     """Report row lengths at which the token count in a forward pass does not suit FP8.
 
-    Evaluation at `run.eval_lengths` is included. It reads fewer rows at larger lengths.
+    Evaluation at `run.eval_lengths` is checked too: it reads fewer rows at larger lengths.
     """
     name = phase.precision.name
     multiple = FP8_MULTIPLES[phase.precision.name]

@@ -1,7 +1,8 @@
-"""Rules for `states`, the initial states of rows: state kinds, sub-layers, chunks, and the data order.
+"""Rules for `states`, the initial states of rows.
 
-A lane is one row position in the batch over all steps. With states.mode=passing or tbtt, a row starts from the final
-state of the previous row in its lane: the state is carried.
+The rules limit the state kinds, sub-layers, chunks and data order. A lane is one row position in the batch over all
+steps. With `states.mode=passing` or `tbtt` the state is carried: a row starts from the final state of the previous row
+in its lane.
 """
 
 from __future__ import annotations
@@ -78,9 +79,7 @@ def _order(phase: ResolvedPhase) -> Iterator[Problem]:
             "needs-other-key",
             f"is {states.chunks}, which needs states.mode=tbtt: use 1, or states.mode=tbtt",
         )
-    elif (
-        settings.micro_batch >= 1 and phase.lanes % settings.micro_batch
-    ):  # the limit of micro_batch reports values below 1
+    elif settings.micro_batch >= 1 and phase.lanes % settings.micro_batch:  # micro_batch < 1 is reported elsewhere
         lanes = f"global_batch={settings.global_batch} / chunks={states.chunks} = {phase.lanes} lanes"
         yield Problem(
             "states.chunks",

@@ -36,7 +36,7 @@ class ModelSlice:
     first     True if the part has the embedding
     last      True if the part has the final norm and the head
     tensor    the tensor-parallel ranks
-    meshes    for each weight family (so far only the dense weights), the ranks that shard and replicate its weights
+    meshes    weight family -> the ranks that shard and replicate its weights; the only family is the dense weights
     """
 
     layers: range | None = None

@@ -7,8 +7,8 @@ the gradient of B's output starts the copies, and the first access to a saved te
 holds the activations of two sub-layers at most: the sub-layer that computes, and one neighbour.
 
 A tensor's storage is copied once, in full, no matter how many views of the storage are saved. Its bits do not change.
-Small tensors, integers and weights stay on the device. The residual stream received from another pipeline stage stays
-there too, because the pipeline schedule keeps this tensor in memory anyway.
+Small tensors, integers and weights stay on the device. A residual stream received from another pipeline stage also
+stays on the device, because the pipeline schedule keeps this tensor in memory anyway.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class OffloadedSublayer:
         self._is_away = False  # True while the storages are on the host
 
     def forward_pass(self) -> AbstractContextManager[None]:
-        """Return a context for the sub-layer's forward pass, which records the tensors saved for backward."""
+        """Return a context for the sub-layer's forward pass. It records the tensors saved for the backward pass."""
         return saved_tensors_hooks(self._packed, self._unpacked)
 
     def store(self) -> None:
@@ -117,9 +117,10 @@ class OffloadedSublayer:
 
 @dataclass
 class OffloadedPass:
-    """A stage's forward pass, in which each sub-layer's end frees the previous sub-layer's activations on the device.
+    """A stage's forward pass, which offloads the activations of sub-layers.
 
-    `before` holds the activations of the previous sub-layer, or is None if they stay on the device.
+    When a sub-layer ends, the device memory of the previous sub-layer's activations is freed. `before` holds the
+    activations of the previous sub-layer, or is None if they stay on the device.
     """
 
     before: OffloadedSublayer | None = None
@@ -127,8 +128,8 @@ class OffloadedPass:
     def begin(self, layer: nn.Module, x_LBD: Tensor) -> OffloadedSublayer:
         """Return the object that records and offloads a sub-layer's activations.
 
-        Weights stay on the device. The residual stream `x_LBD` stays there too if it is a leaf of autograd: a leaf was
-        received from another pipeline stage.
+        Weights stay on the device. The residual stream `x_LBD` also stays on the device if it is a leaf of autograd: a
+        leaf was received from another pipeline stage.
         """
         whole = x_LBD if x_LBD._base is None else x_LBD._base
         return OffloadedSublayer([*layer.parameters(), *([whole] if whole.is_leaf else [])])

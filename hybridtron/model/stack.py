@@ -106,7 +106,8 @@ class SubLayerInputs(NamedTuple):
 class ResidualOut(NamedTuple):
     """The stream with the mixer's output pending, the mixer's new state, and its auxiliary losses.
 
-    `normed_LBD` is the mixer's input, which a parallel branch that follows reads. It may be None if no branch follows.
+    `normed_LBD` is the mixer's input. If the next sub-layer is a parallel branch, it reads this tensor, else the tensor
+    may be None.
     """
 
     stream: ResidualStream
@@ -297,7 +298,7 @@ class Stack(nn.ModuleDict):
     def _run(self, name: str, inputs: SubLayerInputs, offloaded: OffloadedPass) -> ResidualOut:
         """Run one sub-layer, with its activations kept, offloaded or recomputed."""
         layer = self[name]
-        if name in self.recomputed and torch.is_grad_enabled():  # offload is off: config/checks forbids both
+        if name in self.recomputed and torch.is_grad_enabled():  # config/checks forbids to offload too
             return recompute_in_backward(layer, inputs)
         if name in self.offloaded and torch.is_grad_enabled():
             saved = offloaded.begin(layer, inputs.stream.x_LBD)

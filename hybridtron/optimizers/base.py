@@ -1,9 +1,9 @@
 """The interface of optimizers: the state tensors for each weight, and the direction in which a step moves the weight.
 
 An optimizer keeps some tensors for each weight, called the weight's state parts (AdamW: two moments). State parts are
-declared like weights, with a shape and with cuts: a cut is the way in which ranks divide one axis. So checkpoints can
-store the parts under any parallel layout, and the planner can count their memory before a model is built. Update rules
-only call methods on tensors: this folder does not import torch, and does not handle process groups.
+declared like weights, with a shape and with cuts. A cut says how ranks divide one axis. So checkpoints can store the
+parts under any parallel layout, and the planner can count their memory before a model is built. Update rules only call
+methods on tensors: this folder does not import torch, and does not handle process groups.
 `engine/update_rules.py` runs the rules inside Megatron's optimizers.
 
 A part with the weight's shape is divided over tensor-parallel ranks like the weight, and over data-parallel ranks by
@@ -48,7 +48,7 @@ class UpdateRule(ABC):
     supports_mup: ClassVar[bool] = False  # with the learning rates of model.mup, one learning rate fits all widths
     in_megatron: ClassVar[bool] = False  # True if Megatron's own optimizer takes the step instead of `direction`
     matrix_stage: MatrixStage | None = None  # second stage, which needs full matrices
-    # keys of `optim` that this optimizer reads, but not every optimizer
+    # keys of `optim` that this optimizer reads, without those that every optimizer reads
     reads: ClassVar[frozenset[str]] = frozenset({"betas", "eps"})
     # keys in `optim`, such as `muon.momentum`, whose values are decays of running averages in the state
     decays: ClassVar[tuple[str, ...]] = ("betas",)
@@ -87,7 +87,7 @@ class MatrixStage(ABC):
     """Second stage of an update rule, which turns a full matrix of first-stage results into the matrix's direction.
 
     A weight that is fused from several matrices is cut into them. Each matrix is processed on one rank, its owner. The
-    ranks send their entries to the owner, and the owner sends their directions back (`parallel/matrix_owners.py`).
+    ranks send their entries to the owner, which returns the directions of these entries (`parallel/matrix_owners.py`).
     """
 
     by_head: bool = False  # True if the heads of a projection are matrices of their own, processed by the same owner
@@ -98,10 +98,10 @@ class MatrixStage(ABC):
 
     @abstractmethod
     def direction(self, matrix: Tensor) -> Tensor:
-        """Return the direction for a full matrix, except for its scale, in the matrix's number format.
+        """Return the direction for a full matrix, before it is scaled, in the matrix's number format.
 
-        With `by_head`, a matrix with several heads has three axes; the first is the head. The matrix must not be
-        changed, because it may be part of the state.
+        With `by_head`, a matrix with several heads has three axes, and the first axis is the head. The rule must not
+        change the matrix, because the matrix may be part of the state.
         """
 
     @abstractmethod

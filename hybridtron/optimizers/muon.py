@@ -1,4 +1,4 @@
-"""Muon (Jordan et al., 2024): momentum whose singular values are set to about 1, with AdamW for all other weights.
+"""Muon (Jordan et al., 2024): sets singular values of the projections' momentum to about 1; AdamW for other weights.
 
 Let W be a matrix with m rows and n columns. Let G be its gradient, and let M be its momentum:
 
@@ -6,15 +6,15 @@ Let W be a matrix with m rows and n columns. Let G be its gradient, and let M be
     U = mu M + (1 - mu) G, or M without Nesterov's look-ahead
     direction = scale(m, n) * orthogonalized(U)
 
-U = P S Q^T is the singular value decomposition of U, and `orthogonalized` approximates P Q^T. It divides U by its
-Frobenius norm, and applies an odd polynomial a few times: X <- a X + (b X X^T + c (X X^T)^2) X. This iteration is named
-after Newton and Schulz. The coefficients a, b, c are those of Jordan et al. in every step, or those of Polar Express
-(Amsel et al., 2025), which differ from step to step.
+Let U = P S Q^T be the singular value decomposition of U. The function `orthogonalized` approximates P Q^T. It divides U
+by U's Frobenius norm, and then applies an odd polynomial a few times: X <- a X + (b X X^T + c (X X^T)^2) X. This
+iteration is named after Newton and Schulz. The coefficients a, b, c are equal in every step (Jordan et al.), or
+different in each step (Polar Express, Amsel et al., 2025).
 
-Muon updates the projections in mixers, which the parameter table marks. A projection that is fused from several
-matrices, such as keys and values, is cut into these matrices, and each is orthogonalized separately. With the option
-`heads`, a projection to heads is also cut into the rows of each head. AdamW updates all other weights: embedding, head,
-norms, biases, convolutions, decays such as A_log, and adapters.
+Muon updates the weights that the parameter table marks as projections in mixers. A projection that is fused from
+several matrices, such as keys and values, is cut into these matrices, and each is orthogonalized separately. With the
+option `heads`, a projection to heads is also cut into the rows of each head. AdamW updates all other weights:
+embedding, head, norms, biases, convolutions, decays such as A_log, and adapters.
 """
 
 from __future__ import annotations

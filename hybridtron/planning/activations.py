@@ -1,24 +1,25 @@
-"""Estimate of the activation memory on a pipeline rank at a training step's peak.
+"""Estimate of the activation memory that a pipeline rank needs at the peak of a training step.
 
 A sub-layer is a norm, a mixer (a scan, attention or an MLP) and the addition to the residual stream. The estimate
 counts elements per token:
 
     kept       elements that a sub-layer saves in its forward pass for its backward pass: the norm's input, the norm's
                output, and elements inside the mixer (`MixerSpec.activation_values`). Tensor-parallel ranks divide the
-               elements inside the mixer. With sequence parallelism they also divide the norm's input, and with
-               `parallel.regather` the norm's output. A sub-layer that is recomputed saves only its norm's input.
+               elements inside the mixer. With sequence parallelism they also divide the norm's input. With
+               `parallel.regather` they also divide the norm's output. A recomputed sub-layer saves only the norm's
+               input.
     frozen     a frozen projection does not save its input, unless an adapter reads the same input. DoRA (adapters that
                also learn each weight row's norm) saves the outputs that it scales.
     received   context-parallel ranks save the states, keys and values that other ranks sent (`context_traffic.py`)
     working    elements that exist only while a sub-layer's backward pass runs: the residual stream's gradient, and
-               gradients inside the mixer. The latter are estimated as half of the elements that the mixer saves, a
-               ratio found by rehearsing all kinds of mixers. In a recomputed sub-layer, the recomputed elements are
-               working elements.
+               gradients inside the mixer. The gradients inside the mixer are estimated as half of the elements that
+               the mixer saves. Rehearsals of all kinds of mixers gave this ratio. In a recomputed sub-layer, the
+               recomputed elements are working elements.
     offloaded  with `parallel.offload`, a stage's first sub-layers save their elements in host memory. The device then
                holds the elements of at most two of these sub-layers at a time.
 
-Several micro-batches are in flight, which means that they wait for their backward pass. Their number at the peak
-follows from Megatron's pipeline schedule. The peak is either at the loss, or in the backward pass of the sub-layer that
+A micro-batch is in flight while it waits for its backward pass. Megatron's pipeline schedule determines how many
+micro-batches are in flight at the peak. The peak is either at the loss, or in the backward pass of the sub-layer that
 needs the most memory.
 """
 
@@ -35,7 +36,7 @@ from hybridtron.config.schema import Config, ParallelConfig, Recompute
 from hybridtron.planning.count import FP32_BYTES, VALUE_BYTES
 
 MARGIN = 0.1
-"""Maximum relative error of the estimate, compared with peaks of at least `MARGIN_FROM` in `hybridtron rehearse`."""
+"""Maximum relative error of the estimate, if the peak in `hybridtron rehearse` is at least `MARGIN_FROM`."""
 
 MARGIN_FROM = 1e9
 """Smallest peak in bytes to which `MARGIN` applies. In smaller models, buffers of single kernels decide the peak."""
@@ -141,9 +142,9 @@ def _adapted_values(layer: int, phase: ResolvedPhase, table: Mapping[str, Parame
 
 
 def with_offload(uses: Sequence[SublayerUse], count: int, received: int) -> tuple[SublayerUse, ...]:
-    """Return the uses with a stage's first `count` sub-layers offloaded.
+    """Return a stage's uses after offloading the first `count` sub-layers.
 
-    received: elements per token in the residual stream that the previous stage sent. They stay on the device.
+    received: elements per token in the residual stream that the previous stage sent; they stay on the device
     """
     stays = [received, *[0] * len(uses)]
     offloaded = [
@@ -164,7 +165,7 @@ def working_values(uses: Sequence[SublayerUse]) -> int:
 
 
 def held_micro_batches(parallel: ParallelConfig, rank: int, micro_batches: int) -> Iterator[tuple[int, ...]]:
-    """Yield how many micro-batches each virtual stage has in flight, after each forward pass on a rank."""
+    """Yield, after each forward pass on a rank, how many micro-batches each virtual stage has in flight."""
     pipeline = parallel.pipeline
     stages = parallel.virtual_pipeline
     micro_batches = min(micro_batches, 4 * pipeline)  # the peak occurs within this number of micro-batches
@@ -188,8 +189,8 @@ def held_micro_batches(parallel: ParallelConfig, rank: int, micro_batches: int) 
 def is_recomputed(spec: MixerSpec, sizes: ModelSizes, recompute: Recompute) -> bool:
     """Return whether the backward pass runs a sub-layer's forward pass again.
 
-    With `parallel.recompute=layer` it does so for all sub-layers, with `selective` for sub-layers that have a state
-    (recurrences and attention), and with `none` for no sub-layer.
+    `parallel.recompute=layer` recomputes all sub-layers, `selective` recomputes sub-layers that have a state
+    (recurrences and attention), and `none` recomputes no sub-layer.
     """
     return recompute == Recompute.layer or (recompute == Recompute.selective and bool(spec.state_parts(sizes)))
 
@@ -203,7 +204,7 @@ def chunks_run_again(phase: ResolvedPhase) -> bool:
 
 
 def hides_traffic(spec: MixerSpec, config: Config) -> bool:
-    """Return whether matrix multiplications overlap the reduction of the mixer's input gradient.
+    """Return whether the mixer's input gradient is reduced while matrix multiplications run.
 
     `parallel/overlapped_linear.py` implements the overlap, for projections that use neither FP8 nor Transformer Engine.
     """
@@ -219,8 +220,8 @@ def gathers_again(spec: MixerSpec, config: Config) -> bool:
 def gathers_in_backward(layer: int, phase: ResolvedPhase) -> bool:
     """Return whether a sub-layer all-gathers its input a second time, in the backward pass.
 
-    The gathered input is needed for the weight gradients of its input projections. So it is not gathered if all of
-    these projections are frozen, or if adapters have saved the gathered input.
+    The weight gradients of the input projections need the gathered input. So it is not gathered if all of these
+    projections are frozen, or if adapters have saved the gathered input.
     """
     if not gathers_again(phase.arch.specs[layer], phase.config):
         return False

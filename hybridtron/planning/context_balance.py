@@ -1,9 +1,9 @@
 """Forward FLOPs of each context-parallel rank, to show how balanced the ranks' computation is.
 
 Context-parallel ranks divide each row into equally long contiguous shards, so work with equal cost for every token is
-balanced. Attention is not balanced: a token attends to all previous tokens in its document, up to its window. So a
-shard late in a long document computes the most. Span-expanded attention (chunked attention with selected blocks) is
-counted with an equal cost for every token.
+balanced. Attention is not balanced: a token attends to all previous tokens in its document, up to its window. So the
+rank with a late part of a long document computes the most. Span-expanded attention (chunked attention with selected
+blocks) is counted with an equal cost for every token.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def imbalance(flops: Sequence[float]) -> float:
 
 
 def keys_seen(documents: Spans, shard: tuple[int, int], window: int | None) -> int:
-    """Return how many keys a token attends to, summed over the tokens in a shard.
+    """Return the number of keys that a token attends to, summed over the tokens in a shard.
 
     shard: (first token index, index after the last token)
     """
@@ -80,9 +80,9 @@ def keys_seen(documents: Spans, shard: tuple[int, int], window: int | None) -> i
 
 
 def _seen_by_first(tokens: int, window: int | None) -> int:
-    """Return how many keys a token attends to, summed over the first `tokens` tokens in a document.
+    """Return the number of keys that a token attends to, summed over the first `tokens` tokens in a document.
 
-    The sum is 1 + 2 + 3 + ..., in which each term is limited to the window.
+    The sum is 1 + 2 + 3 + ..., but no term is larger than the window.
     """
     growing = tokens if window is None else min(tokens, window)
     return growing * (growing + 1) // 2 + (tokens - growing) * (window or 0)

@@ -2,19 +2,20 @@
 
 Context-parallel ranks divide each row into equally long contiguous shards. A rank sends to the ranks with later shards:
 
-    ssm     the state that its shard adds to a recurrence, and the factor by which the shard multiplies the state before
-            it, in fp32. Ranks run a prefix scan: each rank sends to the next rank, and then to the ranks that are 1, 2,
-            4, ... places later.
-    conv    its shard's last tokens, which a convolution or a token shift reads in the next shard
-    kv      keys and values: to all later ranks for full attention, or to the ranks within the window
-    sparse  for attention to few selected keys: the keys that the shard keeps, to all later ranks, and a sum of queries,
-            by a prefix scan without gradients
-    span    for span-expanded attention: all keys and values, and an unfinished block's queries
+    ssm     For a recurrence, a rank sends two fp32 tensors: the state that its shard adds, and the factor by which its
+            shard multiplies the state before the shard. The ranks run a prefix scan: a rank sends to the next rank,
+            then to the rank 1 place later, then 2 places, 4 places, and so on.
+    conv    For a convolution or a token shift, a rank sends its shard's last tokens. The next shard's rank reads them.
+    kv      For full attention, a rank sends keys and values to all later ranks. For attention with a window, it sends
+            them to the ranks within the window.
+    sparse  For attention to few selected keys, a rank sends the keys that its shard keeps to all later ranks. A sum of
+            queries is sent in a prefix scan, without gradients.
+    span    For span-expanded attention, a rank sends all keys and values, and the queries of an unfinished block.
 
 Small tensors that ranks all-reduce are not counted: candidates for the ranking loss (sparse) and block tables (span).
 
-Communication takes place in rounds. In each round a rank sends over a certain distance in ranks, if there is a rank at
-this distance. In the backward pass the gradient is sent back. So the ranks with the last shards send less in the
+Communication takes place in rounds. In a round with distance d, each rank r sends to rank r + d, if this rank exists.
+In the backward pass, rank r + d sends the gradient back to rank r. So the ranks with the last shards send less in the
 forward pass, and the ranks with the first shards send less in the backward pass. A rank saves received tensors for its
 backward pass.
 """
@@ -36,7 +37,7 @@ from hybridtron.planning.states import part_bytes, state_values
 class Round(NamedTuple):
     """One exchange between ranks.
 
-    hop: distance in ranks over which each rank sends
+    hop: distance; rank r sends to rank r + hop
     bytes: bytes that each rank sends
     returns: whether a gradient is sent back in the backward pass
     """
@@ -47,9 +48,9 @@ class Round(NamedTuple):
 
 
 def sent_by_layers(phase: ResolvedPhase) -> tuple[int, ...]:
-    """Return for each sub-layer the most bytes that any rank sends in a micro-batch.
+    """Return, for each sub-layer, the most bytes that any rank sends in a micro-batch.
 
-    The bytes in the forward and the backward pass are added.
+    A rank's bytes are the sum over the forward and the backward pass.
     """
     arch = phase.arch
     if phase.config.parallel.context == 1:
@@ -59,7 +60,7 @@ def sent_by_layers(phase: ResolvedPhase) -> tuple[int, ...]:
 
 
 def with_received(uses: Sequence[SublayerUse], phase: ResolvedPhase) -> tuple[SublayerUse, ...]:
-    """Return the uses with the elements per token that the last rank receives and saves for its backward pass."""
+    """Return the uses, increased by the elements per token that the last rank receives and saves for backward."""
     if phase.config.parallel.context == 1:
         return tuple(uses)
     arch = phase.arch
@@ -106,7 +107,7 @@ def _hops(context: int) -> list[int]:
 
 def _key_rounds(part: StatePart, phase: ResolvedPhase) -> Iterator[Round]:
     """Yield the rounds that exchange one part of an attention layer's state."""
-    if not part.shape:  # the number of tokens is not exchanged
+    if not part.shape:  # a count of tokens, such as `length`; every rank computes it
         return
     context = phase.config.parallel.context
     rows = phase.settings.micro_batch

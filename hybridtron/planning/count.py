@@ -1,7 +1,7 @@
-"""Parameters and FLOPs of a model, computed from its configuration, and the loss's memory.
+"""Parameters and FLOPs of a model, and the memory of its loss, computed from the configuration.
 
-FLOPs are an average per token in a row with `seq_len` tokens. A multiply-add counts as 2 FLOPs. A training step costs 3
-times the forward pass: once in the forward pass, and twice in the backward pass. These parts are counted:
+FLOPs are an average per token in a row with `seq_len` tokens. A multiply-add counts as 2 FLOPs. The backward pass costs
+twice as much as the forward pass, so a training step costs 3 times as much. These parts are counted:
 
 - the projections
 - the head, with 2 * width * vocab_size FLOPs, whether its weight is tied to the embedding or not
@@ -31,8 +31,8 @@ LOGITS_BYTES = 2**28
 """Maximum bytes of logits that the loss computes at a time, on one device.
 
 To save memory, the loss is computed for some of the tokens at a time. Each time, the gradient of the head's weight is
-added to an fp32 accumulator, which moves about 12 bytes per weight. The computation has 6 FLOPs per weight and token.
-With much fewer tokens at a time, a GPU would spend more time on moving these bytes than on the FLOPs.
+added to an fp32 accumulator. The addition moves about 12 bytes per weight, and the computation has 6 FLOPs per weight
+and token. With much fewer tokens at a time, a GPU would spend more time on moving these bytes than on the FLOPs.
 """
 
 
@@ -131,7 +131,7 @@ def _parameters(spec: MixerSpec, sizes: ModelSizes, is_later: bool) -> int:
 
 
 def logits_at_a_time(tokens: int, vocabulary: int, value_bytes: int) -> int:
-    """Return for how many tokens the loss computes logits at a time.
+    """Return the number of tokens for which the loss computes logits at a time.
 
     vocabulary: vocabulary size, or the size of the rank's vocabulary shard
     """
@@ -146,7 +146,7 @@ def loss_bytes(tokens: int, width: int, vocabulary: int, value_bytes: int, learn
     vocabulary: size of the rank's vocabulary shard
     learns: whether the head's weight is trained
 
-    The memory holds gradients for the head's input and for the head's weight, and the logits. If the logits are
+    The memory holds the logits, and the gradients of the head's input and of the head's weight. If the logits are
     computed in several parts, the weight's gradient is accumulated in fp32. It is converted to the compute dtype after
     the last part, when the logits are already freed.
     """

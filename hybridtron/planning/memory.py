@@ -10,11 +10,11 @@ With t tensor-parallel ranks, p pipeline ranks with v virtual stages each, and m
                          narrower dtype; and the moving average of `run.ema` in fp32. A distributed optimizer divides
                          all of them among the data- and context-parallel ranks.
     activations          Saved by the forward passes for all micro-batches in flight (`activations.py`). With
-                         `states.through_time`, one pass runs several chunks per row, one after another. All chunks'
-                         activations are then saved; or, with recomputation, only each chunk's input and initial states,
-                         and one chunk's activations while it is recomputed.
-    logits               On the last pipeline rank: the logits that the loss computes at a time, the gradient for the
-                         head's weight, and the gradient for its input. Tensor-parallel ranks divide logits and weight.
+                         `states.through_time`, one pass runs several chunks per row, one after another, and saves the
+                         activations of all chunks. With recomputation, it saves only each chunk's input and initial
+                         states. The activations of one chunk are added, since they exist while it is recomputed.
+    logits               On the last pipeline rank: the logits that the loss computes at a time, and the gradients of
+                         the head's weight and of its input. Tensor-parallel ranks divide the logits and the weight.
     backward             Working memory in one sub-layer's backward pass, if it is larger than the logits' memory; only
                          the difference counts, because logits and working memory do not exist at the same time.
     states               Recurrent states that are carried between steps. Both the states before a step and the states
@@ -81,8 +81,8 @@ class PlannedStage:
     """A pipeline stage: consecutive sub-layers on one rank.
 
     index: the stage's number in the model, from 0
-    layers: its sub-layers' indices
-    forward_cost: estimated forward cost per token in its sub-layers (`config/pipeline_layout.py`)
+    layers: indices of the stage's sub-layers
+    forward_cost: estimated forward cost of these sub-layers per token (`config/pipeline_layout.py`)
     """
 
     index: int
@@ -247,7 +247,7 @@ def _kept(step: _Step, chunk: PlannedStage) -> int:
     """Return the bytes that a stage saves per micro-batch, from its forward to its backward pass."""
     together = step.phase.chunks_together
     is_last = chunk is step.chunks[-1]
-    if chunks_run_again(step.phase):  # save each chunk's input and initial states, and on the last stage its output
+    if chunks_run_again(step.phase):  # save each chunk's input and initial states; the last stage also saves its output
         between = sent_values(step.phase) + step.config.model.width * is_last
         states = step.phase.settings.micro_batch * step.lane_bytes(chunk)
         return (between * step.value_bytes + states) * together

@@ -20,7 +20,7 @@ INT64_BYTES = 8
 def carried_parts(phase: ResolvedPhase) -> dict[int, dict[str, StatePart]]:
     """Return, for each sub-layer, the parts of its initial state that are carried from row to row or drawn at random.
 
-    The result has the parts by sub-layer index and part name, without the sub-layers that have no such parts.
+    The result is sub-layer index -> part name -> part. Sub-layers without such parts are left out.
     """
     states = phase.states
     if states.mode is StateMode.zero:
@@ -68,7 +68,7 @@ def state_values(part: StatePart, parallel: ParallelConfig) -> int:
 def _most_held(cut: Cut, whole: int, ranks: int) -> int:
     """Return a shard's maximum length over all ranks, for an axis with length `whole` that is divided by `cut`.
 
-    `cut.readers` is how many query heads read the heads along the axis; None if the axis is divided evenly.
+    `cut.readers` is the number of query heads that read the heads along the axis; None if ranks divide the axis evenly.
     """
     if cut.readers is None:
         return whole // ranks

@@ -3,19 +3,19 @@
 For each micro-batch, the time on a pipeline rank is a sum of these parts:
 
     computation   matrix multiplications. A projection has one in the forward pass and two in the backward pass.
-                  Attention has two in the forward pass and five in the backward pass. Recomputation repeats those in
-                  the forward pass. If launching the kernels takes the host longer than the GPU computes, the host's
-                  time counts instead. With context parallelism, the time on the last shard's rank counts, because its
-                  tokens attend to the most keys.
+                  Attention has two in the forward pass and five in the backward pass. Recomputation repeats the
+                  multiplications of the forward pass. If the host needs longer to launch the kernels than the GPU needs
+                  to compute, the host's time counts instead. With context parallelism, the time on the last shard's
+                  rank counts, because the last tokens attend to the most keys.
     tensor        traffic between tensor-parallel ranks. `parallel/overlapped_linear.py` overlaps two transfers with
                   matrix multiplications: reducing an input's gradient, and gathering the input a second time. Each can
                   be hidden behind half of the multiplications in a forward pass.
     pipeline      sending the residual stream between stages; 0 with virtual stages, whose schedule hides this traffic
     context       traffic between context-parallel ranks
-    offloading    copies to the host and back, minus the time for the offloaded sub-layers' passes, which hide copies
+    offloading    copies to the host and back, minus the parts that the offloaded sub-layers' passes hide
 
 With m micro-batches, p pipeline ranks and v virtual stages per rank, a step takes m + (p - 1) / v times as long as a
-micro-batch on the slowest pipeline rank. Two times are added per step:
+micro-batch on the slowest pipeline rank. In addition, each step needs time for:
 
 - the exchange of gradients and weights between data-parallel ranks, minus the parts that the last backward pass and the
   first forward pass hide
@@ -146,7 +146,7 @@ def exposed_copies(seconds: float, passes: float) -> float:
 def hidden_seconds(layer: LayerCount, index: int, *, phase: ResolvedPhase, gpu: GPU) -> float:
     """Return the seconds of a sub-layer's tensor-parallel traffic that matrix multiplications hide.
 
-    The result is for one token out of a tensor-parallel rank's share of the tokens.
+    The result is the time per token, for the tokens that one tensor-parallel rank holds.
     """
     config = phase.config
     parallel = config.parallel

@@ -9,9 +9,10 @@ With t tensor-parallel and d data-parallel ranks:
                 bytes. With `parallel.regather` the input is all-gathered once more in the backward pass.
     pipeline    At every stage boundary, the forward pass sends the residual stream (divided by t with sequence
                 parallelism), and the embedding if later sub-layers read it. The backward pass sends their gradients.
-    gradients   With a distributed optimizer, n bytes of gradients are reduce-scattered over the data-parallel ranks,
-                which sends n (d - 1) / d bytes. Without it, they are all-reduced, which sends twice as many bytes.
-                Gradients for weights that several stages share are also all-reduced over these stages.
+    gradients   With a distributed optimizer, n bytes of gradients are reduce-scattered over the data-parallel ranks: a
+                device sends n (d - 1) / d bytes. Without a distributed optimizer, gradients are all-reduced, and a
+                device sends twice as many bytes. Gradients for weights that several stages share are also all-reduced
+                over these stages.
     parameters  With a distributed optimizer, updated weights are all-gathered over the data-parallel ranks.
     context     Most bytes that any context-parallel rank sends (`context_traffic.py`).
     host        Offloaded activations, to the host and back.

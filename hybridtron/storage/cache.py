@@ -131,8 +131,8 @@ class CacheEntry:
     def _reserve(self, folder: Path, size: int) -> None:
         """Evict files until `size` bytes fit, and record the reservation in `folder`.
 
-        Other processes' reservations can leave too little room even in an empty cache. Then wait until they are
-        released; raise StorageError after the total time of the retry policy.
+        Reservations of other processes can leave too little room even in an empty cache. This process then waits until
+        they are released. Raises StorageError after the total time of the retry policy.
         """
         patience = self.options.patience.total(size)
         end = time.monotonic() + patience

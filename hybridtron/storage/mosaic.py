@@ -73,7 +73,7 @@ class MosaicStore:
 
 @cache
 def downloaders() -> dict[str, Any]:
-    """Return mosaicml-streaming's downloader classes by URL scheme, such as `gs`.
+    """Return URL scheme, such as `gs` -> downloader class of mosaicml-streaming.
 
     Raises ImportError if mosaicml-streaming, or a package that its download module imports, is not installed.
     """

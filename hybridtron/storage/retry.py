@@ -1,4 +1,4 @@
-"""Requests to a store with a time limit and retries; a request that fails raises StorageError.
+"""Repeat failed requests to a store, with a time limit for each attempt; raise StorageError after the last failure.
 
 A store's client limits each wait for the network, but not the number of waits. So a store that sends one byte per
 second could keep a client busy for ever. For this reason each attempt runs in a thread, and the caller stops waiting

@@ -48,8 +48,8 @@ class Bucket:
     def bring(self, name: str, into: Path) -> Path:
         """Download an object to the local file `into`, and return `into`.
 
-        Only each wait for the network is limited here. The caller (`fetch.py`) limits the download's duration and
-        repeats a failed download. Raises FileNotFoundError if the object does not exist.
+        This method limits each wait for the network, but not the download's duration. The caller (`fetch.py`) limits
+        the duration, and repeats a failed download. Raises FileNotFoundError if the object does not exist.
         """
         into.parent.mkdir(parents=True, exist_ok=True)
         with into.open("wb") as file:
@@ -111,10 +111,11 @@ class Bucket:
 
     @contextmanager
     def _convert_errors(self, name: str) -> Iterator[None]:
-        """Convert the store's error for a missing object to FileNotFoundError, and for no access to PermissionError.
+        """Convert the store's errors: for a missing object to FileNotFoundError, for no access to PermissionError.
 
-        `with_retries` does not repeat an attempt after these two errors. It turns the first into ObjectMissingError,
-        and the second into StorageError. Other errors are raised unchanged, and `with_retries` repeats the attempt.
+        `with_retries` does not repeat an attempt after these two errors. It converts FileNotFoundError to
+        ObjectMissingError, and PermissionError to StorageError. Other errors are raised here unchanged, and
+        `with_retries` repeats the attempt.
         """
         from botocore.exceptions import ClientError
 

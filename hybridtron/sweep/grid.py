@@ -59,7 +59,7 @@ class SweepRun:
 
     @property
     def point(self) -> tuple[str, ...]:
-        """The variant and the values from the grid without the seed; runs with equal tuples form a point."""
+        """The variant, and the values for all grid keys except the seed. Runs with equal tuples form a point."""
         return self.variant, *(value for key, value in self.values.items() if key != SEED)
 
 
@@ -204,7 +204,7 @@ def read(path: Path, settings: Sequence[str] = ()) -> Sweep:
 
 
 def narrow(sweep: Sweep, names: Collection[str] | None) -> Sweep:
-    """Return the sweep with only the runs that `names` selects; with all runs if `names` is None.
+    """Return the sweep with only the runs that `names` selects; None selects all runs.
 
     `names` are names of runs or variants. If a selected run starts from another run's weights, the other run is kept
     too. Raises Unusable for an unknown name.

@@ -74,7 +74,7 @@ def last_metrics(folder: Folder, run: SweepRun, metrics: Sequence[str]) -> dict[
 
 
 def lines(sweep: Sweep, folder: Folder) -> list[dict[str, Any]]:
-    """Return for each run a dictionary: name, variant, values in the grid, `finished`, and last metrics."""
+    """Return a dictionary for each run, with name, variant, values in the grid, `finished`, and last metrics."""
     return [
         {
             "run": run.name, "variant": run.variant, **run.values, "finished": folder.is_finished(run.name),

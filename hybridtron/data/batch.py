@@ -54,7 +54,8 @@ class SequenceShard:
     def reaches_B(self) -> Tensor:
         """True for rows in which the shard's first token belongs to the row's first document.
 
-        Only in these rows can the row's initial state reach the shard, because it belongs to the first document.
+        Only in these rows can the row's initial state reach the shard, because that state belongs to the row's first
+        document.
         """
         return self.behind_B == self.first
 
@@ -194,7 +195,7 @@ class Batch:
     tokens_BL: input tokens
     labels_BL: the token to predict at each position
     mask_BL: whether the label counts in the loss
-    continues_B: whether a row continues the last document of the previous batch's row at the same batch index; None if
+    continues_B: whether a row continues the last document in the row at the same index of the previous batch; None if
         no row continues a document
     """
 

@@ -1,4 +1,4 @@
-"""Checks that a phase's data and its initial weights have equal vocabularies.
+"""Check that a phase's data and its initial weights have equal vocabularies.
 
 The weights have learned what each token id means. In another vocabulary the same id stands for another text.
 `run.accept_data_changes` turns the check off.
@@ -21,7 +21,7 @@ def meaning_problems(config: Config, index: int, data: TokenFolder | str) -> lis
         exist yet and would get a newly trained tokenizer
 
     The list is empty if the phase has no initial weights, if their tokenizer can't be read, or if
-    run.accept_data_changes is set.
+    `run.accept_data_changes` is set.
     """
     entry = _weights_of(config, index)
     if entry is None or (tokenizer := _tokenizer_file(entry[1])) is None or config.run.accept_data_changes:

@@ -88,9 +88,9 @@ class TokenFolder:
         return self.path / split / source
 
     def verified(self, name: str) -> bytes:
-        """Return the bytes of a file; raise FolderError if its digest differs from the manifest.
+        """Return the bytes of a file that is not a shard; raise FolderError if its digest differs from the manifest.
 
-        name: path in the folder: tokenizer.json, or a source's index.json or lengths.npy; `mds/store.py` reads shards
+        name: the file's path in the folder; the file is tokenizer.json, or a source's index.json or lengths.npy
         """
         digest, size = self.manifest.beside[name]
         try:

@@ -134,9 +134,9 @@ class Loader:
     def _cut(self, batch: Batch, shards: list[RowShard] | None) -> list[Batch]:
         """Split a step's rows into micro-batches.
 
-        In a step, a lane reads `order.chunks` chunks with seq_len tokens each. A micro-batch has `order.together` of a
-        lane's chunks in each row. First come the micro-batches with the first chunks of all lanes, then those with the
-        next chunks.
+        In a step, a lane reads `order.chunks` chunks with `seq_len` tokens each. A row of a micro-batch has
+        `order.together` chunks of one lane. The micro-batches with the first chunks of all lanes come first, then the
+        micro-batches with the next chunks.
 
         shards: each row's place in its full row; None if rows are full
         """
@@ -178,10 +178,10 @@ class Loader:
         return prefetched(map(self._rows.__getitem__, steps), self.ahead.steps)
 
     def _by_workers(self, steps: range) -> Iterator[StepRows]:
-        """Yield each step's rows. Worker processes read them; torch's DataLoader sends each worker its steps' numbers.
+        """Yield each step's rows, which worker processes read.
 
-        Workers send rows as numpy arrays through a pipe. If they sent tensors, DataLoader would write each tensor to a
-        file in shared memory.
+        torch's DataLoader sends step numbers to the workers. Workers send rows as numpy arrays through a pipe. If they
+        sent tensors, DataLoader would write each tensor to a file in shared memory.
 
         No `timeout` is set, because only without a timeout does DataLoader check every few seconds that its workers
         live. If a worker hangs, the run's watchdog ends the run.

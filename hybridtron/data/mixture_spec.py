@@ -13,8 +13,8 @@ from typing import NamedTuple
 from hybridtron.config.schema import DataConfig, IngredientConfig
 from hybridtron.data.folder import FolderError, TokenFolder
 
-# Minimum weight in a mixture, as a fraction of the sum of all weights. It limits the memory and time that
-# order/mixture.py needs to compute the sources of up to 2 / MIN_SHARE rows at a time: about 100 MB and some seconds.
+# Minimum weight in a mixture, as a fraction of the sum of all weights. order/mixture.py computes the sources of up to
+# 2 / MIN_SHARE rows at a time, in about 100 MB and some seconds. A smaller minimum would need more memory and time.
 MIN_SHARE = 1e-7
 Opened = Callable[[str], TokenFolder]
 
@@ -44,9 +44,9 @@ class MixtureSource(NamedTuple):
         return of_source.tokens
 
     def learned(self, split: str) -> int | None:
-        """Return the number of the split's tokens that count in the loss as labels.
+        """Return the number of the source's tokens in a split that count in the loss as labels.
 
-        None if all tokens count because there are no masks, or if the split does not contain the source.
+        The result is None if there are no masks, so that all tokens count, or if the split does not contain the source.
         """
         of_source = self.folder.manifest.splits[split].get(self.source)
         if of_source is None:
@@ -83,7 +83,7 @@ class NamedSource(NamedTuple):
     """A source as the configuration names it, before its folder is opened.
 
     name: its name in the mixture; empty for all sources of the folder
-    place: its folder, with its name in the folder if that differs from `name`
+    place: its folder, followed by its name in the folder if this name differs from `name`
     share: fraction of the phase's tokens that are read from this source
     """
 
@@ -158,7 +158,7 @@ class Epochs(NamedTuple):
     tokens: how many tokens are read from this source
     epochs: how many times the source is read; None if its size is not known
     learned: fraction of its tokens that count in the loss as labels; None if it has no masks, or if it was not opened
-    place: its folder, with its name in the folder if that differs from `source`
+    place: its folder, followed by its name in the folder if this name differs from `source`
     """
 
     source: str

@@ -82,7 +82,7 @@ def _phase_problems(phase: ResolvedPhase, opened: Opened) -> list[Problem]:
 
 
 def _folder_problems(phase: ResolvedPhase, opened: Opened) -> list[Problem]:
-    """List a problem for each key whose folder can't be used, or a problem if the folders form no mixture."""
+    """List a problem for each key whose folder can't be used. If all can be used, report folders that do not match."""
     data = phase.data
     faults: dict[str, FolderError] = {}
     is_here = not is_url(data.path)
@@ -133,10 +133,10 @@ def _is_recipes_path(path: str) -> bool:
 
 
 def _unmade_problems(phase: ResolvedPhase) -> list[Problem]:
-    """Return a problem if an embedded corpus that does not exist yet will be too small for data.epochs.
+    """Return a problem if an embedded corpus that does not exist yet will be too small for `data.epochs`.
 
-    The corpus's byte count is used as the estimate of its token count. Every token except eos has at least one byte, so
-    the true number of epochs is not smaller than the estimate, apart from eos tokens.
+    The corpus's byte count serves as its token count. Except for eos tokens, the corpus has at most one token per byte.
+    So a problem is reported only if the phase will indeed need more epochs than `data.epochs`, if eos is not counted.
     """
     data = phase.data
     try:
@@ -162,7 +162,7 @@ def content_problems(key: str, phase: ResolvedPhase, sources: Sequence[MixtureSo
 
 
 def _vocabulary_problems(key: str, phase: ResolvedPhase, folder: TokenFolder) -> list[Problem]:
-    """Return a problem if a folder's vocabulary size does not fit model.vocab_size.
+    """Return a problem if a folder's vocabulary size does not fit `model.vocab_size`.
 
     An embedded corpus must have been prepared for exactly this size. Any other folder may have a smaller vocabulary.
     """
@@ -187,7 +187,7 @@ def _vocabulary_problems(key: str, phase: ResolvedPhase, folder: TokenFolder) ->
 
 
 def _amount_problems(phase: ResolvedPhase, sources: Sequence[MixtureSource]) -> list[Problem]:
-    """Return a problem if a phase reads a source more often than data.epochs allows."""
+    """Return a problem if a phase reads a source more often than `data.epochs` allows."""
     try:
         tokens = parse_tokens(phase.settings.tokens)
     except ValueError:
@@ -202,10 +202,10 @@ def _amount_problems(phase: ResolvedPhase, sources: Sequence[MixtureSource]) -> 
 
 
 def _epochs_problems(phase: ResolvedPhase, reads: Mapping[str, float], enough: str) -> list[Problem]:
-    """Return a problem for the source that a phase reads most often, if this is more often than data.epochs allows.
+    """Return a problem for the source that a phase reads most often, if this is more often than `data.epochs` allows.
 
-    reads: for each source, how many times the phase reads it
-    enough: a value of data.epochs that allows the phase as it is
+    reads: source -> how many times the phase reads it
+    enough: value for `data.epochs` that the message suggests; with it, the phase can read all its tokens
     """
     limit = phase.data.epochs
     source = max(reads, key=lambda name: reads[name])

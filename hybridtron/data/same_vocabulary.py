@@ -1,7 +1,7 @@
 """Comparison of two tokenizers: do equal token ids mean equal text? Needs no torch.
 
-Two files for the same tokenizer need not have equal bytes: versions of the `tokenizers` package write it differently,
-and fine-tuning may have added tokens. So three properties are compared:
+Two files for the same tokenizer need not have equal bytes: the file depends on the version of the `tokenizers` package
+that wrote it, and fine-tuning may have added tokens. So three properties are compared:
 
 - Every token in the smaller vocabulary has the same id in the larger vocabulary.
 - The longer list of BPE merges begins with the shorter list.

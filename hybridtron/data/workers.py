@@ -59,7 +59,7 @@ def side_by_side(
     crew: dict[Connection, BaseProcess] = {}
     waiting = enumerate(tasks)
     try:
-        with unheard({signal.SIGINT}):  # Ctrl-C would end the workers too, but this process must end them
+        with unheard({signal.SIGINT}):  # Ctrl-C reaches only this process, which then ends the workers
             for _ in range(min(workers, len(tasks))):
                 connection_here, connection_there = context.Pipe()
                 crew[connection_here] = context.Process(target=_serve, args=(work, connection_there), daemon=True)
@@ -86,8 +86,8 @@ def side_by_side(
 
 @contextmanager
 def unheard(signals: Collection[signal.Signals]) -> Iterator[None]:
-    """Block signals while processes are started. The processes inherit the signal mask, so they never get them."""
-    # Set before the resource tracker starts, because the tracker inherits the mask too.
+    """Block signals while processes are started. These processes inherit the mask, so they never get the signals."""
+    # The mask is set before the resource tracker starts, because the tracker inherits the mask too.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         resource_tracker.ensure_running()  # unblocks SIGINT and SIGTERM in this process, so block them again
@@ -98,7 +98,7 @@ def unheard(signals: Collection[signal.Signals]) -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """Start a thread that ends this process when the parent process ends. A killed parent can't end this process."""
+    """Start a thread that ends this process when the parent ends. A parent that is killed does not end its children."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()

@@ -111,7 +111,7 @@ def _stated_by_zstd(data: bytes) -> int:
     """
     if data[:4] != _ZSTD_MAGIC or len(data) < 6:
         raise ValueError("can't be decompressed: it does not start with a zstd header")
-    # Fields of the frame header's descriptor, from its highest bits, each with its number of bits:
+    # Fields of the frame header's descriptor, from the highest to the lowest bits, with their bit counts:
     #   2  width of the stated size
     #   1  single segment: there is no window descriptor
     #   2  not used here

@@ -33,7 +33,7 @@ def open_folder(path: str, cache: CacheOptions) -> TokenFolder:
 
 
 def check_limit(folder: TokenFolder, cache: CacheOptions) -> None:
-    """Raise FolderError if data.cache_limit is so small that shards would be evicted before they are read."""
+    """Raise FolderError if `data.cache_limit` is so small that shards would be evicted before they are read."""
     manifest = folder.manifest
     if cache.limit is None or (folder.remote is None and manifest.compression is None):
         return

@@ -35,7 +35,7 @@ REPORTED = 20  # maximum number of faulty samples in a shard that are listed; fu
 
 @dataclass(frozen=True)
 class FolderReport:
-    """Numbers of verified sources, shards and tokens, and all faults. Each fault begins with its file's name."""
+    """Counts of verified sources, shards and tokens, and all faults. Each fault begins with the faulty file's name."""
 
     sources: int
     shards: int
@@ -63,7 +63,7 @@ def verify(path: Path, workers: int = 1, watch: Callable[[int, int], None] = lam
     """Verify a folder.
 
     workers: how many processes verify shards
-    watch: called after each shard, with two counts: verified shards, and all shards
+    watch: function that is called after each shard, with the number of verified shards and the number of all shards
     """
     try:
         inside(path, "manifest.json")

@@ -1,8 +1,9 @@
 """Writes tokenized documents as MDS shards, and builds the shards' entries for index.json.
 
-Shards and entries equal, byte for byte, those that MDSWriter of mosaicml-streaming writes with the same settings, so
-mosaicml-streaming can read them. A test compares them. There is one exception: if the first document is larger than the
-size limit of a shard, MDSWriter writes an empty shard before this document, and the writer here does not.
+With the same settings, MDSWriter of mosaicml-streaming writes shards and entries that are equal byte for byte, so
+mosaicml-streaming can read them. A test compares the two writers. There is one exception: if the first document is
+larger than the size limit of a shard, MDSWriter writes an empty shard before this document, and the writer here does
+not.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ weights, and W_s = w_1 + ... + w_s. If n is a multiple of K, source s has round(
 the first n rows. This number differs from w_s * n by less than one row. K is a multiple of the number of rows in a
 step: the smallest multiple that is at least 2 / (the smallest w_s), so that every block has a row from every source.
 
-Within a block each source's rows are spread evenly: if a source has c rows there, its row j gets the key (j + 1/2) / c,
-for j from 0, and all rows are sorted by their keys. Then each step's rows are shuffled.
+Within a block, each source's rows are spread evenly. If a source has c rows in the block, its row j, counted from 0,
+gets the key (j + 1/2) / c. The block's rows are sorted by their keys. Then each step's rows are shuffled.
 
 Weights are rounded to multiples of 2**-60 times their sum, so that all counts are exact integers on every machine.
 """
@@ -25,7 +25,7 @@ import numpy as np
 from hybridtron.data.mixture_spec import MIN_SHARE
 from hybridtron.data.order.stream import permutation
 
-GRID_BITS = 60  # weights are rounded to multiples of 2**-60 times their sum, which is far below MIN_SHARE
+GRID_BITS = 60  # weights are rounded to multiples of 2**-60 times their sum; 2**-60 is far below MIN_SHARE
 
 
 def cumulated(weights: Sequence[float]) -> list[int]:

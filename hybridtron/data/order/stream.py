@@ -50,7 +50,7 @@ def permutation(count: int, seed: int, purpose: str, *numbers: int) -> np.ndarra
 
 
 def cut(documents: np.ndarray, ends: np.ndarray, start: int, count: int) -> list[Span]:
-    """Return the spans for `count` tokens from offset `start`, or for fewer tokens if the contiguous documents end.
+    """Return the spans of contiguous documents for `count` tokens from offset `start`, or for all that remain.
 
     documents: each document's number
     ends: token offset at which each document ends

@@ -7,9 +7,9 @@ are the marked text. Otherwise the span for the assistant's message i is found w
     the span begins at the length of  render(messages[:i], add_generation_prompt=True)
     the span ends at the length of    render(messages[:i + 1])
 
-Both renderings must be prefixes of the full text. They are not if the template renders a message differently when
-other messages follow; such a template is refused. The text does not depend on the date, because templates do not get
-the function `strftime_now`.
+Both renderings must be prefixes of the full text. A template is refused if it renders a message differently when other
+messages follow, because its renderings are then not prefixes. The text does not depend on the date, because templates
+do not get the function `strftime_now`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ChatTemplate:
     def prompt(self, messages: list[dict[str, Any]], continued: bool = False) -> str:
         """Return the prompt from which a model generates the assistant's next message.
 
-        continued: whether the model continues the last message instead
+        continued: True to return the prompt from which a model continues the last message
         """
         if not continued:
             return self._written(messages, True)
@@ -151,7 +151,7 @@ def _check(messages: Any, special: frozenset[str]) -> None:
 
 
 def _marked(whole: str) -> tuple[str, Spans]:
-    """Return the text without {% generation %} marks, and the spans between two marks."""
+    """Return the text without {% generation %} marks, and the spans that were marked."""
     pieces = re.split(f"[{BEGIN}{END}]", whole)
     ends = [sum(map(len, pieces[: count + 1])) for count in range(len(pieces))]
     return "".join(pieces), tuple(zip(ends[:-1:2], ends[1::2], strict=True))

@@ -1,4 +1,4 @@
-"""The texts of the embedded corpus, which every Python installation contains. So a first run needs no download.
+"""The embedded corpus: texts that every Python installation contains, so that a first run needs no download.
 
 The source `text` has the help topics from Python's documentation, in English. The source `code` has the Python files in
 the standard library. Together they have about 10 MB. This is too little for conclusions about language, but the corpus

@@ -1,6 +1,6 @@
-"""The learned characters of a JSON line: those that count in the loss, while the model reads the full text.
+"""The learned characters of a JSON line: only they count in the loss, but the model reads the full text.
 
-The option `--learn` selects how a JSON line marks them:
+The option `--learn` selects how a JSON line marks the learned characters:
 
     spans        {"text": "2 + 2 = 4.", "spans": [[8, 9]]}
                  learned: the characters text[8:9]

@@ -154,7 +154,7 @@ def _is_kept(
 
 
 def record_file(job: PrepareJob, number: int) -> Path:
-    """Return the path for a part's record, which exists if the part is finished."""
+    """Return the path for a part's record. The record exists if the part is finished."""
     return job.work / "records" / f"{part_name(number)}.npz"
 
 

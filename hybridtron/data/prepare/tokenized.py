@@ -1,6 +1,7 @@
-"""Tokenizes documents, and computes the loss mask of documents that mark learned characters.
+"""Tokenize documents, and compute for each token whether it counts in the loss.
 
-Characters and tokens are learned if they count in the loss. A token is learned if its last character is learned:
+Characters and tokens are learned if they count in the loss. Some documents mark their learned characters. A token is
+learned if its last character is learned:
 
 - A token that begins before a learned span and ends inside the span is learned.
 - A token that begins inside a learned span and ends after the span is not learned, because it would teach the text that
@@ -49,7 +50,7 @@ def tokenized(batch: Sequence[Document], vocabulary: Vocabulary) -> Iterator[Tok
 
 
 def tokenize_with_mask(text: str, learned: Learned, vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
-    """Tokenize a text; return its tokens, and a boolean for each token: whether it is learned."""
+    """Tokenize a text; return its tokens, and for each token a boolean that says whether the token is learned."""
     tokenizer = vocabulary.with_offsets(learned.special)
     characters = np.zeros(len(text), np.bool_)
     for first, end in learned.spans:

@@ -129,7 +129,7 @@ def vocabulary_of(
 def chat_template_of(folder: Path) -> ChatTemplate | None:
     """Return a folder's chat template, with the special tokens in the tokenizer's configuration files.
 
-    None if the folder has no chat template.
+    The result is None if the folder has no chat template.
     """
     configs = [_config(folder / config) for config in _CONFIGS]
     text = _template_text(folder, configs)
@@ -152,7 +152,7 @@ def _chat_template(folder: Path, vocabulary: Vocabulary) -> ChatTemplate | None:
 def _template_text(folder: Path, configs: list[dict]) -> str | None:
     """Return the text in chat_template.jinja if it exists, else the default template in tokenizer_config.json.
 
-    None if there is neither.
+    The result is None if the folder has neither.
     """
     try:
         text = read_regular(folder / "chat_template.jinja", MAX_TEMPLATE_BYTES).decode()

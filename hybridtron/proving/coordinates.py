@@ -36,7 +36,7 @@ from hybridtron.problems import ConfigError
 from hybridtron.proving.steps import plain_adamw
 
 FLAT = 0.25
-"""Largest absolute slope of a change that counts as flat: half of 0.5, the smallest slope from a missing rule."""
+"""Largest absolute slope that counts as flat: half of the smallest slope that a missing rule causes, 0.5."""
 VOCABULARY = 16
 """Largest vocabulary of the models.
 

@@ -40,7 +40,7 @@ ADAPTED = {
     "adapters-dropout": replace(ADAPTERS, dropout=0.3),
     "adapters-dora": replace(ADAPTERS, dora=True),
 }
-"""Architecture's name -> adapter settings. Every projection has an adapter, and frozen weights."""
+"""Architecture's name -> adapter settings. Every projection is frozen, and has an adapter."""
 MULTIPLIED: dict[str, dict[str, Any]] = {
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     "falcon-h1": {"embedding_multiplier": 3.0, "logits_scaling": 0.5},

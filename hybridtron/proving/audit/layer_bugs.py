@@ -48,7 +48,7 @@ class Bug:
 def marked(substring: str, mark: str, value: bool | float) -> Replaced:
     """Return a replacement that overrides one mark on some weights.
 
-    Marks are attributes of weights, which megatron-core and the engine read. After a stage has set its marks, the
+    Marks are attributes that megatron-core and the engine read from a weight. After a stage has set its marks, the
     replacement sets `mark` to `value` on all weights whose name contains `substring`. If the mark `partial_over_tensor`
     is False, the weight's gradient is not summed over tensor-parallel ranks.
     """

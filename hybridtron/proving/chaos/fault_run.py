@@ -40,7 +40,7 @@ class Injected:
     hit      target of the fault, such as `rank 1`
     at       time when the fault was injected, by the monotonic clock
     ended    how the start with this fault ended; empty while the fault is pending
-    seconds  time from the injection until the processes of this start ended; for a full disk, until it was freed
+    seconds  time from the injection until the processes of this start ended, or until a full disk was freed
     resumed  step from which the next start resumed; None if no later start trained
     """
 
@@ -137,7 +137,7 @@ class FaultRun:
             time.sleep(POLL_INTERVAL_S)
 
     def _inject_if_due(self, started: ProcessStart, done: int) -> None:
-        """Inject a fault if one is due after `done` steps, and free a full disk if its time has come.
+        """Free a full disk if its time has come, and inject a fault if a fault is due after `done` steps.
 
         A fault is pending until its outcome is recorded. While a fault is pending, no other fault is injected. The only
         exception is a full disk: further faults are injected while the disk is full.

@@ -50,7 +50,7 @@ class AcceptanceStep:
 
 
 def steps(folder: Path, gpus: int = 1) -> list[AcceptanceStep]:
-    """Return the steps in order. The layout audit is last, and only included for several GPUs."""
+    """Return the steps in order. With several GPUs, the last step is the layout audit."""
 
     def check(part: str, limit_s: float) -> AcceptanceStep:
         output = str(folder / f"{part}.md")
@@ -115,7 +115,7 @@ def run_acceptance(folder: Path, cards: Path | None, launch: Launch = run_comman
 
 
 def copy_interrupted(whole: Path, resumed: Path) -> None:
-    """Copy a run's folder without the last checkpoint, as if the run had been interrupted before that."""
+    """Copy a run's folder without the last checkpoint, as if the run had been interrupted before its end."""
     if resumed.exists():
         shutil.rmtree(resumed)
     if not whole.is_dir():

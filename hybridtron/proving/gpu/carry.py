@@ -1,9 +1,9 @@
-"""Make a folder with which a GPU machine without a network can run the parts of `make gpu-measure`.
+"""Make a folder of packages and compiled kernels for `make gpu-measure` on a GPU machine without a network.
 
     python -m hybridtron.proving.gpu.carry .carry --python .venv312/bin/python
     python -m hybridtron.proving.gpu.carry .carry --python .venv312/bin/python --extra wheels/of/mamba-ssm
 
-A part is a group of measurements: for example, those for one recipe's training step.
+`make gpu-measure` runs parts. A part is a group of measurements, such as those of one recipe's training step.
 
 Copy this checkout, with the folder in it, to the GPU machine. There, run in the copy:
 `bash .carry/measure.sh RESULTS --minutes 4.5`. The folder has:
@@ -154,7 +154,7 @@ def wheels(asked: Carried) -> None:
 
 
 def kernels(asked: Carried) -> None:
-    """Rehearse the parts, which compiles their kernels into the folder `triton` and writes modelled.json.
+    """Rehearse the parts. The rehearsal compiles kernels into the folder `triton`, and writes modelled.json.
 
     TRITON_STORE_BINARY_ONLY keeps only the machine code in the cache.
     """

@@ -230,7 +230,7 @@ def _of_calls(calls: list[Call], dtype: torch.dtype, device: torch.device) -> li
 
 
 def record_calls(calls: list[Call]) -> AbstractContextManager[None]:
-    """Return a context that appends each op call inside it to `calls`: the op, and copies of its inputs."""
+    """Return a context. Each op call inside the context is appended to `calls`, with copies of its inputs."""
     return observed(lambda op, inputs: calls.append((op, tree_map_only(Tensor, _copied, inputs))))
 
 

@@ -70,7 +70,7 @@ def every_recipe(report: BenchReport, names: Sequence[str] = ()) -> None:
 
 
 def fitting(name: str, quick: bool) -> list[str]:
-    """Return key=value settings for a step with one micro-batch, which fits into the memory of an H100.
+    """Return key=value settings for a step with a single micro-batch that fits into an H100's memory.
 
     The number of sequences in the recipe's micro-batch is halved until the planned memory is below 90% of the GPU's
     memory, or until one sequence is left. With `quick`, the settings give short sequences, and memory is not planned.

@@ -1,6 +1,6 @@
-"""Times causal attention at two recipes' shapes: full attention with torch's kernels, windowed with our op.
+"""Times causal attention at two recipes' shapes: full attention with torch's kernels, windowed attention with our op.
 
-Each recipe's shape is timed in both ways. In training, gdn_hybrid_412m uses full attention, and samba_421m uses a
+Both kinds of attention are timed at each shape. In training, gdn_hybrid_412m uses full attention, and samba_421m uses a
 window of 2048 tokens.
 """
 

@@ -1,8 +1,8 @@
 """Compares our kernels for an op with those from another package, on the same tensors: times and outputs.
 
 Times are measured for the forward pass alone, and for the forward and backward pass together. The other package's
-kernels are autotuned over only two configurations, because trying all configurations takes minutes. With all
-configurations, the other package could therefore be faster.
+kernels are autotuned over only two configurations, because trying all configurations takes minutes. With more
+configurations, the other package might be faster.
 
 Letters for sizes:
 
@@ -16,7 +16,7 @@ Letters for sizes:
     D   channels in the norm
     G   groups; for the delta rule, decays per head
 
-In the sizes' names for linear attention, such as `32x512 H4 K128 V256`, the letters K and V stand for N and P.
+In names of sizes such as `32x512 H4 K128 V256`, for linear attention, the letters K and V stand for N and P.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The package can compute gates and norms itself. This file does not use these options: the package gets our ops' inputs,
 and 1 as scale.
 
-With Triton before 3.7.1, the package refuses to compute the gated delta rule's gradients on Hopper GPUs, because they
-are wrong. `delta` disables this refusal: only the time of the gradients is measured, and their values are not used.
+With Triton before 3.7.1, gradients of the gated delta rule are wrong on Hopper GPUs, so the package refuses to compute
+them. `delta` disables this refusal: only the time of the gradients is measured, and their values are not used.
 
 Letters for shapes:
 

@@ -45,8 +45,8 @@ class PartState:
 def state_of(part: QueuePart, card: str, known: Sequence[PartAttempt]) -> PartState:
     """Return a part's state on a card.
 
-    The last successful attempt with the current digest determines the state. If no attempt with this digest was
-    successful, the last of these attempts determines the state. Without such an attempt the part is undone.
+    Only attempts with the current digest count. The last successful attempt determines the state. If no attempt was
+    successful, the last attempt determines the state. If there is no attempt, the part is undone.
     """
     card_attempts = [attempt for attempt in known if attempt.part == part.name and attempt.begin["card"] == card]
     current = [attempt for attempt in card_attempts if attempt.begin["digest"] == part.digest]

@@ -2,9 +2,10 @@
 
 The cases in a measurement, in this order:
 
-- steps with all, half and a quarter of the micro-batch's sequences: if a step is bound by the device, half the
-  sequences take half the time; if it is bound by the host, they take the same time
-- a step whose sequences are a sixteenth as long: the device has so little to do that launching kernels takes the time
+- steps with all, half and a quarter of the micro-batch's sequences: if the device bounds a step, half the sequences
+  take half the time; if the host bounds the step, half the sequences take as long as all sequences
+- a step whose sequences are a sixteenth as long: the device has so little to do that the step takes only as long as
+  launching its kernels
 - a profile: each kernel's time
 - both passes of a micro-batch, replayed from a CUDA graph without launches by the host: the time of the device alone
 
@@ -113,8 +114,7 @@ def shrunk(config: Config, rows: int = 1, tokens: int = 1) -> Config:
 def time_step(steps: Steps, config: Config, row: Row, share: int) -> None:
     """Record how long the first step (which compiles), the fastest step, and launching the passes take.
 
-    `row` gets the times. `share` is the token count of the configuration's step divided by that of the
-    measured step.
+    `row` gets the times. The configuration's step has `share` times as many tokens as the measured step.
     """
     start = now()
     steps()

@@ -123,7 +123,7 @@ class StateMode(StrEnum):
     - random: Gaussian noise with standard deviation `states.sigma`
     - fitted: Gaussian noise with the mean and variance of earlier rows' final states
     - passing: the final state of the lane's previous row, although that row is from another document
-    - tbtt: the final state of the lane's previous row, which the row continues (truncated backpropagation through time)
+    - tbtt: the final state of the lane's previous row, from the same document (truncated backpropagation through time)
     """
 
     zero = "zero"

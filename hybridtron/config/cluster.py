@@ -48,7 +48,7 @@ class ChecksConfig:
     clock_s: Annotated[float, above(0)] = 5.0
     # names of InfiniBand devices, as in /sys/class/infiniband, that must have an active port
     fabric: list[str] = field(default_factory=list)
-    # run a small all-reduce inside each node and over all nodes, which also tests that all ranks can connect
+    # run a small all-reduce inside each node and over all nodes; this also tests that all ranks can connect
     all_reduce: bool = True
     # minimum bus bandwidth, in GB/s, of the all-reduce inside a node; null: no minimum
     node_gb_per_s: Annotated[float | None, above(0)] = None

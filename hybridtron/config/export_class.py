@@ -46,7 +46,7 @@ def export_class(arch: Architecture, wanted: Export) -> str:
 
 
 def transformers_fault() -> str | None:
-    """Return the reason why the installed transformers can't load exports, or None if it can.
+    """Return the reason why exports can't be loaded with the installed transformers, or None if they can.
 
     Every export is checked by loading it with transformers.
     """

@@ -136,7 +136,7 @@ def _granite_hybrid(arch: Architecture, norm_eps: float) -> str | None:
 
 
 def _bamba(arch: Architecture, norm_eps: float) -> str | None:
-    """Check for Bamba: Mamba-2 and attention, whose rotary positions rotate half the dimensions in each head."""
+    """Check for Bamba: Mamba-2, and attention with rotary positions that rotate half the dimensions in each head."""
     misfit, attention = _mamba2_hybrid(arch, norm_eps, part=True)
     if misfit or attention is None:
         return misfit

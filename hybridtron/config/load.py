@@ -84,8 +84,8 @@ def load(arguments: Sequence[str], configs: Path = CONFIGS) -> Config:
     for choice in choices:
         if choice.group == "model":
             composed.model = model_of(configs, choice)
-    # run.weights is applied first, regardless of its position on the command line: a recipe may take values from the
-    # checkpoint that it names, and other arguments may override these values
+    # run.weights is applied before all other arguments: the recipe may take values from the checkpoint in run.weights,
+    # and the other arguments may override these values
     of_checkpoint = [value for key, value in values if key == weights.KEY]
     others = [(key, value) for key, value in values if key != weights.KEY]
     problems = [p for value in of_checkpoint if (p := _set(composed, weights.KEY, value))]
@@ -104,7 +104,7 @@ def carried(settings: Sequence[str], configs: Path = CONFIGS) -> tuple[list[str]
     """Replace paths in settings, such as `recipe=./mine.yaml`, by names. Returns the changed settings and the files.
 
     `outside.copy_into` copies the files under these names into a copy of configs/. A SLURM job uses the changed
-    settings with this copy, so that it does not depend on the user's files.
+    settings with this copy, so that the job does not depend on the user's files.
     """
     arguments: list[str] = []
     files: list[OutsideFile] = []

@@ -9,8 +9,8 @@ Bars (|) in `model.pattern` mark stage boundaries. Without bars, the stages are 
 stage is as small as possible. Among such divisions, the division with the smallest sum of squared costs is used. Every
 stage gets at least one sub-layer.
 
-A sub-layer's cost is its forward FLOPs per token. FLOPs in a recurrence (scan) are multiplied by SCAN_WEIGHT, since its
-speed is limited by memory bandwidth. FLOPs are counted for the longest row in all phases, since all phases use the same
+A sub-layer's cost is its forward FLOPs per token. FLOPs in a recurrence (scan) are multiplied by SCAN_WEIGHT, since
+memory bandwidth limits a scan. FLOPs are counted for the longest row in all phases, since all phases use the same
 stages. The embedding's cost is added to the first sub-layer. The cost of head and loss is added to the last sub-layer.
 
 SCAN_WEIGHT was derived from Table 3 in the Samba paper. On 64 H100, Mamba 1.3B reads 17.8e5 tokens/s in training, and
@@ -101,7 +101,7 @@ def stage_problems(arch: Architecture, parallel: ParallelConfig) -> list[Problem
 
 
 def shared_homes(arch: Architecture, stages: Sequence[range]) -> dict[str, list[int]]:
-    """Return letter -> indices of the stages with its sub-layers, for letters whose sub-layers share weights.
+    """Return letter -> indices of the stages with the letter's sub-layers, for letters with shared weights.
 
     Letters whose sub-layers are all in a single stage are left out.
     """
@@ -144,7 +144,7 @@ def head_cost(model: ModelConfig) -> int:
 def balanced(costs: Sequence[int], chunks: int) -> tuple[int, ...]:
     """Divide costs into consecutive chunks. Returns how many costs each chunk has.
 
-    The division minimizes the largest chunk sum. Among such divisions it minimizes the sum of the squared chunk sums.
+    The largest chunk sum is as small as possible. Among such divisions, the sum of squared chunk sums is minimal.
     First, bisection finds the smallest possible maximum. Then dynamic programming minimizes the sum of squares over all
     divisions in which no chunk's sum exceeds this maximum.
     """

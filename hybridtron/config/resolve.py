@@ -49,7 +49,7 @@ class ResolvedPhase:
     """A phase with its effective settings.
 
     index: the phase's index in `phases`, from 0
-    settings: the phase's entry in `phases`: name, lengths, learning rates, overrides and so on
+    settings: the phase's entry in `phases`, with its name, lengths, learning rates, overrides and so on
     config: the run's configuration with the phase's overrides for model, optim and precision; checkpoints store it
     data, states: the run's sections with the phase's overrides
     parsed: the architecture of the phase's model; None if the model is invalid, which `check` reports
@@ -229,7 +229,7 @@ class ResolvedPhase:
     def key(self, key: str) -> str:
         """Return the key under which the user has set the phase's value for `key`, a key in the run's sections.
 
-        If the phase does not override the value, this is `key` itself. Else it is the phase's own key, for example:
+        The result is `key` itself if the phase does not override the value, else the phase's own key. For example:
 
             optim.clip             ->  phases.1.optim.clip
             model.layers.W         ->  phases.1.layers.W, if the phase overrides any option of W
@@ -251,8 +251,7 @@ class ResolvedPhase:
 def resolve(config: Config, known: Sequence[Architecture] = ()) -> tuple[ResolvedPhase, ...]:
     """Return a run's resolved phases, in order. The configuration need not have been checked.
 
-    Phases with equal models share one architecture. If `known` contains an architecture for a phase's model, it is
-    reused.
+    Phases with equal models share one architecture. An architecture in `known` is reused for a phase with its model.
     """
     phases: list[ResolvedPhase] = []
     architectures = list(known)
@@ -336,7 +335,7 @@ class RunPlan:
 
     @cached_property
     def last_step(self) -> int:
-        """The run's last step: the last phase's end, or run.max_steps if that is smaller."""
+        """The run's last step: the last phase's end, or `run.max_steps` if that is smaller."""
         end = self.phases[-1].end_step
         limit = self.config.run.max_steps
         if limit is None:
@@ -346,7 +345,7 @@ class RunPlan:
     def phase_ending_at(self, step: int) -> ResolvedPhase:
         """Return the phase that contains a step of the run.
 
-        For step 0, before training, this is the first phase. For a step beyond the run's end it is the last phase: a
+        Step 0, before training, belongs to the first phase. A step beyond the run's end belongs to the last phase: a
         checkpoint may come from a longer run.
         """
         return next((phase for phase in self.phases if step <= phase.end_step), self.phases[-1])

@@ -47,7 +47,7 @@ def parse_share(text: str, whole: int) -> int:
 
 
 def parse_steps(text: str, tokens_per_step: int) -> int:
-    """Parse a step count (`1000`), or a token count with a unit (`4M`), which is converted to steps.
+    """Parse a step count (`1000`), or convert a token count with a unit (`4M`) to steps.
 
     The conversion rounds up. Raises ValueError if the text has another form.
     """

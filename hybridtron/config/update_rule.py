@@ -32,7 +32,8 @@ def same_update_rule(one: OptimConfig, other: OptimConfig) -> bool:
 def unread_problems(optim: OptimConfig, phase: ResolvedPhase | None = None) -> Iterator[Problem]:
     """Yield a problem for each key that differs from its default although the optimizer does not read it.
 
-    If `phase` is given, `optim` is its section. A key that the phase itself sets is reported even at its default.
+    If `phase` is given, `optim` is the phase's section. A key that the phase itself sets is reported even if its value
+    is the default.
     """
     rule = OPTIMIZERS.get(optim.name)
     if rule is None:

@@ -230,7 +230,7 @@ def _as_it_is(rows: Any) -> Any:
 class _Rows(Dataset[StepRows]):
     """Dataset that maps a step to this rank's rows.
 
-    Only the constructor's arguments are pickled. A worker process opens its own stores with them.
+    Only the constructor's arguments are pickled. From these arguments, a worker process opens its own stores.
     """
 
     def __init__(self, sources: Sources, order: PhaseOrder, rank: int, ranks: int, shard_index: ShardIndex) -> None:

@@ -26,7 +26,7 @@ from hybridtron.data.prepare.corpus import sizes
 from hybridtron.problems import Problem
 from hybridtron.storage.remote import is_url
 
-MAX_SENSIBLE_EPOCHS = 100  # above this number of epochs, the message advises more text instead of a larger data.epochs
+MAX_SENSIBLE_EPOCHS = 100  # if more epochs are needed, the message advises more text instead of a larger data.epochs
 EMBEDDED_PATH = "data/embedded-{}"  # default path of the embedded corpus; {} is the vocabulary's size
 # Default paths in configs/data, where a user prepares text. The embedded corpus must not be written there.
 RECIPES_PATHS = ("data/tokens", "data/slimpajama", "data/phi", "data/language", "data/code", "data/pg19")
@@ -135,8 +135,8 @@ def _is_recipes_path(path: str) -> bool:
 def _unmade_problems(phase: ResolvedPhase) -> list[Problem]:
     """Return a problem if an embedded corpus that does not exist yet will be too small for `data.epochs`.
 
-    The corpus's byte count serves as its token count. Except for eos tokens, the corpus has at most one token per byte.
-    So a problem is reported only if the phase will indeed need more epochs than `data.epochs`, if eos is not counted.
+    The corpus's byte count serves as its token count. If eos tokens are not counted, the corpus has at most this number
+    of tokens. So the phase needs at least the estimated number of epochs.
     """
     data = phase.data
     try:

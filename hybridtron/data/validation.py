@@ -2,8 +2,8 @@
 
 A row is one sequence of a batch. Every evaluation of a run reads the same rows. A split's documents keep the input
 files' order, and an evaluation has time for a few documents only. If it read only the start of the split, its loss
-would be biased: the mean loss on the first documents may differ from the whole split's mean loss. The difference can
-exceed the amount by which hours of training lower the loss.
+would be biased: the first documents may have another mean loss than the full split. The difference can be larger than
+the progress of hours of training.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ class ModelOut(NamedTuple):
 
     The last stage outputs logits (L, B, V) for this rank's vocabulary shard. With `logits=False`, it outputs the normed
     and scaled residual stream (L, B, D) instead; `linear(stream, output_weight())` gives the logits. The other stages
-    output the residual stream (L, B, D). If a sub-layer reads the embedding, they output the stream and the embedding,
-    concatenated to (2 * L, B, D).
+    output the residual stream (L, B, D). If a sub-layer reads the embedding, these stages output the stream and the
+    embedding, concatenated to (2 * L, B, D).
     """
 
     output: Tensor
@@ -161,7 +161,7 @@ class LanguageModel(nn.Module):
         return gather_vocabulary(functional.linear(x_BD, self.output_weight()), self.slice.tensor)
 
     def output_weight(self) -> Tensor:
-        """Return this rank's rows of the head's weight, which is the embedding's weight if the two are tied."""
+        """Return this rank's rows of the head's weight. If head and embedding are tied, they share this weight."""
         if self.tied and self.slice.first:
             return self.get_parameter("embedding.weight")
         if self.tied:

@@ -3,8 +3,8 @@
 Let A be a sub-layer, and let B be the next one. After A's forward pass, A's saved activations are copied to pinned
 memory while B computes. At the end of B's forward pass, the CUDA stream that computes waits for the copies, and A's
 memory on the device is freed. In the backward pass, A's activations are copied back while B runs backward: a hook on
-the gradient of B's output starts the copies, and the first access to a saved tensor of A waits for them. So the device
-holds the activations of two sub-layers at most: the sub-layer that computes, and one neighbour.
+the gradient of B's output starts the copies, and the first access to a saved tensor of A waits for the copies. So the
+device holds the activations of two sub-layers at most: the sub-layer that computes, and one neighbour.
 
 A tensor's storage is copied once, in full, no matter how many views of the storage are saved. Its bits do not change.
 Small tensors, integers and weights stay on the device. A residual stream received from another pipeline stage also

@@ -119,7 +119,7 @@ class ResidualOut(NamedTuple):
 class Residual(nn.Module):
     """A residual sub-layer around any mixer, with a norm before or after the mixer.
 
-    With `shows_norm`, it also returns the mixer's input, because the next sub-layer is a parallel branch that reads it.
+    With `shows_norm`, it also returns the mixer's input, for the parallel branch that is the next sub-layer.
     """
 
     def __init__(
@@ -209,8 +209,7 @@ def recompute_in_backward(layer: nn.Module, inputs: SubLayerInputs) -> ResidualO
     """Run a sub-layer whose activations are recomputed in the backward pass.
 
     The pending tensor is added to the stream first, so that one tensor is saved instead of two. The tensors in `stream`
-    are passed to `checkpoint` separately, because it saves tensors only if they are arguments, not if they are inside a
-    tuple.
+    are passed to `checkpoint` as separate arguments, because `checkpoint` does not save tensors inside a tuple.
     """
 
     def run(

@@ -86,8 +86,9 @@ class UpdateRule(ABC):
 class MatrixStage(ABC):
     """Second stage of an update rule, which turns a full matrix of first-stage results into the matrix's direction.
 
-    A weight that is fused from several matrices is cut into them. Each matrix is processed on one rank, its owner. The
-    ranks send their entries to the owner, which returns the directions of these entries (`parallel/matrix_owners.py`).
+    A weight that is fused from several matrices is cut into these matrices. Each matrix is processed on one rank, its
+    owner. Ranks send their entries to the owner, which returns the directions of these entries
+    (`parallel/matrix_owners.py`).
     """
 
     by_head: bool = False  # True if the heads of a projection are matrices of their own, processed by the same owner
@@ -117,6 +118,7 @@ def like(weight: Parameter) -> Parameter:
 def per_row(weight: Parameter) -> Parameter:
     """Declare a state part in fp32 with one entry for each row of the weight, a matrix.
 
-    Ranks that divide the matrix by rows divide the part too. Ranks that divide it by columns hold the full part.
+    Ranks that divide the matrix by rows also divide the part. Ranks that divide the matrix by columns hold the full
+    part.
     """
     return replace(like(weight), shape=weight.shape[:1], cuts=tuple(cut for cut in weight.cuts if cut.axis == 0))

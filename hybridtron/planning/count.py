@@ -147,8 +147,8 @@ def loss_bytes(tokens: int, width: int, vocabulary: int, value_bytes: int, learn
     learns: whether the head's weight is trained
 
     The memory holds the logits, and the gradients of the head's input and of the head's weight. If the logits are
-    computed in several parts, the weight's gradient is accumulated in fp32. It is converted to the compute dtype after
-    the last part, when the logits are already freed.
+    computed in several parts, the weight's gradient is accumulated in fp32. The sum is converted to the compute dtype
+    after the last part, when the logits are already freed.
     """
     at_a_time = logits_at_a_time(tokens, vocabulary, value_bytes)
     several = at_a_time < tokens

@@ -11,8 +11,8 @@ With t tensor-parallel ranks, p pipeline ranks with v virtual stages each, and m
                          all of them among the data- and context-parallel ranks.
     activations          Saved by the forward passes for all micro-batches in flight (`activations.py`). With
                          `states.through_time`, one pass runs several chunks per row, one after another, and saves the
-                         activations of all chunks. With recomputation, it saves only each chunk's input and initial
-                         states. The activations of one chunk are added, since they exist while it is recomputed.
+                         activations of all chunks. With recomputation, the pass saves only each chunk's input and
+                         initial states; the activations of one chunk are added, since each chunk is recomputed later.
     logits               On the last pipeline rank: the logits that the loss computes at a time, and the gradients of
                          the head's weight and of its input. Tensor-parallel ranks divide the logits and the weight.
     backward             Working memory in one sub-layer's backward pass, if it is larger than the logits' memory; only

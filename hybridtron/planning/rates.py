@@ -12,8 +12,8 @@ No number is fitted to steps that were measured with this package, so that measu
                     (arXiv:2407.08608, section 4). FlashAttention 4 reaches up to 1,613 TFLOP/s forward on a B200, 71%
                     of its peak, by its authors' numbers (FlashAttention 3: up to 75% of Hopper's peak). The factor 1.5
                     of FlashAttention 4 is assumed for Hopper and Blackwell; no published table was found for Hopper.
-                    FP8 matrix multiplications have twice the peak of bf16. The factor 1.7 is assumed for them, without
-                    the casts to FP8
+                    FP8 matrix multiplications have twice the peak of bf16. Their factor 1.7 is assumed, and does not
+                    include the casts to FP8
     bandwidth       85% of the data sheet's value, for copies and elementwise kernels on large tensors
     HOST_S          host time per operation, while kernels run: 19 us for a torch operation with autograd and Megatron,
                     and 2.5 us for the driver. Real steps took this time on a 2.6 GHz Xeon (Sapphire Rapids class), with

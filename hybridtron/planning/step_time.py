@@ -21,8 +21,8 @@ micro-batch on the slowest pipeline rank. In addition, each step needs time for:
   first forward pass hide
 - the optimizer, which reads and writes its state, the gradients and the weights
 
-Scans, convolutions, norms and gates are left out, because they cost the same in all layouts. Therefore the estimate is
-shorter than the time from `hybridtron rehearse`, which includes them and every kernel launch.
+Scans, convolutions, norms and gates are left out, because they cost the same in all layouts. `hybridtron rehearse`
+includes them and every kernel launch, and therefore gives a longer time than this estimate.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def exposed_copies(seconds: float, passes: float) -> float:
     """Return the seconds of offloading that computation does not hide.
 
     seconds: time for the copies in one direction
-    passes: time for the offloaded sub-layers' forward and backward pass. The forward pass takes a third of it, and
-        hides the copies to the host. The backward pass hides the copies back.
+    passes: time for the offloaded sub-layers' forward and backward pass. The forward pass takes a third of this time,
+        and hides the copies to the host. The backward pass hides the copies back.
     """
     return max(0.0, seconds - passes / 3) + max(0.0, seconds - 2 / 3 * passes)
 

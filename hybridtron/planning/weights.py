@@ -70,7 +70,7 @@ def local_size(parameter: Parameter, parallel: ParallelConfig) -> int:
 def weight_bytes(phase: ResolvedPhase, copies: int, weights: Mapping[str, Parameter]) -> WeightBytes:
     """Return the bytes of a pipeline rank's weights, their gradients and their optimizer states on one device.
 
-    copies: how many ranks hold the same weight shards. A distributed optimizer divides its states among them.
+    copies: number of ranks that hold the same weight shards; a distributed optimizer divides its states among them
     weights: the rank's weights by name. Frozen weights have neither gradients nor optimizer states.
 
     With `run.ema`, the optimizer states include the moving average.

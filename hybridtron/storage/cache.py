@@ -203,8 +203,8 @@ def _evictable(folder: Path) -> Iterator[tuple[int, int, Path, Path]]:
 def _reserved_bytes(folder: Path) -> int:
     """Return the sum of all processes' reservations, in bytes.
 
-    A process holds the lock for the file that it fetches until it has removed its reservation. If no process holds the
-    lock, the process that made the reservation was killed; then the reservation is removed with its temporary folder.
+    A process that fetches a file holds the file's lock until it has removed its reservation. If no process holds the
+    lock, the process was killed, and its reservation is removed here together with its temporary folder.
     """
     total = 0
     for entry in _entries(folder):
@@ -236,8 +236,8 @@ def _files(folder: Path) -> Iterator[Path]:
 def _hold_lock(file: Path, seconds: float) -> Iterator[None]:
     """Lock a lock file inside the block; raise StorageError if another process keeps the lock for `seconds`.
 
-    The lock file is never removed. If it were, one process could hold the removed file's lock while another process
-    locks a new file at the same path.
+    The lock file is never removed. Otherwise one process could hold the removed file's lock while another process locks
+    a new file at the same path.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

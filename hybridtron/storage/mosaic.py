@@ -54,8 +54,8 @@ class MosaicStore:
     def bring(self, name: str, into: Path) -> Path:
         """Download an object to the local file `into`, and return `into`.
 
-        This is one attempt. Its duration is not limited, but each wait for the network is. A client whose download has
-        failed is not used again.
+        This is one attempt. Each wait for the network is limited, but the attempt's duration is not limited. A client
+        is not used again after a failed download.
         """
         if self._owner != os.getpid():  # a forked process must not use its parent's connections
             self._idle, self._owner = [], os.getpid()

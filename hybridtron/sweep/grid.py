@@ -45,7 +45,7 @@ class SweepRun:
     name: the run's name, made from the variant and the values
     variant: the variant's name; empty if the file has no variants
     values: the run's value for each key in the grid
-    settings: arguments for `hybridtron train`: shared settings, the variant's settings, and values from the grid
+    settings: arguments for `hybridtron train`, from the shared settings, the variant's settings and the grid
     start: name of the run whose weights this run starts from; None if the weights are initialized
     best: True to start from the best checkpoint of run `start`, False to start from its newest checkpoint
     """
@@ -97,7 +97,7 @@ class _File:
         return Unusable(f"{self.path}: {part}: {message}", code=code)
 
     def settings(self, part: str, entries: Any) -> tuple[str, ...]:
-        """Return a part's settings as a tuple. Each must be key=value, and none may set run.dir."""
+        """Return a part's settings as a tuple. Each setting must be `key=value`, and no setting may set `run.dir`."""
         if not isinstance(entries, list) or not all(isinstance(text, str) for text in entries):
             raise self.wrong(part, "wrong-type", f"is {entries!r}, {SETTINGS}")
         for text in entries:

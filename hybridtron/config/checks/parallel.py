@@ -54,8 +54,8 @@ def parallel_problems(phase: ResolvedPhase, world_size: int | None) -> Iterator[
 def _overlap(parallel: ParallelConfig) -> Iterator[Problem]:
     """Report `overlap_param_gather` without the settings that it needs.
 
-    Weights are gathered only with the distributed optimizer, which updates them in shards. Megatron gathers them during
-    the forward pass only if it reduces gradients during the backward pass.
+    Ranks gather weights only with the distributed optimizer, which updates the weights in shards. Megatron gathers
+    weights during the forward pass only if it reduces gradients during the backward pass.
     """
     possible = parallel.distributed_optimizer and parallel.overlap_grad_reduce is not False
     if parallel.overlap_param_gather and not possible:

@@ -123,8 +123,8 @@ def _turns(indices: list[int], ends: list[int | None]) -> Spans:
     """Return a span for each of the assistant's messages.
 
     indices: indices of the assistant's messages in the conversation
-    ends: two entries for each of these messages: the length of the prompt for the message, and the length of the
-        rendering up to the message's end. An entry is None if its rendering is not a prefix of the full text.
+    ends: for each of these messages, the length of the prompt for the message, and the length of the rendering up to
+        the message's end. A length is None if its rendering is not a prefix of the full text.
     """
     spans = []
     for index, before, after in zip(indices, ends[::2], ends[1::2], strict=True):

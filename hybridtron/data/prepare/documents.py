@@ -131,7 +131,7 @@ class Tally:
     """Counts from reading one input.
 
     name: the input's name in messages
-    noun: the word for the input's entries in messages: lines, rows, files or samples
+    noun: the word that messages use for the input's entries, such as lines, rows, files or samples
     max_bad: maximum fraction of entries that may be bad
     short, long: how many documents are left out because they have too few or too many tokens
     position: bytes read from the input's files so far

@@ -42,7 +42,7 @@ def inputs_of(file: Path) -> list[Input]:
 
 
 def read(entry: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
-    """Yield an input's documents; raise InputError if it is damaged, or has too many bad entries."""
+    """Yield an input's documents; raise InputError if the input is damaged, or has too many bad entries."""
     try:
         yield from FORMATS[entry.format].read(entry, reading, tally)
     except (OSError, EOFError, zlib.error) as error:

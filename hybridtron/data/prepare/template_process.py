@@ -134,7 +134,7 @@ def _kept(text: str, tokens: tuple[tuple[str, str], ...], process: int) -> Templ
 
 
 def template_process(text: str, tokens: tuple[tuple[str, str], ...]) -> TemplateProcess:
-    """Return the template's process. Each Python process gets its own, because forks must not share pipes."""
+    """Return the template's process. Each Python process starts a process of its own: forks must not share pipes."""
     return _kept(text, tokens, os.getpid())
 
 

@@ -4,8 +4,8 @@ Characters and tokens are learned if they count in the loss. Some documents mark
 learned if its last character is learned:
 
 - A token that begins before a learned span and ends inside the span is learned.
-- A token that begins inside a learned span and ends after the span is not learned, because it would teach the text that
-  follows.
+- A token that begins inside a learned span and ends after the span is not learned, because the model would also learn
+  the text after the span.
 - If several tokens encode the bytes of one character, all of them are learned, or none.
 - eos is learned if the last token before eos is learned.
 """

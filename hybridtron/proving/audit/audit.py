@@ -80,7 +80,7 @@ class Audit:
 
 
 def as_computed(config: Config, precision: AuditPrecision) -> Config:
-    """Return the configuration, with the distributed optimizer and clipping as the precision sets them."""
+    """Return the configuration with the precision's settings for the distributed optimizer and for clipping."""
     # overlap_param_gather is allowed only with a distributed optimizer; None selects the default
     parallel = replace(
         config.parallel, distributed_optimizer=precision.distributed_optimizer, overlap_param_gather=None

@@ -38,7 +38,7 @@ START_S = 180.0  # time limit from a start to its first training step
 class Run:
     """A run in its own folder `home`.
 
-    Processes work in `home`, and run.dir is the relative path `run`. Two runs in different folders can therefore have
+    Processes work in `home`, and `run.dir` is the relative path `run`. Two runs in different folders can therefore have
     equal settings.
     """
 

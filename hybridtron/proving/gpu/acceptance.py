@@ -9,7 +9,7 @@ Each step in the check is a command with its own time limit. The main steps, in 
 3. train a run, resume a copy of it from a checkpoint, and compare the weights
 4. take training steps with every recipe
 5. measure the speed of kernels, and FP8
-6. on several GPUs: audit layouts over NCCL, which takes another half hour at most
+6. on several GPUs: audit layouts over NCCL, for another half hour at most
 
 The folder gets each step's output and a table with exit codes. Results that belong to verification cards are written to
 benchmarks/cards/measured; a card is a page with a recipe's measured and modelled results. If a step fails, the

@@ -139,7 +139,7 @@ def interpreter(python: Path) -> dict[str, str]:
 
 
 def wheels(asked: Carried) -> None:
-    """Download wheels for the GPU machine's Python, build the wheels of SOURCE_ALONE, and copy those of --extra."""
+    """Download wheels for the GPU machine's Python, build wheels of SOURCE_ALONE, and copy the wheels of --extra."""
     folder = asked.folder / "wheels"
     shutil.rmtree(folder, ignore_errors=True)
     pip = [str(asked.python), "-m", "pip"]

@@ -146,7 +146,7 @@ def _all(sizes: ModelSizes, length: int, side_by_side: bool) -> Iterator[Found]:
 
 
 def _run_part(name: str, part: Callable[[], list[Found]]) -> list[Found]:
-    """Return the results of `part`: those for one kind of mixer, or for adapters and further ops.
+    """Return the results of `part`, which compares one kind of mixer, or the adapters and further ops.
 
     If the part fails, return an infinite error, so that the other parts still run.
     """

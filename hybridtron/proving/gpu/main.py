@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> int:
 
 
 def ran(part: str, report: BenchReport, recipes: list[str]) -> bool:
-    """Run a part, which fills the report. Return False if the part failed. `recipes` is for the part every_recipe."""
+    """Run a part, and let it fill the report. Return False if the part failed. Only `every_recipe` uses `recipes`."""
     try:
         fill = getattr(importlib.import_module(PARTS[part]), part)
         fill(report, *([recipes] if part == "every_recipe" else []))

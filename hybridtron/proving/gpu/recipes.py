@@ -122,7 +122,7 @@ def take_steps(settings: list[str]) -> dict[str, Any]:
 def host_waits() -> Iterator[list[str]]:
     """Record the warnings that torch gives in the block when the host waits for the device (synchronizes).
 
-    Yield a list, which is empty while the block runs, and gets the warnings' texts when the block ends.
+    Yield a list. It is empty while the block runs, and gets the warnings' texts when the block ends.
     """
     messages: list[str] = []
     on_cuda = compute_device().type == "cuda"

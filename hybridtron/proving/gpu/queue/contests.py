@@ -1,4 +1,4 @@
-"""Compares our kernels for an op with those from another package, on the same tensors: times and outputs.
+"""Compares our kernels for an op with another package's kernels: times and outputs, on the same tensors.
 
 Times are measured for the forward pass alone, and for the forward and backward pass together. The other package's
 kernels are autotuned over only two configurations, because trying all configurations takes minutes. With more
@@ -122,7 +122,7 @@ def first(outputs: Any) -> Tensor:
 def by(op: Op[Any, Any], name: str) -> Callable[[Any], Any]:
     """Return a function that calls the op's implementation `name`.
 
-    On a CPU, which can't run this implementation, the function calls the op, which chooses another implementation.
+    A CPU can't run this implementation. There, the function calls the op, and the op chooses another implementation.
     """
     return lambda inputs: op(inputs) if compute_device().type == "cpu" else op.named(name).function(inputs)
 

@@ -15,7 +15,7 @@ THEIRS = {"ssd_scan": "mamba-ssm", "selective_scan": "mamba-ssm", "causal_conv":
 
 
 def package_step(record: Recorder, recipe: str) -> None:
-    """Time the step with our kernels, then with the other packages' kernels. Each of the two gets a new engine.
+    """Time the step with our kernels, then with the other packages' kernels. Both times, a new engine is built.
 
     With tiny sizes, which also run on a CPU, both steps use the reference implementations.
     """

@@ -1,11 +1,11 @@
 """Runs parts of the queue, each in its own process with a time limit, and writes their first and last rows.
 
-The queue is a list of parts, which are groups of measurements. A row is a JSON line in a results file (`rows.py`). The
+The queue is a list of parts. A part is a group of measurements. A row is a JSON line in a results file (`rows.py`). The
 part's process writes the rows with measurements between the first and the last row.
 
-A card is a kind of GPU. A part is done for a card if an attempt on this card succeeded with the current code, which a
-digest identifies. Parts without an attempt with the current code run first, in the list's order. Parts whose attempts
-failed run last.
+A card is a kind of GPU. A digest identifies the measured code. A part is done for a card if an attempt on this card
+succeeded with the current code. Parts without an attempt with the current code run first, in the list's order. Parts
+whose attempts failed run last.
 """
 
 from __future__ import annotations

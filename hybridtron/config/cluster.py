@@ -70,7 +70,7 @@ class ClusterConfig:
     account: str | None = None  # sbatch's --account
     qos: str | None = None  # sbatch's --qos
     time: str = "24:00:00"  # time limit of one job; a run that needs more time is requeued
-    # seconds before the time limit at which the run saves a checkpoint and stops
+    # the run saves a checkpoint and stops this number of seconds before the time limit
     stop_before: Annotated[int, at_least(1)] = 300
     gpus_per_node: Annotated[int, at_least(0)] = 0  # GPUs of a node; each GPU gets one process; 0: no GPUs
     processes_per_node: Annotated[int, at_least(1)] = 1  # processes of a node without GPUs

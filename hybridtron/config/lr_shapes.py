@@ -1,7 +1,7 @@
 """Shapes of the learning rate after the warm-up; `optim.schedule` names a shape.
 
 A shape maps a step's position in the schedule to a height from 0 to 1. The height 1 means the peak rate. The height 0
-means the final rate, which is `optim.final_lr` times the peak. Between them, the rate depends linearly on the height.
+means the final rate, which is `optim.final_lr` times the peak. In between, the rate depends linearly on the height.
 A schedule covers a phase and the `lr_piece=carry_on` phases directly after it. To add a shape, write a function and
 add an entry to `SHAPES` (docs/extending.md). Nothing here needs torch.
 """

@@ -30,7 +30,7 @@ from hybridtron.safe_open import read_regular
 
 OWN = Path("configs")  # the user's folder of configuration files, in the current folder
 COMPLETE = "complete.txt"
-"""File in a copy of the package's configs/ that shows that the copy also contains the user's files.
+"""File that marks a copy of the package's configs/ into which `copy_into` has added the user's files.
 
 Jobs on a cluster use such a copy, and do not read ./configs.
 """

@@ -97,7 +97,8 @@ class StatesConfig:
     # indices of the sub-layers whose initial states are set by mode; null: all sub-layers that have states
     layers: list[int] | None = None
     sigma: Annotated[float, at_least(0)] = 1.0  # for mode=random: standard deviation of the noise
-    # for mode=fitted: the mean and variance of final states are moving averages, which decay by this value at each step
+    # for mode=fitted: decay of moving averages of the final states' mean and variance; each step multiplies the old
+    # averages by this value
     beta: Annotated[float, below_one("such as 0.1")] = 0.1
     # for mode=passing: fraction of rows that start from zero states
     dropout: Annotated[float, below_one("such as 0.1")] = 0.1
@@ -235,7 +236,7 @@ class RunConfig:
     # accept other data, another data order or another tokenizer than the checkpoint's
     accept_data_changes: bool = False
     # weights that a new run starts from: a checkpoint's folder; or a run's folder RUN, which stands for its newest
-    # checkpoint; or RUN@best, which stands for its checkpoint with the lowest held-out loss; null: random weights
+    # checkpoint; or RUN@best, which stands for the run's checkpoint with the lowest held-out loss; null: random weights
     weights: str | None = None
     # description of the pretrained weights that the recipe needs; if it is set, run.weights must be set too; null: the
     # recipe needs no pretrained weights

@@ -68,8 +68,8 @@ def without_spaces(arguments: Sequence[str]) -> tuple[list[str], list[Problem]]:
 def not_settings(arguments: Sequence[str], recipe_meant: Callable[[str], str | None]) -> Iterator[Problem]:
     """Report arguments that do not have the form key=value, including options such as `--recipe samba_421m`.
 
-    `recipe_meant` is a function of an argument. It returns the recipe if the argument seems to be a recipe's name or
-    file, such as `laptop` or `configs/recipe/laptop.yaml`, and None otherwise.
+    `recipe_meant` is a function that gets an argument. It returns the recipe if the argument seems to be a recipe's
+    name or file, such as `laptop` or `configs/recipe/laptop.yaml`, and None otherwise.
     """
     option_value = None
     for argument, following in zip_longest(arguments, arguments[1:]):

@@ -5,7 +5,7 @@
     train/SOURCE/index.json             index of an MDS dataset, as mosaicml-streaming writes it; each sample holds a
                                         document's tokens, and a loss mask if not every token counts in the loss
     train/SOURCE/PART/shard.00000.mds   the dataset's shards; named .mds.zstd if they are compressed
-    train/SOURCE/lengths.npy            number of tokens in each document, as uint32; the last token is always eos
+    train/SOURCE/lengths.npy            number of tokens in each document, including the eos at its end, as uint32
     validation/SOURCE/...               the same files for the held-out documents
 
 Documents are stored without regard to `seq_len`, so phases with different `seq_len` can read the same folder. Nothing

@@ -119,7 +119,7 @@ class DataManifest:
     eos: token id that ends every document
     compression: `zstd:3`, for example; None if shards are stored uncompressed
     tokenizer: tokenizer.json's digest
-    splits: split -> source -> its shards
+    splits: split -> source -> the source's part of the split
     origin: where the text came from; has no effect on how tokens are read
     """
 

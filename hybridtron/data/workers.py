@@ -2,7 +2,7 @@
 
 A worker process receives one task at a time through its own pipe, and sends messages and a final None through the same
 pipe. If a worker dies or raises an exception, `side_by_side` raises an exception. All workers end when `side_by_side`
-ends, and when the calling process ends, even if it is killed.
+ends, and when the calling process ends or is killed.
 """
 
 from __future__ import annotations

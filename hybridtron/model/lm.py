@@ -71,7 +71,7 @@ class ModelOut(NamedTuple):
 
 
 class LanguageModel(nn.Module):
-    """Language model with uninitialised weights, which `model/init.py` or a checkpoint fills.
+    """Language model with uninitialised weights. `model/init.py` or a checkpoint fills the weights.
 
     `recompute` says which activations are recomputed in the backward pass. Activations from the first `offload`
     sub-layers wait in host memory for the backward pass.

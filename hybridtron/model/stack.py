@@ -4,9 +4,9 @@ x is the residual stream. The mixer is attention, a recurrence or an MLP. The ad
 `output_multiplier` and the model's `residual_multiplier`.
 
 The addition is deferred: a sub-layer returns the stream and the addend as two tensors, and the addend is called
-*pending*. The next sub-layer adds both in the same op as its own norm, so that the stream is read and written once
-instead of twice. Pending tensors exist only inside this file (`ResidualStream`): the stack takes and returns one
-tensor.
+*pending*. The next sub-layer adds the two tensors in the op that also computes its norm, so that the stream is read and
+written once instead of twice. Pending tensors exist only inside this file (`ResidualStream`): the stack takes and
+returns one tensor.
 
 Two kinds of sub-layer differ from this scheme:
 
@@ -297,7 +297,7 @@ class Stack(nn.ModuleDict):
     def _run(self, name: str, inputs: SubLayerInputs, offloaded: OffloadedPass) -> ResidualOut:
         """Run one sub-layer, with its activations kept, offloaded or recomputed."""
         layer = self[name]
-        if name in self.recomputed and torch.is_grad_enabled():  # config/checks forbids to offload too
+        if name in self.recomputed and torch.is_grad_enabled():  # config/checks forbids offload with recompute
             return recompute_in_backward(layer, inputs)
         if name in self.offloaded and torch.is_grad_enabled():
             saved = offloaded.begin(layer, inputs.stream.x_LBD)

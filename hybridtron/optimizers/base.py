@@ -45,7 +45,7 @@ class UpdateRule(ABC):
     called with the section's options.
     """
 
-    supports_mup: ClassVar[bool] = False  # with the learning rates of model.mup, one learning rate fits all widths
+    supports_mup: ClassVar[bool] = False  # True if model.mup has learning rates for this optimizer
     in_megatron: ClassVar[bool] = False  # True if Megatron's own optimizer takes the step instead of `direction`
     matrix_stage: MatrixStage | None = None  # second stage, which needs full matrices
     # keys of `optim` that this optimizer reads, without those that every optimizer reads
@@ -84,7 +84,7 @@ class UpdateRule(ABC):
 
 
 class MatrixStage(ABC):
-    """Second stage of an update rule, which turns a full matrix of first-stage results into the matrix's direction.
+    """Second stage of an update rule. It computes a matrix's direction from the full matrix of first-stage results.
 
     A weight that is fused from several matrices is cut into these matrices. Each matrix is processed on one rank, its
     owner. Ranks send their entries to the owner, which returns the directions of these entries

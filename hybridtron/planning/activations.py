@@ -155,9 +155,9 @@ def with_offload(uses: Sequence[SublayerUse], count: int, received: int) -> tupl
 
 
 def working_values(uses: Sequence[SublayerUse]) -> int:
-    """Return the most elements per token that a stage needs in addition to the kept elements.
+    """Return the largest number of elements per token that a stage needs in addition to the kept elements.
 
-    The maximum is over the sub-layers' passes. The device holds an offloaded sub-layer's elements and those of the
+    The maximum is over the sub-layers' passes. The device holds the elements of an offloaded sub-layer and of the
     sub-layer before it at the same time.
     """
     before = [0, *(use.offloaded for use in uses)]

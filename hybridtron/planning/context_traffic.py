@@ -4,11 +4,11 @@ Context-parallel ranks divide each row into equally long contiguous shards. A ra
 
     ssm     For a recurrence, a rank sends two fp32 tensors: the state that its shard adds, and the factor by which its
             shard multiplies the state before the shard. The ranks run a prefix scan: a rank sends to the next rank,
-            then to the rank 1 place later, then 2 places, 4 places, and so on.
+            and then to the ranks that are 1, 2, 4, ... places later.
     conv    For a convolution or a token shift, a rank sends its shard's last tokens. The next shard's rank reads them.
     kv      For full attention, a rank sends keys and values to all later ranks. For attention with a window, it sends
             them to the ranks within the window.
-    sparse  For attention to few selected keys, a rank sends the keys that its shard keeps to all later ranks. A sum of
+    sparse  For attention to few selected keys, a rank sends its shard's selected keys to all later ranks. A sum of
             queries is sent in a prefix scan, without gradients.
     span    For span-expanded attention, a rank sends all keys and values, and the queries of an unfinished block.
 

@@ -7,8 +7,8 @@ All combinations of these sizes are tried, as far as the GPU count and the model
 - 1 to 64 context-parallel ranks, with at least 2,048 tokens of a row each
 - micro-batches with 1 to 16 rows, and up to 1,024 rows if a micro-batch has at most 65,536 tokens
 
-Each combination uses only as much recomputation as it needs, so that the estimated memory is at most 90% of a GPU's
-memory. The remaining tenth is left for the allocator, network buffers and kernel workspaces.
+Each combination uses the least recomputation with which the estimated memory is at most 90% of a GPU's memory. The
+remaining tenth is left for the allocator, network buffers and kernel workspaces.
 
 The step time is an estimate by `step_time.py`, so only a measurement can show which layout is fastest. Layouts whose
 times agree to three digits are sorted by how many ranks divide a model, then by the amount of recomputation, then by

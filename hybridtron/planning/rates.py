@@ -19,7 +19,8 @@ No number is fitted to steps that were measured with this package, so that measu
                     and 2.5 us for the driver. Real steps took this time on a 2.6 GHz Xeon (Sapphire Rapids class), with
                     tiny widths and launches that do nothing. Published values are 5 to 25 us (jiahuanglin.xyz, "From
                     PyTorch op to kernel launch")
-    TRITON_S        additional host time per launch of a Triton kernel, from the same steps: Triton's launcher in Python
+    TRITON_S        additional host time per launch of a Triton kernel, because Triton's launcher is Python; measured in
+                    the same steps as HOST_S
     FLOOR_S         shortest time of a kernel on the device
     GAP_S           time between two kernels on the device. FLOOR_S and GAP_S together are 3.5 us. NVIDIA's forum gives
                     3 us for kernels that do nothing, one after another (forums.developer.nvidia.com, thread 233645)
@@ -114,7 +115,7 @@ GPUS = {
 GAINS = {"flash-3": 1.6, "flash-4": 1.5, "fp8": 1.7}
 """Speed of faster kernels: attention relative to FlashAttention 2, and FP8 matrix multiplications relative to bf16."""
 HEAD_ROOM = 0.1
-"""Fraction of a GPU's memory that `inspect --fit` leaves for memory outside tensors, which `UNSEEN` lists."""
+"""Fraction of a GPU's memory that `inspect --fit` leaves for memory outside tensors (`UNSEEN`)."""
 UNSEEN = (
     "CUDA's context and libraries (0.5 to 1 GB), NCCL's buffers, cuBLAS's workspaces, fragmentation of the allocator"
 )

@@ -19,7 +19,7 @@ micro-batch on the slowest pipeline rank. In addition, each step needs time for:
 
 - the exchange of gradients and weights between data-parallel ranks, minus the parts that the last backward pass and the
   first forward pass hide
-- the optimizer, which reads and writes its state, the gradients and the weights
+- the optimizer, which reads and writes its state, reads the gradients, and writes the weights
 
 Scans, convolutions, norms and gates are left out, because they cost the same in all layouts. `hybridtron rehearse`
 includes them and every kernel launch, and therefore gives a longer time than this estimate.

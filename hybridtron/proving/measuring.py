@@ -75,8 +75,8 @@ class Seconds(float):
 def time_in_turns(forms: Mapping[Setting, Callable[[], object]], rounds: int) -> dict[Setting, Timing]:
     """Time all forms in turns: each round runs every form once. Return the timings by form.
 
-    Before the first round, every form runs once as a warm-up. A warm-up that takes longer than SLOW counts as the
-    form's first round. If a form returns `Seconds`, this value replaces the measured time.
+    Before the first round, every form runs once as a warm-up. A warm-up of more than SLOW seconds counts as the form's
+    first round. If a form returns `Seconds`, this value replaces the measured time.
     """
     durations: dict[Setting, list[float]] = {name: [] for name in forms}
     for name, run in forms.items():

@@ -1,7 +1,7 @@
 """A sweep's file: the settings that all runs share, the settings that differ, and the metrics to compare.
 
     settings: [recipe=laptop, phases.0.tokens=1M]     arguments of `hybridtron train` for all runs
-    variants:                                         optional: additional settings, under a name
+    variants:                                         optional; additional settings under a name
       samba: []
       swa: [model.pattern=(W-W-)*2]
       longer: {from: samba, settings: [recipe=...]}   a run starts from the newest weights of the `samba` run that has

@@ -152,7 +152,7 @@ def _start(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
 def _layers(where: str, config: Config, phase: ResolvedPhase) -> Iterator[Problem]:
     """Report unknown letters in `layers`, and changes that would add, remove or reshape weights.
 
-    Options that change only the use of weights may differ, such as windows.
+    Options such as windows may differ, since they change only how weights are used.
     """
     unknown = [letter for letter in phase.settings.layers if letter not in config.model.layers]
     for letter in unknown:

@@ -107,7 +107,7 @@ def _layers(config: Config, arch: Architecture) -> Iterator[Problem]:
 def _tokens(phase: ResolvedPhase) -> Iterator[Problem]:
     """Report row lengths at which the token count in a forward pass does not suit FP8.
 
-    Evaluation at `run.eval_lengths` is checked too: it reads fewer rows at larger lengths.
+    Evaluation reads fewer rows at larger lengths, so the lengths in `run.eval_lengths` are checked too.
     """
     name = phase.precision.name
     multiple = FP8_MULTIPLES[phase.precision.name]

@@ -2,8 +2,8 @@
 
 Untrusted data of a hundred kilobytes can decompress to gigabytes. So decompression must stop at the size that the
 manifest gives. Decompression of gz, bz2 and br can stop after any number of bytes. For zstd and snappy, the compressed
-data states its decompressed size, and the algorithm enforces this size. The stated size must equal the manifest's
-before decompression begins.
+data states its decompressed size, and the algorithm enforces this size. So the stated size is compared with the
+manifest before decompression begins.
 
 This project compresses shards with zstd only. The other algorithms occur in MDS folders that other programs wrote.
 """

@@ -1,9 +1,8 @@
 """Writes tokenized documents as MDS shards, and builds the shards' entries for index.json.
 
-With the same settings, MDSWriter of mosaicml-streaming writes shards and entries that are equal byte for byte, so
+With equal settings, this writer and MDSWriter of mosaicml-streaming write shards and entries with equal bytes, so
 mosaicml-streaming can read them. A test compares the two writers. There is one exception: if the first document is
-larger than the size limit of a shard, MDSWriter writes an empty shard before this document, and the writer here does
-not.
+larger than the size limit of a shard, only MDSWriter writes an empty shard before this document.
 """
 
 from __future__ import annotations

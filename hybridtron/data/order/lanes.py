@@ -14,8 +14,8 @@ Documents are dealt to the lanes in rounds of about T tokens. Round m has three 
    tokens in an epoch, a round is an epoch.
 2. Interleave the documents from all sources evenly into one list.
 3. Cut this list at document boundaries into one part for each lane, and append the parts to the lanes' streams in
-   random order. Parts are sized such that the lanes' streams become equally long, as far as possible. A lane whose
-   stream is already longer, since it holds a very long document, gets an empty part.
+   random order. Parts are sized such that the lanes' streams become equally long, as far as possible. If a lane's
+   stream is already longer than this length, since it holds a very long document, the lane gets an empty part.
 
 A lane's part depends on all previous rounds. To find a position in a lane's stream, a process therefore computes the
 previous rounds once. This takes less than a microsecond per document, and 8 bytes of memory per lane and round. All
@@ -165,8 +165,8 @@ def _level(filled: np.ndarray, volume: int) -> int:
     filled: current length of each lane's stream
     """
     # If the tokens fill exactly the k shortest lanes, the level h satisfies: sum over these lanes of (h - filled_i) =
-    # volume, so h = (volume + sum of filled_i) / k. Lane k, in ascending order, is filled too if raising all shorter
-    # lanes to its length needs at most `volume` tokens. The level is rounded up to a whole token.
+    # volume, so h = (volume + sum of filled_i) / k. Lane k, in ascending order of length, is filled too if raising all
+    # shorter lanes to its length needs at most `volume` tokens. The level is rounded up to a whole token.
     filled = np.sort(filled)
     before = np.cumsum(filled) - filled
     room = filled * np.arange(len(filled)) - before  # [k]: tokens that raise all shorter lanes to the length of lane k

@@ -99,7 +99,8 @@ class Document(NamedTuple):
     """A text, or a document that another program has tokenized.
 
     where: the document's place for messages, such as a file and a line
-    learned: the characters in a text that count in the loss, or 1 or 0 for each token; None if everything counts
+    learned: for a text, the characters that count in the loss; for tokens, a 1 or 0 for each token; None if everything
+        counts
     """
 
     content: str | np.ndarray
@@ -266,8 +267,8 @@ def in_runs(items: Iterable[Item], size_of: Callable[[Item], int], enough: int, 
 def in_validation(content: str | np.ndarray, share: float) -> bool:
     """Return whether a document belongs to the validation split.
 
-    content: a text, or tokens. Its hash decides, so equal contents are in the same split. A text and its tokens have
-        different hashes, so they may be in different splits.
+    content: a text, or tokens. The content's hash decides, so equal contents are in the same split. A text and its
+        tokens have different hashes, so they may be in different splits.
     share: fraction of documents in the validation split
     """
     if isinstance(content, str):

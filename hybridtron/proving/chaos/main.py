@@ -214,7 +214,7 @@ def report(chosen: argparse.Namespace, faults: list[Injected], summary: list[str
 def apart(arguments: list[str]) -> None:
     """Replace this process by the same program in a mount namespace of its own.
 
-    Return only if the system allows no such namespace, or if this process is already in its own.
+    Return only if the system allows no such namespace, or if this process is already in such a namespace.
     """
     unshares = (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"])
     for unshare in unshares if APART not in os.environ and shutil.which("unshare") else ():

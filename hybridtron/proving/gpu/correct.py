@@ -243,10 +243,10 @@ def mixer_error(
     batch's first sequence holds two documents. A third run is on the CPU in `dtype`: its op calls are appended to
     `calls`.
 
-    The sum whose gradients are compared excludes the output for each document's first token. The first token reads only
-    itself, so its output may be near 0. A norm then enlarges the output until it is as large as other outputs, and
-    multiplies the gradient by the same factor. In one case, this gradient and its rounding error were 30 times as large
-    as those of other tokens.
+    The compared gradients are those of a weighted sum of the outputs. The sum excludes each document's first token,
+    because this token reads only itself, so its output may be near 0. A norm then enlarges the output until it is as
+    large as other outputs, and multiplies the gradient by the same factor. In one case, this gradient and its rounding
+    error were 30 times as large as those of other tokens.
     """
     boundary = length - length // 3
     documents_BL = torch.stack([(torch.arange(length) >= boundary).int(), torch.zeros(length, dtype=torch.int32)])

@@ -6,7 +6,7 @@ so that no results are overwritten. A row is a JSON object with the part's name,
     begin       first row of an attempt at a part: the code's digest, card (kind of GPU), commit and versions
     measured    a case with its numbers
     failed      a case with the reason why it failed
-    end         last row of an attempt: `state` is done, failed or left out, and `why` is the reason for the last two
+    end         last row of an attempt: `state` is done, failed or left out; unless it is done, `why` has the reason
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def _adapter_dropout(phase: ResolvedPhase, adapters: AdaptersConfig) -> Iterator
     The function that draws the random mask distinguishes the row axis from the token axis by their lengths.
     """
     if (context := phase.config.parallel.context) < 1:
-        return  # the limit of parallel.context reports this
+        return  # `limit_problems` reports a context below 1
     length = phase.settings.seq_len // context
     if adapters.dropout and length == phase.settings.micro_batch:
         how = f"needs different numbers of rows and tokens, but a rank reads {length} rows of {length} tokens"
@@ -202,7 +202,7 @@ def _validation(run: RunConfig, phases: list[PhaseConfig]) -> Iterator[Problem]:
     """Report `run.eval_tokens` if it is smaller than the longest evaluated row."""
     times = max(run.eval_lengths, default=1)
     longest = max((phase.seq_len for phase in phases), default=0) * times
-    with suppress(ValueError):  # the limit of run.eval_tokens reports this
+    with suppress(ValueError):  # `limit_problems` reports a text that can't be parsed
         if 0 < parse_tokens(run.eval_tokens) < longest:
             cure = f"use at least {longest}, or smaller run.eval_lengths"
             yield Problem(

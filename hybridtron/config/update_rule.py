@@ -37,7 +37,7 @@ def unread_problems(optim: OptimConfig, phase: ResolvedPhase | None = None) -> I
     """
     rule = OPTIMIZERS.get(optim.name)
     if rule is None:
-        return  # the limit of optim.name reports this
+        return  # `limit_problems` reports an unknown optimizer
     keys = dict.fromkeys(key for other in OPTIMIZERS.values() for key in sorted(other.reads))
     for key in keys:
         if key in rule.reads:

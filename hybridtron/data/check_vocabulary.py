@@ -1,4 +1,4 @@
-"""Check that a phase's data and its initial weights have equal vocabularies.
+"""Checks that a phase's data and its initial weights have equal vocabularies.
 
 The weights have learned what each token id means. In another vocabulary the same id stands for another text.
 `run.accept_data_changes` turns the check off.

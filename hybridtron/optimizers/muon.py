@@ -1,4 +1,4 @@
-"""Muon (Jordan et al., 2024): sets singular values of the projections' momentum to about 1; AdamW for other weights.
+"""Muon (Jordan et al., 2024): orthogonalized momentum for the projections in mixers, and AdamW for all other weights.
 
 Let W be a matrix with m rows and n columns. Let G be its gradient, and let M be its momentum:
 

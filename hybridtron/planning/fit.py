@@ -1,4 +1,4 @@
-"""Find parallel layouts that fit into the memory of the GPUs, and sort them by their estimated step time.
+"""Finds parallel layouts that fit into the memory of the GPUs, and sorts them by their estimated step time.
 
 All combinations of these sizes are tried, as far as the GPU count and the model allow them:
 

@@ -30,7 +30,7 @@ def parallel_problems(phase: ResolvedPhase, world_size: int | None) -> Iterator[
     """
     parallel = phase.config.parallel
     if min(parallel.tensor, parallel.pipeline, parallel.virtual_pipeline, parallel.context) < 1:
-        return  # the limits of these keys report this
+        return  # `limit_problems` reports values below 1
     yield from _overlap(parallel)
     if parallel.gradient_accumulation_fusion and phase.config.run.compile:
         yield Problem(

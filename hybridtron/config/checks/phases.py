@@ -44,12 +44,12 @@ def phase_problems(config: Config, phases: Sequence[ResolvedPhase]) -> Iterator[
 
 def _sizes(where: str, phase: PhaseConfig) -> Iterator[Problem]:
     if min(phase.seq_len, phase.global_batch, phase.micro_batch) < 1:
-        return  # the limits of these keys report this
+        return  # `limit_problems` reports values below 1
     if phase.global_batch % phase.micro_batch:
         fitting = divisors_near(phase.global_batch, phase.micro_batch)
         rule = f"must divide global_batch={phase.global_batch}: use {choice(fitting)}"
         yield Problem(f"{where}.micro_batch", "not-divisible", f"is {phase.micro_batch}, {rule}")
-    with suppress(ValueError):  # the limit of `tokens` reports this
+    with suppress(ValueError):  # `limit_problems` reports a text that can't be parsed
         if 0 < parse_tokens(phase.tokens) < phase.tokens_per_step:
             step = f"one step of seq_len={phase.seq_len} x global_batch={phase.global_batch}"
             cure = f"use at least {phase.tokens_per_step}"
@@ -120,7 +120,7 @@ def _ramp(where: str, resolved: ResolvedPhase) -> Iterator[Problem]:
                 "not-divisible",
                 f"is {size}, must be a multiple of micro_batch={phase.micro_batch}",
             )
-    with suppress(ValueError):  # the limits of these keys report this
+    with suppress(ValueError):  # `limit_problems` reports texts that can't be parsed
         if parse_tokens(ramp.tokens) >= parse_tokens(phase.tokens):
             yield Problem(
                 f"{where}.ramp.tokens",
@@ -218,7 +218,7 @@ def _durations(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
         optim = phase.optim
         shape = SHAPES.get(phase.optim.schedule)
         if shape is None:
-            continue  # the limit of optim.schedule reports this
+            continue  # `limit_problems` reports an unknown schedule
         if phase.settings.lr_piece is LrPiece.decay and not shape.falls:
             fitting = ", ".join(name for name, candidate in SHAPES.items() if candidate.falls)
             key = phase.key("optim.schedule")
@@ -232,7 +232,7 @@ def _durations(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
             whole = _tokens_of_course(phases[phase.index :])
             needed = sum(parse_share(text, whole) for text in lengths.values())
         except ValueError:
-            continue  # the limits of these keys report this
+            continue  # `limit_problems` reports texts that can't be parsed
         if needed > whole:
             others = [phase.key(f"optim.{name}") for name in ("hold", "decay") if lengths.get(name, "0") != "0"]
             if others:

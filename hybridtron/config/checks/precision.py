@@ -113,7 +113,7 @@ def _tokens(phase: ResolvedPhase) -> Iterator[Problem]:
     multiple = FP8_MULTIPLES[phase.precision.name]
     settings = phase.settings
     if min(settings.seq_len, settings.micro_batch) < 1:
-        return  # the limits of these keys report this
+        return  # `limit_problems` reports values below 1
     for times in (1, *(times for times in phase.config.run.eval_lengths if times > 0)):
         rows = max(1, settings.micro_batch // times)
         if (tokens := rows * settings.seq_len * times) % multiple:

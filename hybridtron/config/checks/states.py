@@ -79,7 +79,7 @@ def _order(phase: ResolvedPhase) -> Iterator[Problem]:
             "needs-other-key",
             f"is {states.chunks}, which needs states.mode=tbtt: use 1, or states.mode=tbtt",
         )
-    elif settings.micro_batch >= 1 and phase.lanes % settings.micro_batch:  # micro_batch < 1 is reported elsewhere
+    elif settings.micro_batch >= 1 and phase.lanes % settings.micro_batch:  # `limit_problems` reports micro_batch < 1
         lanes = f"global_batch={settings.global_batch} / chunks={states.chunks} = {phase.lanes} lanes"
         yield Problem(
             "states.chunks",

@@ -1,4 +1,4 @@
-"""Tokenize documents, and compute for each token whether it counts in the loss.
+"""Tokenizes documents, and computes for each token whether it counts in the loss.
 
 Characters and tokens are learned if they count in the loss. Some documents mark their learned characters. A token is
 learned if its last character is learned:

@@ -15,11 +15,12 @@ from pathlib import Path
 
 from hybridtron.architecture import SPECS
 from hybridtron.config.lr_shapes import SHAPES
+from hybridtron.interop import consumers
 from tests.test_architecture import ORDER
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hybridtron"
-PAGES = ("hybridtron/README.md", "configs/README.md", "docs/glossary.md")
+PAGES = ("hybridtron/README.md", "configs/README.md", "docs/glossary.md", "docs/export.md")
 
 
 def import_order() -> str:
@@ -77,6 +78,7 @@ PASSAGES: dict[str, Callable[[], str]] = {
     "order": import_order,
     "kinds": lambda: listed(SPECS),
     "schedules": lambda: listed(SHAPES),
+    "consumers": consumers.table,
     "files": single_files,
     **{f"files of {room}": partial(files_of, room) for room in ROOMS},
 }

@@ -17,6 +17,7 @@ from hybridtron.config.choices import Export as Wanted
 from hybridtron.config.units import readable
 from hybridtron.device import DTYPES as FORWARD_DTYPES
 from hybridtron.file_errors import in_words, is_of_the_user
+from hybridtron.interop.consumers import summary_of
 from hybridtron.interop.export import DTYPES, ExportPlan, export, target_of
 from hybridtron.interop.import_folder import ImportFolder, same_tensors, take_over
 from hybridtron.interop.native import Native
@@ -103,6 +104,7 @@ def export_checkpoint(chosen: argparse.Namespace) -> int:
         outcome = "not verified"
     average = ", moving average" if chosen.ema else ""
     print(f"{chosen.output}: step {source.meta.step}{average}, {outcome}")
+    print(f"{chosen.output}: {summary_of(output)}")
     return 0
 
 

@@ -18,7 +18,8 @@ from hybridtron.requirements import installed, missing
 
 SHIPPED = "HybridtronForCausalLM"  # this package's class, whose source files become part of the export
 RECORD = "hybridtron_export.json"  # file that each export contains; it names the exported checkpoint
-TRANSFORMERS = (5, 23)  # minimum version; earlier versions normalize all groups of Mamba-2's grouped norm as one group
+# minimum version for the proof of exports; earlier versions normalize all groups of Mamba-2's grouped norm as one group
+TRANSFORMERS = (5, 23)
 
 
 class CannotExport(Unusable):

@@ -10,7 +10,7 @@ from typing import Any
 
 import transformers
 
-NEEDED = (5, 23)
+NEEDED = (5, 16)
 # Checked here, because with an older version a later import would fail without naming the cause.
 if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < NEEDED:
     raise ImportError(

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from hybridtron.config.choices import Source
-from hybridtron.config.export_class import TRANSFORMERS
 from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.config.units import readable
-from hybridtron.interop.native import Native
+from hybridtron.interop.consumers import oldest_transformers, summary
+from hybridtron.interop.native import Native, Settings
 from hybridtron.interop.tokenizer import SpecialTokens
 from hybridtron.requirements import installed
 
 SHARED_PAD = "padding uses the eos token: mask padding by attention_mask, not by the token's id"
 
 
-def card(plan: RunPlan, target: Native, special: SpecialTokens) -> str:
-    """Return the model card's text.
+def card(plan: RunPlan, target: Native, special: SpecialTokens, settings: Settings) -> str:
+    """Return the model card's text. `settings` is the content of config.json.
 
     The card states only facts that the checkpoint records. No checkpoint records a license, and the checkpoint of an
     imported model records neither its data nor its training.
@@ -41,7 +41,8 @@ A language model of {readable(parameters)} parameters.
 - license: none is stated
 - {SHARED_PAD if special.shared else "padding has a token of its own" if special.pad is not None else "no pad token"}
 - rows are padded on the left, as generation needs (`padding_side` in tokenizer_config.json)
-{_begin(special)}- {_versions()}
+{_begin(special)}- {_versions(settings)}
+- {summary(settings)}
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -76,8 +77,8 @@ def _begin(special: SpecialTokens) -> str:
     return f"- bos and eos are the same token: bos_token_id is {special.eos}\n"
 
 
-def _versions() -> str:
-    needed = ".".join(map(str, TRANSFORMERS))
+def _versions(settings: Settings) -> str:
+    needed = oldest_transformers(settings)
     installed_version = installed("transformers")
     return f"needs transformers {needed} or newer" + (
         f"; written with {installed_version}" if installed_version else ""

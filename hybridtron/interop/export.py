@@ -106,11 +106,12 @@ class ExportPlan:
         special = write_tokenizer(folder, tokenizer, self._eos(), config.model.vocab_size, length, chat)
         tokens = special.settings()
         types = {"dtype": dtype_name, "torch_dtype": dtype_name}
-        write_json(folder / "config.json", {**self.target.config(self.source.plan.arch, length), **types, **tokens})
+        settings = {**self.target.config(self.source.plan.arch, length), **types, **tokens}
+        write_json(folder / "config.json", settings)
         write_json(folder / "generation_config.json", {"_from_model_config": True, **tokens})
         for name, code in self.target.files().items():
             (folder / name).write_bytes(code)
-        (folder / "README.md").write_text(card(self.source.plan, self.target, special), encoding="utf-8")
+        (folder / "README.md").write_text(card(self.source.plan, self.target, special, settings), encoding="utf-8")
         write_json(folder / RECORD, self._record(dtype_name))
         return special
 

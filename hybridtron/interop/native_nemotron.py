@@ -6,11 +6,13 @@ transformers clamps Mamba-2's step sizes to at least `time_step_min` in full for
 models were trained without this clamp: `time_step_min` was only used for initialization. So exports write a
 `time_step_min` that is too small to have an effect. The proof of an import loads the folder with that value too.
 
-config.json has the layer types in two forms. Exports write both:
+config.json can have the layer types in two forms. Imports read both. Exports write the second, as published folders do:
 
-    layers_block_type         a list, which transformers reads
-    hybrid_override_pattern   a string with a letter per layer, as in published folders. Servers and converters read the
-                              string. For example, llama.cpp does not recognize dense MLPs without it
+    layers_block_type         a list. SGLang 0.5 knows only its earlier names (`mamba`), and transformers before 5.18
+                              only the new ones. From the list alone, llama.cpp does not recognize dense MLPs
+    hybrid_override_pattern   a string with a letter per layer, which all of them understand
+
+Two settings have two names: `rms_norm_eps` is for llama.cpp, and `mamba_n_groups` for SGLang.
 
 Exports do not write the key `num_experts_per_tok`, because converters take a model with this key for a mixture of
 experts.
@@ -86,7 +88,8 @@ class NemotronH(Native):
         heads = mamba.num_heads(arch.sizes)
         return {
             **to_theirs(self.mamba, mamba.exported_options(arch.sizes) | {"heads": heads}),
-            TYPES: [type_names[0] for type_names in layer_names],
+            "mamba_n_groups": mamba.groups,
+            "rms_norm_eps": arch.model.norm_eps,
             PATTERN: "".join(type_names[-1] for type_names in layer_names),
             "num_hidden_layers": len(layer_names),
             "num_attention_heads": attention.heads,

@@ -17,6 +17,7 @@ from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.merged import merge_adapters
 from hybridtron.config.checks.export import exported_step
 from hybridtron.config.resolve import ResolvedPhase, RunPlan
+from hybridtron.interop.consumers import summary_of
 from hybridtron.parallel.groups import barrier
 from hybridtron.storage.durable import temporary_of
 from hybridtron.train.hooks import Hook, RunContext, StepContext
@@ -108,3 +109,4 @@ def export_phase(source: Checkpoint, output: Path, phase: ResolvedPhase) -> None
 
     for warning in export(output, ExportPlan(source, target, None, SHARD_BYTES), prove, lambda done, of: None):
         LOG.warning("warning: %s: %s", output, warning)
+    LOG.info("%s: %s", output, summary_of(output))

@@ -11,16 +11,18 @@ from types import ModuleType
 import pytest
 from tokenizers import Tokenizer
 
-from hybridtron.config.export_class import TRANSFORMERS
 from hybridtron.config.load import load
 from hybridtron.config.resolve import RunPlan
 from hybridtron.data.same_vocabulary import difference
 from hybridtron.interop.card import SHARED_PAD, card
+from hybridtron.interop.consumers import oldest_transformers
 from hybridtron.interop.custom import Custom
 from hybridtron.interop.native_pairs import Llama
 from hybridtron.interop.shipped_code import WRITTEN
 from hybridtron.interop.tokenizer import PAD, SpecialTokens, write_tokenizer
 
+LLAMA = {"architectures": [Llama.name], "rope_parameters": {}}
+CUSTOM = {"architectures": [Custom.name]}
 CONFIGURATION = next(path for path in WRITTEN if path.name == "configuration_hybridtron.py")
 
 
@@ -43,10 +45,10 @@ def test_a_free_id_becomes_the_pad_token(tmp_path: Path) -> None:
     assert difference(tokenizer(), stored) is None
     assert config["model_input_names"] == ["input_ids", "attention_mask"]
     assert config["padding_side"] == "left"
-    text = card(RunPlan.of(load([])), Llama(), special)
+    text = card(RunPlan.of(load([])), Llama(), special, LLAMA)
     assert "padded on the left" in text
     assert "bos_token_id is 3" in text
-    assert "bos" not in card(RunPlan.of(load([])), Llama(), SpecialTokens(None, None))
+    assert "bos" not in card(RunPlan.of(load([])), Llama(), SpecialTokens(None, None), LLAMA)
 
 
 def test_existing_pad_token_is_kept(tmp_path: Path) -> None:
@@ -58,8 +60,8 @@ def test_existing_pad_token_is_kept(tmp_path: Path) -> None:
 def test_padding_is_eos_if_the_vocabulary_is_full(tmp_path: Path) -> None:
     special, config = written(tmp_path, tokenizer(), 8)
     assert (special.pad, special.shared, config["pad_token"]) == (3, True, "w3")
-    assert SHARED_PAD in card(RunPlan.of(load([])), Llama(), special)
-    assert SHARED_PAD not in card(RunPlan.of(load([])), Llama(), SpecialTokens(3, 8))
+    assert SHARED_PAD in card(RunPlan.of(load([])), Llama(), special, LLAMA)
+    assert SHARED_PAD not in card(RunPlan.of(load([])), Llama(), SpecialTokens(3, 8), LLAMA)
 
 
 def test_unreadable_tokenizer_is_copied_unchanged(tmp_path: Path) -> None:
@@ -69,19 +71,20 @@ def test_unreadable_tokenizer_is_copied_unchanged(tmp_path: Path) -> None:
 
 
 def test_model_card_has_no_duplicate_or_unknown_claims() -> None:
-    text = card(RunPlan.of(load(["recipe=laptop_phases"])), Custom(), SpecialTokens(0, 1))
+    text = card(RunPlan.of(load(["recipe=laptop_phases"])), Custom(), SpecialTokens(0, 1), CUSTOM)
     head, body = text.split("---")[1:3]
     tags = [line for line in head.splitlines() if line.startswith("- ")]
     assert len(tags) == len(set(tags))
     assert "license:" not in head
-    assert ".".join(map(str, TRANSFORMERS)) in body
+    assert "needs transformers 5.16 or newer" in body
+    assert "not by vLLM" in body
     assert body.count("trained with hybridtron") == 4
     imported = load([])
     imported.phases = []
-    assert "trained with" not in card(RunPlan.of(imported), Custom(), SpecialTokens(0, 1))
+    assert "trained with" not in card(RunPlan.of(imported), Custom(), SpecialTokens(0, 1), CUSTOM)
 
 
-@pytest.mark.parametrize("version", ["4.57.6", "5.22.0"])
+@pytest.mark.parametrize("version", ["4.57.6", "5.15.1"])
 def test_old_transformers_is_refused_at_import(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     old = ModuleType("transformers")
     old.__version__ = version  # type: ignore[attr-defined]
@@ -90,5 +93,6 @@ def test_old_transformers_is_refused_at_import(version: str, monkeypatch: pytest
         runpy.run_path(str(CONFIGURATION))
 
 
-def test_shipped_code_needs_the_same_transformers_as_the_export() -> None:
-    assert runpy.run_path(str(CONFIGURATION))["NEEDED"] == TRANSFORMERS
+def test_shipped_code_refuses_the_versions_that_the_page_does_not_have() -> None:
+    needed = runpy.run_path(str(CONFIGURATION))["NEEDED"]
+    assert ".".join(map(str, needed)) == oldest_transformers(CUSTOM)

@@ -1,0 +1,275 @@
+"""Programs that serve exports, and the rules for their verdicts on an export.
+
+A rule is data: a class, and conditions on config.json that the program needs for this class. Rules read config.json as
+it is on disk, since servers and converters do so too. Each program has the version in which its sources were read. The
+rules for transformers were tested: exports of every class were loaded by each version, and logits and greedy tokens
+were compared (`tests/interop/test_versions.py`). No other program was run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from hybridtron.config.export_class import SHIPPED
+from hybridtron.interop.native import Settings
+from hybridtron.nested import json_of
+from hybridtron.safe_open import read_regular
+
+MAX_CONFIG_BYTES = 2**24
+NEWEST_TRANSFORMERS = "5.24"  # the newest version that was tested
+
+
+class Condition(NamedTuple):
+    """A condition on config.json, with its text for a table."""
+
+    holds: Callable[[Settings], bool]
+    text: str
+
+
+class Judgement(NamedTuple):
+    """Verdict of one program on an export.
+
+    versions: the program's name and version
+    reason: why it does not serve the export; None if it does
+    """
+
+    versions: str
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """A program that serves exports.
+
+    version: the version whose sources were read; for llama.cpp a commit, at or near which each file was read
+    serves: the conditions for each class that the program serves
+    refusals: reasons why other classes are not served; the entry "" is for all that have no entry
+    """
+
+    name: str
+    version: str
+    serves: Mapping[str, tuple[Condition, ...]]
+    refusals: Mapping[str, str]
+
+    def judge(self, config: Settings) -> Judgement:
+        """Return whether the program serves an export with this config.json."""
+        name = class_of(config)
+        versions = f"{self.name} {self.version}"
+        if name not in self.serves:
+            return Judgement(versions, self.refusals.get(name, self.refusals[""]))
+        unmet = [condition.text for condition in self.serves[name] if not condition.holds(config)]
+        if unmet:
+            return Judgement(versions, f"only if {unmet[0]}")
+        return Judgement(versions, None)
+
+    def cell(self, name: str) -> str:
+        """Return a table's cell for a class: the conditions under which the program serves it, or why it does not."""
+        if name not in self.serves:
+            return f"no: {self.refusals.get(name, self.refusals[''])}"
+        conditions = [condition.text for condition in self.serves[name]]
+        if not conditions:
+            return "yes"
+        return f"yes, if {', and '.join(conditions)}"
+
+
+def class_of(config: Settings) -> str:
+    """Return the class that is first in `architectures`, or an empty text if config.json has none."""
+    names = config.get("architectures") or [""]
+    return str(names[0])
+
+
+def rope_type(config: Settings) -> str:
+    """Return the kind of RoPE scaling in config.json."""
+    return (config.get("rope_parameters") or {}).get("rope_type", "default")
+
+
+def one_group(config: Settings) -> bool:
+    """Return True if all heads of Mamba-2 share B and C."""
+    return config.get("n_groups", config.get("mamba_n_groups", 1)) == 1
+
+
+def without_gated_norm(config: Settings) -> bool:
+    """Return True if Falcon-H1's Mamba-2 has no gated norm."""
+    return not config.get("mamba_rms_norm", True)
+
+
+def pattern_alone(config: Settings) -> bool:
+    """Return True if a pattern gives the layers of Nemotron-H, and a list of layer types does not."""
+    return isinstance(config.get("hybrid_override_pattern"), str) and config.get("layers_block_type") is None
+
+
+def plain_llama3(config: Settings) -> bool:
+    """Return False for a scale `llama3` with another original length than the one that llama.cpp assumes."""
+    rope = config.get("rope_parameters") or {}
+    return rope_type(config) != "llama3" or rope.get("original_max_position_embeddings") == 8192
+
+
+def equal_head_multipliers(config: Settings) -> bool:
+    """Return True if Falcon-H1's head is untied, or has the embedding's multiplier."""
+    return not config["tie_word_embeddings"] or config["embedding_multiplier"] == config["lm_head_multiplier"]
+
+
+HEADS_FILL_WIDTH = Condition(
+    lambda config: config["num_attention_heads"] * config["head_dim"] == config["hidden_size"],
+    "`num_attention_heads` x `head_dim` = `hidden_size`",
+)
+NO_WINDOW = Condition(
+    lambda config: config["sliding_window"] >= config["max_position_embeddings"],
+    "`sliding_window` is not below `max_position_embeddings` (windows are ignored)",
+)
+DEFAULT_ROPE = Condition(lambda config: rope_type(config) == "default", "RoPE is not scaled")
+LLAMA3_OF_8192 = Condition(plain_llama3, "RoPE scale `llama3` has `original_max_position_embeddings` 8192")
+NO_ROPE = Condition(lambda config: config["position_embedding_type"] != "rope", "attention has no positions")
+EXPAND_2 = Condition(lambda config: config["expand"] == 2, "`expand` = 2")
+PATTERN_ALONE = Condition(pattern_alone, "`hybrid_override_pattern` stands without `layers_block_type`")
+PATTERN = Condition(
+    lambda config: isinstance(config.get("hybrid_override_pattern"), str), "`hybrid_override_pattern` is there"
+)
+GROUPS_TWICE = Condition(
+    lambda config: config.get("mamba_n_groups") == config["n_groups"], "`mamba_n_groups` = `n_groups`"
+)
+RMS_EPS = Condition(lambda config: "rms_norm_eps" in config, "`rms_norm_eps` is there")
+NO_EXPERTS = Condition(lambda config: "num_experts_per_tok" not in config, "`num_experts_per_tok` is not there")
+EQUAL_MULTIPLIERS = Condition(
+    equal_head_multipliers, "the head is untied or `embedding_multiplier` = `lm_head_multiplier`"
+)
+
+
+class Since(NamedTuple):
+    """The oldest version of transformers that computes a class as we do.
+
+    oldest: for exports under the condition
+    otherwise: for other exports, with the reason
+    """
+
+    oldest: str
+    condition: Condition | None = None
+    otherwise: str = ""
+
+
+ONE_GROUP = Since("5.16", Condition(one_group, "`groups: 1`"), "5.23")
+TRANSFORMERS: dict[str, Since] = {
+    "MambaForCausalLM": Since("5.16"),
+    "Mamba2ForCausalLM": ONE_GROUP,
+    "LlamaForCausalLM": Since("5.16"),
+    "MistralForCausalLM": Since("5.16"),
+    "GraniteForCausalLM": Since("5.16"),
+    "GraniteMoeHybridForCausalLM": ONE_GROUP,
+    "BambaForCausalLM": ONE_GROUP,
+    "OlmoHybridForCausalLM": Since("5.16"),
+    "Qwen3NextForCausalLM": Since("5.16"),
+    "NemotronHForCausalLM": Since("5.16"),
+    "Zamba2ForCausalLM": Since(
+        "5.16", Condition(lambda config: config["num_mem_blocks"] == 1, "one shared block"), "5.17"
+    ),
+    "FalconH1ForCausalLM": Since("5.16", Condition(without_gated_norm, "`norm: false` of Mamba-2"), "5.23"),
+    SHIPPED: Since("5.16"),
+}
+"""Before 5.23, a grouped norm is computed as one group, and Falcon-H1 with a gated norm generates other tokens."""
+
+VLLM = Consumer(
+    "vLLM",
+    "0.32.0",
+    {
+        "MambaForCausalLM": (),
+        "Mamba2ForCausalLM": (),
+        "LlamaForCausalLM": (),
+        "MistralForCausalLM": (),
+        "GraniteForCausalLM": (),
+        "GraniteMoeHybridForCausalLM": (HEADS_FILL_WIDTH,),
+        "OlmoHybridForCausalLM": (HEADS_FILL_WIDTH,),
+        "NemotronHForCausalLM": (),
+        "Zamba2ForCausalLM": (),
+        "FalconH1ForCausalLM": (),
+    },
+    {
+        "BambaForCausalLM": "removed in 0.23",
+        "Qwen3NextForCausalLM": "it needs at least one layer with experts",
+        SHIPPED: "it has no such class, and its transformers backend has attention only",
+        "": "it has no such class",
+    },
+)
+SGLANG = Consumer(
+    "SGLang",
+    "0.5.23",
+    {
+        "MambaForCausalLM": (),
+        "Mamba2ForCausalLM": (),
+        "LlamaForCausalLM": (),
+        "MistralForCausalLM": (NO_WINDOW,),
+        "GraniteForCausalLM": (),
+        "GraniteMoeHybridForCausalLM": (HEADS_FILL_WIDTH, DEFAULT_ROPE),
+        "NemotronHForCausalLM": (PATTERN_ALONE, GROUPS_TWICE),
+        "FalconH1ForCausalLM": (),
+    },
+    {
+        "Qwen3NextForCausalLM": "it takes every layer for one with experts",
+        "": "it has no such class",
+    },
+)
+LLAMA_CPP = Consumer(
+    "llama.cpp",
+    "00bdaa1",
+    {
+        "MambaForCausalLM": (EXPAND_2,),
+        "Mamba2ForCausalLM": (EXPAND_2,),
+        "LlamaForCausalLM": (LLAMA3_OF_8192,),
+        "MistralForCausalLM": (NO_WINDOW, LLAMA3_OF_8192),
+        "GraniteForCausalLM": (HEADS_FILL_WIDTH, LLAMA3_OF_8192),
+        "GraniteMoeHybridForCausalLM": (HEADS_FILL_WIDTH, NO_ROPE),
+        "NemotronHForCausalLM": (PATTERN, RMS_EPS, NO_EXPERTS),
+        "FalconH1ForCausalLM": (DEFAULT_ROPE, EQUAL_MULTIPLIERS),
+    },
+    {
+        "BambaForCausalLM": "its converter pairs channels over a whole head, of which Bamba rotates half",
+        "Qwen3NextForCausalLM": "it needs experts",
+        "": "its converter has no such class",
+    },
+)
+SERVERS = (VLLM, SGLANG, LLAMA_CPP)
+
+
+def oldest_transformers(config: Settings) -> str:
+    """Return the oldest version of transformers that computes an export with this config.json as we do."""
+    since = TRANSFORMERS[class_of(config)]
+    if since.condition is not None and not since.condition.holds(config):
+        return since.otherwise
+    return since.oldest
+
+
+def judgements(config: Settings) -> list[Judgement]:
+    """Return for each program whether it serves an export with this config.json."""
+    transformers = Judgement(f"transformers {oldest_transformers(config)} to {NEWEST_TRANSFORMERS}", None)
+    return [transformers, *(server.judge(config) for server in SERVERS)]
+
+
+def summary(config: Settings) -> str:
+    """Return one line: the programs that serve an export with this config.json, and why others do not."""
+    transformers, *others = judgements(config)
+    served = [transformers.versions, *(f"{other.versions} (untried)" for other in others if other.reason is None)]
+    refused = [f"{other.versions} ({other.reason})" for other in others if other.reason is not None]
+    line = f"served by {', '.join(served)}"
+    if refused:
+        line += f"; not by {', '.join(refused)}"
+    return line.replace("`", "")
+
+
+def summary_of(folder: Path) -> str:
+    """Return the line for the export in a folder, from its config.json."""
+    return summary(json_of(read_regular(folder / "config.json", MAX_CONFIG_BYTES)))
+
+
+def table() -> str:
+    """Write the table of all classes and programs, in Markdown."""
+    head = ["class", f"transformers to {NEWEST_TRANSFORMERS}", *(f"{s.name} {s.version}" for s in SERVERS)]
+    rows = [head, ["---"] * len(head)]
+    for name, since in TRANSFORMERS.items():
+        versions = f"from {since.oldest}"
+        if since.condition is not None:
+            versions += f" with {since.condition.text}, else from {since.otherwise}"
+        rows.append([name.removesuffix("ForCausalLM"), versions, *(server.cell(name) for server in SERVERS)])
+    rows.insert(2, ["", "tested", *["read"] * len(SERVERS)])
+    return "\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n\n"

@@ -15,6 +15,7 @@ from hybridtron.checkpoint.moving_average import moving_average
 from hybridtron.cli.arguments import bytes_of, checkpoints_at, importable, not_there_yet, progress_bar
 from hybridtron.config.choices import Export as Wanted
 from hybridtron.config.units import readable
+from hybridtron.data.pre_tokenizers import known_name
 from hybridtron.device import DTYPES as FORWARD_DTYPES
 from hybridtron.file_errors import in_words, is_of_the_user
 from hybridtron.interop.consumers import summary_of
@@ -105,6 +106,8 @@ def export_checkpoint(chosen: argparse.Namespace) -> int:
     average = ", moving average" if chosen.ema else ""
     print(f"{chosen.output}: step {source.meta.step}{average}, {outcome}")
     print(f"{chosen.output}: {summary_of(output)}")
+    if (splits_by := known_name((output / "tokenizer.json").read_bytes())) is not None:
+        print(f"{chosen.output}: if llama.cpp does not know the tokenizer, its pre-tokenizer is {splits_by}")
     return 0
 
 

@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 
 EMBEDDED = "embedded"
 HELD_OUT = 5  # if the validation split is empty, the warning suggests a share that holds out about 5 documents
-EMBEDDED_TAKES = {"input", "output", "vocab_size", "packages", "workers"}
+EMBEDDED_TAKES = {"input", "output", "vocab_size", "pre_tokenizer", "packages", "workers"}
 LEARN = ("spans", "completion", "messages", "mask")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Parse the command line. Wrong arguments end the process with exit code 2."""
+    from hybridtron.data.pre_tokenizers import DEFAULT, PATTERNS
     from hybridtron.data.prepare.formats import known_formats
 
     parser = CommandParser(
@@ -64,6 +65,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--separator", metavar="TOKEN", help="document boundary in packed tokens (default: bos, else eos)")
     add("--max-bad", type=share, metavar="SHARE", help="bad lines allowed in a file, rounded up (default: 0.1%%)")
     add("--vocab-size", type=int, metavar="N", help="for --input embedded: size of the vocabulary")
+    splits = f"for --input embedded: how text is split before it is merged (default: {DEFAULT})"
+    add("--pre-tokenizer", metavar="NAME", choices=tuple(PATTERNS), help=f"{splits}: {', '.join(PATTERNS)}")
     add("--packages", nargs="+", default=[], metavar="NAME", help="for --input embedded: packages to add")
     chosen = parser.parse_args(arguments)
     _check(parser, chosen)
@@ -81,7 +84,8 @@ def _check(parser: CommandParser, chosen: argparse.Namespace) -> None:
             parser.refuse(
                 "--input",
                 "conflict",
-                f"--input embedded allows only --output, --vocab-size, --packages and --workers: leave out {named}",
+                "--input embedded allows only --output, --vocab-size, --pre-tokenizer, --packages and --workers: "
+                f"leave out {named}",
             )
         if chosen.vocab_size is None:
             parser.refuse(
@@ -94,6 +98,12 @@ def _check(parser: CommandParser, chosen: argparse.Namespace) -> None:
             "--vocab-size",
             "conflict",
             "--vocab-size is only for --input embedded: leave --vocab-size out; the tokenizer sets the size",
+        )
+    elif chosen.pre_tokenizer is not None:
+        parser.refuse(
+            "--pre-tokenizer",
+            "conflict",
+            "--pre-tokenizer is only for --input embedded: leave --pre-tokenizer out; the tokenizer sets it",
         )
     elif chosen.packages:
         parser.refuse(
@@ -213,10 +223,12 @@ def prepare_embedded(chosen: argparse.Namespace) -> TokenFolder:
     Training with data.source=embedded prepares the same tokens. Raises ArgumentError if an existing output folder was
     made from another input or with another vocabulary size, or lacks one of the packages.
     """
+    from hybridtron.data import pre_tokenizers
     from hybridtron.data.prepare import embedded
     from hybridtron.data.prepare.documents import ArgumentError
 
-    folder = embedded.prepare_embedded(chosen.output, chosen.vocab_size, chosen.packages, chosen.workers)
+    wanted = chosen.pre_tokenizer or pre_tokenizers.DEFAULT
+    folder = embedded.prepare_embedded(chosen.output, chosen.vocab_size, chosen.packages, chosen.workers, wanted)
     made_for = folder.manifest.origin.get("asked_vocab_size")
     if made_for is None:
         raise ArgumentError(
@@ -225,6 +237,11 @@ def prepare_embedded(chosen: argparse.Namespace) -> TokenFolder:
     if made_for != chosen.vocab_size:
         raise ArgumentError(
             f"{chosen.output} exists, made with --vocab-size {made_for}: use another --output", code="exists"
+        )
+    splits_by = pre_tokenizers.known_name(folder.tokenizer_file.read_bytes())
+    if splits_by != wanted:
+        raise ArgumentError(
+            f"{chosen.output} exists, made with --pre-tokenizer {splits_by}: use another --output", code="exists"
         )
     if missing := [package for package in chosen.packages if package not in folder.manifest.origin]:
         raise ArgumentError(
@@ -238,6 +255,8 @@ def show(folder: TokenFolder) -> None:
     """Print tokens and documents by source and split, counts of omitted documents, and warnings about empty splits."""
     from rich.console import Console
     from rich.table import Table
+
+    from hybridtron.data.pre_tokenizers import known_name
 
     manifest = folder.manifest
     console = Console(highlight=False, soft_wrap=True)
@@ -256,6 +275,8 @@ def show(folder: TokenFolder) -> None:
         table.add_row("all", split, f"{manifest.tokens(split):,}", f"{documents:,}", f"{shards:,}", style="bold")
     console.print(table)
     console.print(f"{folder.path}: dtype {manifest.dtype}, vocabulary size {manifest.vocab_size}, eos {manifest.eos}")
+    if (splits_by := known_name(folder.tokenizer_file.read_bytes())) is not None:
+        console.print(f"{folder.path}: llama.cpp calls the tokenizer's way to split text {splits_by}")
     left_out = {"bad": "bad entries", "empty": "empty entries"}
     left_out |= {"too_short": "documents below --min-tokens", "too_long": "documents above --max-tokens"}
     for key, kind in left_out.items():

@@ -185,8 +185,11 @@ def test_embedded_corpus_is_prepared_once(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(corpus, "documents", lambda: chosen)
     command = ["--input", "embedded", "--output", str(tmp_path / "out")]
     assert data_prepare.main([*command, "--vocab-size", "350"]) == 0
-    assert "vocabulary size 350" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "vocabulary size 350" in printed
+    assert printed.splitlines()[-1].endswith(" gpt-2")
     assert refused([*command, "--vocab-size", "351"]).code == "exists"
+    assert refused([*command, "--vocab-size", "350", "--pre-tokenizer", "qwen2"]).code == "exists"
     assert refused([*command, "--vocab-size", "350", "--packages", "json"]).code == "exists"
 
 

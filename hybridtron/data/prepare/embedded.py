@@ -22,6 +22,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
+from hybridtron.data import pre_tokenizers
 from hybridtron.data.folder import MIN_VOCABULARY, TokenFolder
 from hybridtron.data.prepare import corpus
 from hybridtron.data.prepare.documents import ArgumentError, in_validation
@@ -35,11 +36,18 @@ END_OF_TEXT = "<|endoftext|>"
 SETTINGS = FolderSettings(validation=0.05)
 
 
-def prepare_embedded(path: Path, vocab_size: int, packages: Sequence[str] = (), workers: int = 1) -> TokenFolder:
+def prepare_embedded(
+    path: Path,
+    vocab_size: int,
+    packages: Sequence[str] = (),
+    workers: int = 1,
+    pre_tokenizer: str = pre_tokenizers.DEFAULT,
+) -> TokenFolder:
     """Open the folder with the embedded corpus, after preparing the folder if it does not exist.
 
     vocab_size: maximum size for the vocabulary that is trained on the corpus
     packages: installed packages whose Python files are added to the corpus, also for training the vocabulary
+    pre_tokenizer: a name from `pre_tokenizers.PATTERNS`
     """
     if path.exists():
         return TokenFolder.open(path)
@@ -51,7 +59,7 @@ def prepare_embedded(path: Path, vocab_size: int, packages: Sequence[str] = (), 
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         progress.add_task(f"{path}: training a vocabulary of {vocab_size} on texts of this machine", total=None)
-        tokenizer = train_tokenizer(_training_texts(packages), vocab_size)
+        tokenizer = train_tokenizer(_training_texts(packages), vocab_size, pre_tokenizer)
     vocabulary = vocabulary_of(tokenizer.to_str(), "embedded", END_OF_TEXT)
     origin = {"corpus": "embedded", "python": platform.python_version(), "asked_vocab_size": vocab_size}
     origin |= {package: installed(package) or "Python's" for package in packages}
@@ -69,10 +77,10 @@ def _training_texts(packages: Sequence[str]) -> Iterator[str]:
             yield document.content
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, pre_tokenizer: str = pre_tokenizers.DEFAULT) -> Tokenizer:
     """Train a byte-level BPE tokenizer, in which END_OF_TEXT has id 0."""
     tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.pre_tokenizer(pre_tokenizer)
     tokenizer.decoder = ByteLevelDecoder()
     trainer = BpeTrainer(
         vocab_size=vocab_size,

@@ -1,4 +1,4 @@
-"""Pre-tokenizers, which split a text before byte pairs are merged, by the names that llama.cpp gives them.
+"""Pre-tokenizers, which split a text before byte pairs are merged, by their names in llama.cpp.
 
 llama.cpp stores a pre-tokenizer's name instead of its pattern, and implements each of them. Its converter knows only
 tokenizers of published models, and so not a tokenizer that was trained here: a user must give it the name.

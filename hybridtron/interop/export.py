@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import platform
 import reprlib
+import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 
+from hybridtron import __version__
 from hybridtron.architecture.table import Architecture
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.files import appearing
@@ -42,7 +44,7 @@ from hybridtron.interop.native_pairs import Llama, Mistral
 from hybridtron.interop.native_zamba2 import Zamba2
 from hybridtron.interop.tokenizer import CHAT, SpecialTokens, write_tokenizer
 from hybridtron.interop.writer import Planned, write_json, write_weights
-from hybridtron.requirements import is_there
+from hybridtron.requirements import PROJECT, is_checkout, is_there
 from hybridtron.safe_open import read_regular
 from hybridtron.storage.digest import digest_of
 
@@ -129,11 +131,28 @@ class ExportPlan:
             "step": self.source.meta.step,
             "target": self.target.name,
             "dtype": dtype,
-            "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
+            "versions": {"hybridtron": __version__, "python": platform.python_version()}
+            | {name: version(name) for name in names},
         }
+        if (loss := self.source.meta.validation) is not None:
+            record["held_out_loss"] = loss
+        if (commit := own_commit()) is not None:
+            record["commit"] = commit
         if self.averaged:
             record["weights"] = "moving average"
         return record
+
+
+def own_commit() -> str | None:
+    """Return the commit of the checkout with this package's code, or None without a checkout or without git."""
+    if not is_checkout():
+        return None
+    command = ["git", "-C", str(PROJECT.parent), "rev-parse", "HEAD"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return asked.stdout.strip() or None
 
 
 def longest_row(source: Checkpoint) -> int:

@@ -85,7 +85,16 @@ ONLY_PARSED = {  # by how a command begins
     "train recipe=samba": "models of full size; with run.plan=true it is run",
 }
 WITH_COMMANDS = [page for page in PAGES if any(commands(page))]
-SLOW = ("debugging.md", "evaluation.md", "export.md", "parallel.md", "profiling.md", "states.md", "tasks.md")
+SLOW = (
+    "debugging.md",
+    "evaluation.md",
+    "export.md",
+    "parallel.md",
+    "profiling.md",
+    "serving.md",
+    "states.md",
+    "tasks.md",
+)
 RUN = [pytest.param(page, marks=pytest.mark.slow if page.name in SLOW else []) for page in WITH_COMMANDS]
 
 

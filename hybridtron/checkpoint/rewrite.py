@@ -131,7 +131,7 @@ def rewrite(source: Checkpoint, target: Path, file_size: int, progress: Callable
     appears complete or not at all. Before a file's tensors are read, `progress` is called with two numbers: how many
     files have been read so far, and how many there are.
     """
-    planned = list(_plan_files(source, file_size))
+    planned = list(planned_files(source, file_size))
 
     def tensors() -> Iterator[tuple[str, dict[str, Tensor]]]:
         for number, (name, keys) in enumerate(planned):
@@ -161,7 +161,7 @@ def write_whole(
     write_bytes(folder / FILE, to_bytes(CheckpointManifest(meta, files, tuple(chunks))))
 
 
-def _plan_files(source: Checkpoint, file_size: int) -> Iterator[tuple[str, list[str]]]:
+def planned_files(source: Checkpoint, file_size: int) -> Iterator[tuple[str, list[str]]]:
     """Yield each file to write: its name and its tensors' keys.
 
     Each file has tensors of one kind: the part before the dash in the source's file names, such as `model`.

@@ -1,4 +1,4 @@
-"""List, verify, compare, average, reshard or fetch the checkpoints of a run.
+"""List, verify, compare, average, reshard, fetch, export or import the checkpoints of a run.
 
     hybridtron checkpoint list runs/samba
     hybridtron checkpoint verify runs/samba                           read every byte of every checkpoint
@@ -6,6 +6,8 @@
     hybridtron checkpoint diff LEFT RIGHT                             list settings and tensors that differ
     hybridtron checkpoint average A B C --output MEAN                 write the mean of the weights
     hybridtron checkpoint reshard CHECKPOINT OUTPUT --file-size 4GB   write a copy with full tensors, in files of 4 GB
+    hybridtron checkpoint export runs/samba OUTPUT --to dcp           write a folder for torch.distributed.checkpoint
+    hybridtron checkpoint import OUTPUT CHECKPOINT                    write a checkpoint from such a folder
     hybridtron checkpoint fetch s3://BUCKET/PREFIX runs/samba         download the newest checkpoint of a mirror
     hybridtron checkpoint fetch s3://BUCKET/PREFIX/step-00000500 runs/samba
 
@@ -13,6 +15,10 @@ The checkpoints to average come from one run, or from several runs with equal ar
 as RUN (the run's newest checkpoint), or as RUN@best (the run's checkpoint with the lowest held-out loss). The average
 contains only weights: `run.weights=MEAN`, `evaluate`, `generate` and `export` read it, but no run resumes from it. With
 --ema it is the mean of the moving averages that runs with `run.ema` store.
+
+An export (`--to dcp` or `--to safetensors`) has weights, optimizer state and states, each tensor whole, for other
+programs. The import of an unchanged export equals its source, so a run resumes from it. Import only folders that you
+trust: the file .metadata of dcp is a pickle, which can run code. For transformers use `hybridtron export`.
 
 A mirror is the S3 folder that a run's `checkpoint.mirror` names. Any parallel layout loads any checkpoint, so a run
 resumes without `reshard`. The sub-command `reshard` is for other programs that read a checkpoint and expect every
@@ -31,9 +37,10 @@ from hybridtron.problems import CommandParser
 def main(arguments: list[str]) -> int:
     """Parse the command line and run the sub-command. Returns the exit code."""
     parser = CommandParser(
-        prog="hybridtron checkpoint", description="List, verify, compare, average, reshard or fetch checkpoints."
+        prog="hybridtron checkpoint",
+        description="List, verify, compare, average, reshard, fetch or convert checkpoints.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="list|verify|diff|average|reshard|fetch")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, about in (("list", "the checkpoints of a run"), ("verify", "read every byte")):
         command = commands.add_parser(name, help=about)
         command.add_argument("path", type=path_of, help="a run's folder, or one checkpoint")
@@ -49,6 +56,13 @@ def main(arguments: list[str]) -> int:
     command.add_argument("path", type=path_of, metavar="CHECKPOINT", help="or a run's folder: its newest checkpoint")
     command.add_argument("output", type=path_of)
     command.add_argument("--file-size", default="4GB", help="size of each file, about; default: 4GB")
+    command = commands.add_parser("export", help="write a folder for other programs")
+    command.add_argument("path", type=path_of, metavar="CHECKPOINT", help="or a run's folder: its newest checkpoint")
+    command.add_argument("output", type=path_of)
+    command.add_argument("--to", choices=("dcp", "safetensors"), required=True, help="the format")
+    command = commands.add_parser("import", help="write a checkpoint from an export's folder")
+    command.add_argument("path", type=path_of, metavar="FOLDER", help="a folder that checkpoint export has written")
+    command.add_argument("output", type=path_of)
     command = commands.add_parser("fetch", help="download a checkpoint from checkpoint.mirror")
     command.add_argument("url", help="a checkpoint in a mirror, or the mirror for its newest checkpoint")
     command.add_argument("run", type=path_of, help="the run's folder, which gets the checkpoint")

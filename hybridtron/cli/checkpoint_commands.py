@@ -14,6 +14,7 @@ from rich.table import Table
 from hybridtron.checkpoint import folder as folders
 from hybridtron.checkpoint.average import average, shares_of
 from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.exchange import take_back, write_out
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.mirror import download
 from hybridtron.checkpoint.rewrite import differences, rewrite
@@ -35,6 +36,8 @@ def run(chosen: argparse.Namespace) -> int:
         "diff": print_differences,
         "average": average_checkpoints,
         "reshard": reshard_checkpoint,
+        "export": export_checkpoint,
+        "import": import_checkpoint,
         "fetch": fetch_checkpoint,
     }
     with warnings.catch_warnings(action="ignore"):
@@ -204,6 +207,27 @@ def reshard_checkpoint(chosen: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 1
     print(f"{chosen.output}: step {source.meta.step}, {files} file{'' if files == 1 else 's'} with full tensors")
+    return 0
+
+
+def export_checkpoint(chosen: argparse.Namespace) -> int:
+    """Write a checkpoint in a format of other programs. Returns 1 if a file turns out to be broken."""
+    not_there_yet(chosen.output)
+    source = open_newest(chosen.path)
+    try:
+        count = write_out(source, chosen.output, chosen.to)
+    except BrokenCheckpoint as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{chosen.output}: step {source.meta.step}, {count} tensors for {chosen.to}")
+    return 0
+
+
+def import_checkpoint(chosen: argparse.Namespace) -> int:
+    """Write a checkpoint from an export's folder."""
+    not_there_yet(chosen.output)
+    meta = take_back(chosen.path, chosen.output)
+    print(f"{chosen.output}: checkpoint of step {meta.step}")
     return 0
 
 

@@ -38,7 +38,7 @@ COMMANDS = {
     "sweep": ("sweep:main", "run a grid of training runs, and tabulate their results"),
     "replay": ("replay:main", "repeat a refused step of a run, with usual and with reference ops"),
     "plot": ("plot:main", "draw a run's losses"),
-    "checkpoint": ("checkpoint:main", "list, verify, diff, average, reshard or fetch checkpoints"),
+    "checkpoint": ("checkpoint:main", "list, verify, diff, average, reshard, fetch or convert checkpoints"),
     "export": ("convert:export_main", "convert a checkpoint to the format of Hugging Face"),
     "import": ("convert:import_main", "convert a model in the format of Hugging Face to a checkpoint"),
     "push": ("push:main", "upload an export to a repository on the Hugging Face Hub"),

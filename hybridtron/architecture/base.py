@@ -322,6 +322,7 @@ class MixerSpec(Placement, ABC):
     module: ClassVar[str]  # the mixer's class as "package.file:Class", because importing it would need torch
     width_option: ClassVar[str | None] = None  # option to name in errors about sizes that don't divide evenly
     projects_input: ClassVar[bool] = False  # the mixer reads its input only through `project_all` (parallel/linear.py)
+    inner_projections: ClassVar[tuple[str, ...]] = ()  # projections that read the output of another projection
     supports_context_parallel: ClassVar[bool] = False  # ranks may divide a row's tokens (parallel/context.py)
     supports_mup: ClassVar[bool] = False  # muP can transfer the mixer between widths (mup.py)
 

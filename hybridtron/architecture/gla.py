@@ -25,6 +25,7 @@ class GLASpec(LinearAttentionSpec):
 
     kind: ClassVar[str] = "gla"
     module: ClassVar[str] = "hybridtron.mixers.gla:GLA"
+    inner_projections: ClassVar[tuple[str, ...]] = ("gate_up",)
     chunk: ClassVar[int] = 64
 
     expand_k: Annotated[float, above(0)] = 0.5  # key channels of all heads, in multiples of the model's width
@@ -59,5 +60,6 @@ class GLASpec(LinearAttentionSpec):
         }
 
     def activation_values(self, model: ModelSizes) -> int:
-        # the decays' logits, and the log decays in fp32; the output of gate_down
-        return super().activation_values(model) + (1 + model.wide) * self.channels(model)[0] + self.gate_rank
+        # the decays' logits, and the log decays in fp32; the output of gate_down, whole on every rank
+        decays = (1 + model.wide) * self.channels(model)[0]
+        return super().activation_values(model) + decays + self.gate_rank * model.tensor

@@ -23,6 +23,7 @@ class KDASpec(DeltaRuleSpec):
 
     kind: ClassVar[str] = "kda"
     module: ClassVar[str] = "hybridtron.mixers.kda:KDA"
+    inner_projections: ClassVar[tuple[str, ...]] = ("decay_up", "gate_up")
 
     def decays(self, model: ModelSizes) -> int:
         return self.channels(model)[0]
@@ -57,5 +58,5 @@ class KDASpec(DeltaRuleSpec):
         }
 
     def activation_values(self, model: ModelSizes) -> int:
-        # inner vectors of the two low-rank projections
-        return super().activation_values(model) + 2 * self.rank(model)
+        # inner vectors of the two low-rank projections, whole on every rank
+        return super().activation_values(model) + 2 * self.rank(model) * model.tensor

@@ -181,7 +181,9 @@ def halo_parts(
     if seq.shard is None:
         halo_BTC = carried_BTC
     else:
-        halo_BTC = halo_tokens(torch.cat(tuple(parts_BLC), -1), count, carried_BTC, seq)
+        # the later tokens alone, since the halo of the next shard needs no others
+        last = slice(max(0, seq.shard.length - count), None)
+        halo_BTC = halo_tokens(torch.cat([part_BLC[:, last] for part_BLC in parts_BLC], -1), count, carried_BTC, seq)
     if halo_BTC is None:
         return [None] * len(parts_BLC)
     return halo_BTC.split([part_BLC.shape[-1] for part_BLC in parts_BLC], -1)

@@ -79,7 +79,10 @@ LOOPS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], list[int]]] = {
         ("gated_norm.norm_backward", "gated_norm.scale_backward"),
         lambda named, grid: [-(-named["rows"] * named["length"] // grid[0])],
     ),
-    "gated_norm.backward": lambda named, grid: [-(-named["tokens"] // (named["TOKENS"] * grid[0]))],
+    **dict.fromkeys(
+        ("gated_norm.backward", "delta.backward_gates", "gla.backward_gates"),
+        lambda named, grid: [-(-named["tokens"] // (named["TOKENS"] * grid[0]))],
+    ),
     "softmax.sums_of_rows": lambda named, _: [-(-named["size"] // named["BLOCK"])],
     **dict.fromkeys(("gla.outputs", "gla.value_gradients"), lambda named, _: [named["BLOCK_N"] // named["KEYS"]]),
     **dict.fromkeys(

@@ -6,7 +6,7 @@ import pytest
 
 from hybridtron.config.load import load
 from hybridtron.config.resolve import RunPlan
-from hybridtron.planning.activations import sublayer_uses, with_frozen
+from hybridtron.planning.activations import gathers_in_backward, sublayer_uses, with_frozen
 from hybridtron.planning.memory import largest_phase
 from hybridtron.planning.traffic import exchanged_values
 from tests.planning.test_memory import TINY
@@ -36,3 +36,12 @@ def test_adapters_keep_all_gathered_tokens_by_hand() -> None:
         phase = largest_phase(RunPlan.of(load([*settings, *layout])))
         uses.append([use.kept for use in with_frozen(sublayer_uses(phase), phase, phase.table)])
     assert uses[0] == uses[1]
+
+
+@pytest.mark.parametrize(("weight", "gathers"), [("in_proj", True), ("gate_down", True), ("gate_up", False)])
+def test_projections_of_inner_vectors_do_not_gather_the_input(weight: str, gathers: bool) -> None:
+    """`gate_up` reads the output of `gate_down`, and not the mixer's input."""
+    mixer = "model.layers.M={kind: gla, heads: 4}"
+    train = f"phases.0.train=[layers.*.mixer.{weight}.weight]"
+    phase = RunPlan.of(load([*TINY, mixer, *REGATHERED, train])).phases[0]
+    assert gathers_in_backward(0, phase) is gathers

@@ -46,4 +46,4 @@ def delta_gates(inputs: DeltaGateInputs) -> tuple[Tensor, Tensor]:
     a_BLX, b_BLH, dt_bias_X, A_log_H, reach = inputs
     beta_BLH = reach * torch.sigmoid(at_least_fp32(b_BLH))
     steps_BLHG = F.softplus(at_least_fp32(a_BLX) + dt_bias_X).unflatten(-1, (len(A_log_H), -1))
-    return beta_BLH, -torch.exp(A_log_H).unsqueeze(-1) * steps_BLHG
+    return beta_BLH, -torch.exp(at_least_fp32(A_log_H)).unsqueeze(-1) * steps_BLHG

@@ -36,7 +36,7 @@ from hybridtron.ops.sum_kernels import sum_of_parts
 
 TILE = 1024  # decays per tile; a token with more decays is a tile of its own
 WARP_DECAYS = 256  # decays per warp: 8 per thread
-RESIDENT_WARPS = 32  # warps of the backward kernel that a multiprocessor runs at a time
+RESIDENT_WARPS = 16  # warps of the backward kernel that a multiprocessor runs at a time, with 100 registers a thread
 
 
 def delta_gates(inputs: DeltaGateInputs) -> tuple[Tensor, Tensor]:

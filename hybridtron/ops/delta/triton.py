@@ -14,7 +14,7 @@ from hybridtron.ops.kernel_launch import own_kernels
 
 MOST_KEYS = 128  # maximum key channels per head: one program of `walk` keeps all of them in registers
 MOST_VALUES = 256  # maximum value channels per head
-MOST_DECAYS = 8192  # maximum decays per token: a program of `delta_gates` keeps all of them in registers
+MOST_DECAYS = 4096  # maximum decays per token: a program of `delta_gates` keeps all of them in registers
 
 
 def _unsupported_reason(inputs: DeltaInputs) -> str | None:

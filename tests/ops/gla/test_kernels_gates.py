@@ -59,7 +59,7 @@ def test_logits_in_bf16_are_computed_in_fp32() -> None:
 def shipped() -> None:
     """Launch the kernels at recipes' sizes."""
     with torch.device("meta"):
-        for channels in (512, 2048):
+        for channels in (512, 2048, 8192):
             a = torch.empty(512, 32, channels, dtype=torch.bfloat16).transpose(0, 1).requires_grad_()
             bias = torch.empty(channels, requires_grad=True)
             g = gla_gates.named("triton").function(GLAGateInputs(a, bias, 16.0))
@@ -74,3 +74,7 @@ def test_compiled_kernels_fit_an_h100() -> None:
     assert [fault for launch in launches for fault in launch.faults()] == []
     assert all(launch.stack == 0 for launch in launches)
     assert not any(launch.instructions["atom"] + launch.instructions["red"] for launch in launches)
+    from hybridtron.ops.gla.kernels_gates import RESIDENT_WARPS
+
+    registers = [launch.registers for launch in launches if launch.kernel == "backward_gates"]
+    assert max(registers) * 32 * RESIDENT_WARPS <= 65536  # a multiprocessor's registers

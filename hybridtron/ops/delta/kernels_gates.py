@@ -34,9 +34,11 @@ from hybridtron.ops.kernel_launch import (
 from hybridtron.ops.scan.kernels import sigmoid, softplus
 from hybridtron.ops.sum_kernels import sum_of_parts
 
-TILE = 1024  # decays per tile; a token with more decays is a tile of its own
-WARP_DECAYS = 256  # decays per warp: 8 per thread
-RESIDENT_WARPS = 16  # warps of the backward kernel that a multiprocessor runs at a time, with 100 registers a thread
+TILE = 512  # decays per tile; a token with more is a tile of its own
+WARP_DECAYS = 128  # decays per warp: 4 per thread
+RESIDENT_WARPS = (
+    16  # warps of the backward kernel that a multiprocessor runs at a time, with at most 128 registers a thread
+)
 
 
 def delta_gates(inputs: DeltaGateInputs) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,85 @@
+"""The experts' MLPs: every form against a loop over tokens in float64, at corner cases, and finite differences."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from hybridtron.ops.dispatch import force
+from hybridtron.ops.experts import ExpertActivation, Router, Routing, experts_mlp, loads_of, route
+from tests.ops.experts import brute
+
+FORMS = pytest.mark.parametrize("form", ["reference"])
+ACTIVATIONS = pytest.mark.parametrize("activation", ["swiglu", "squared_relu"])
+EXPERTS, WIDTH, HIDDEN = 4, 6, 5
+
+
+def weights(activation: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    rows = 2 * HIDDEN if activation == "swiglu" else HIDDEN
+    gate_up = torch.randn(EXPERTS, rows, WIDTH, dtype=dtype, requires_grad=True)
+    return gate_up, torch.randn(EXPERTS, WIDTH, HIDDEN, dtype=dtype, requires_grad=True)
+
+
+def fixed(chosen: list[list[int]]) -> Routing:
+    """Return a routing with these experts and random weights."""
+    experts = torch.tensor(chosen, dtype=torch.int64).reshape(len(chosen), -1)
+    factors = torch.randn(experts.shape, dtype=torch.float64, requires_grad=True)
+    return Routing(experts, factors, loads_of(experts, EXPERTS), torch.empty(len(chosen), EXPERTS))
+
+
+CASES = {
+    "one token": [[2, 0]],
+    "all to one": [[3]] * 9,
+    "empty experts": [[0, 2], [2, 0], [2, 0]],
+    "every expert": [[1, 3, 0, 2], [0, 1, 2, 3]],
+    "mixed": [[0, 1], [3, 1], [2, 0], [1, 2], [0, 3], [3, 2], [1, 0]],
+}
+
+
+@FORMS
+@ACTIVATIONS
+@pytest.mark.parametrize("case", CASES)
+def test_experts_and_gradients_equal_a_loop_over_tokens(form: str, activation: ExpertActivation, case: str) -> None:
+    routing = fixed(CASES[case])
+    gate_up, down = weights(activation)
+    x = torch.randn(len(CASES[case]), WIDTH, dtype=torch.float64, requires_grad=True)
+    inputs = (x, routing.weights_TK, gate_up, down)
+    with force(experts=form):
+        y = experts_mlp(x, routing, gate_up, down, activation)
+        slopes = torch.randn_like(y)
+        grads = torch.autograd.grad(y, inputs, slopes)
+    factors = [list(row) for row in routing.weights_TK]
+    expected = brute.mixed(x, CASES[case], factors, gate_up, down, activation)
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, inputs, slopes), rtol=0, atol=1e-10)
+    for expert in set(range(EXPERTS)) - {e for row in CASES[case] for e in row}:
+        assert not grads[2][expert].any()
+        assert not grads[3][expert].any()
+
+
+@FORMS
+@ACTIVATIONS
+def test_zero_tokens_give_gradients_of_zero(form: str, activation: ExpertActivation) -> None:
+    gate_up, down = weights(activation)
+    logits = torch.randn(0, EXPERTS, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(0, WIDTH, dtype=torch.float64, requires_grad=True)
+    with force(experts=form):
+        y = experts_mlp(x, route(logits, None, Router(2)), gate_up, down, activation)
+        grads = torch.autograd.grad(y.sum(), (x, logits, gate_up, down))
+    assert y.shape == (0, WIDTH)
+    assert [g.shape for g in grads] == [x.shape, logits.shape, gate_up.shape, down.shape]
+    assert not any(g.any() for g in grads)
+
+
+@FORMS
+@ACTIVATIONS
+def test_gradients_through_the_router_are_the_slopes(form: str, activation: ExpertActivation) -> None:
+    gate_up, down = weights(activation)
+    logits = torch.randn(5, EXPERTS, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
+
+    def y(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return experts_mlp(x, route(logits, None, Router(2, normalise=True)), gate_up, down, activation)
+
+    with force(experts=form):
+        assert gradcheck(y, (x, logits, gate_up, down))

@@ -1,10 +1,16 @@
 """A mixture of experts: routing, the experts' MLPs, and the router's losses."""
 
 from hybridtron.ops.experts.losses import balance_loss, z_loss
-from hybridtron.ops.experts.mlp import expert_choice, experts, experts_mlp, loads_of, route
+from hybridtron.ops.experts.mlp import experts, experts_mlp, loads_of, route
+from hybridtron.ops.experts.ordered import mlp_of_rows
+from hybridtron.ops.experts.parts import expert_choice, expert_linear, expert_order, from_experts, to_experts
+from hybridtron.ops.experts.permutation import ExpertOrder, ExpertOrderInputs, FromExpertsInputs, ToExpertsInputs
+from hybridtron.ops.experts.products import ExpertLinearInputs
 from hybridtron.ops.experts.reference import ChoiceInputs, ExpertActivation, ExpertsInputs, Router, Routing
 
 __all__ = [
-    "ChoiceInputs", "ExpertActivation", "ExpertsInputs", "Router", "Routing", "balance_loss", "expert_choice",
-    "experts", "experts_mlp", "loads_of", "route", "z_loss",
+    "ChoiceInputs", "ExpertActivation", "ExpertLinearInputs", "ExpertOrder", "ExpertOrderInputs", "ExpertsInputs",
+    "FromExpertsInputs", "Router", "Routing", "ToExpertsInputs", "balance_loss", "expert_choice", "expert_linear",
+    "expert_order", "experts", "experts_mlp", "from_experts", "loads_of", "mlp_of_rows", "route", "to_experts",
+    "z_loss",
 ]  # fmt: skip

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from hybridtron.ops.dispatch import Op
-from hybridtron.ops.experts import reference
+from hybridtron.ops.experts import ordered, reference
+from hybridtron.ops.experts.parts import expert_choice
 from hybridtron.ops.experts.reference import TINY, ChoiceInputs, ExpertActivation, ExpertsInputs, Router, Routing
 from hybridtron.ops.precision import at_least_fp32
 
-expert_choice = Op(reference.expert_choice)
-experts = Op(reference.experts)
+experts = Op(reference.experts, (ordered.ORDERED,))
 
 
 def route(logits_TE: Tensor, correction_E: Tensor | None, options: Router) -> Routing:

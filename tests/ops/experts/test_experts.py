@@ -1,15 +1,18 @@
 """The experts' MLPs: every form against a loop over tokens in float64, at corner cases, and finite differences."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.experts import ExpertActivation, Router, Routing, experts_mlp, loads_of, route
 from tests.ops.experts import brute
 
-FORMS = pytest.mark.parametrize("form", ["reference"])
+FORMS = pytest.mark.parametrize("form", ["reference", "ordered"])
 ACTIVATIONS = pytest.mark.parametrize("activation", ["swiglu", "squared_relu"])
 EXPERTS, WIDTH, HIDDEN = 4, 6, 5
 
@@ -83,3 +86,29 @@ def test_gradients_through_the_router_are_the_slopes(form: str, activation: Expe
 
     with force(experts=form):
         assert gradcheck(y, (x, logits, gate_up, down))
+
+
+class _Written(TorchDispatchMode):
+    """Counts the elements of all tensors that operations return."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        outputs = out if isinstance(out, tuple | list) else (out,)
+        self.elements += sum(x.numel() for x in outputs if isinstance(x, Tensor))
+        return out
+
+
+def written(tokens: int) -> int:
+    """Return the elements written by both passes of the router and the experts."""
+    gate_up, down = weights("swiglu")
+    x = torch.randn(tokens, WIDTH, dtype=torch.float64, requires_grad=True)
+    logits = torch.randn(tokens, EXPERTS, dtype=torch.float64, requires_grad=True)
+    with force(experts="ordered"), _Written() as count:
+        experts_mlp(x, route(logits, None, Router(2)), gate_up, down, "swiglu").sum().backward()
+    return count.elements
+
+
+def test_work_is_linear_in_tokens() -> None:
+    assert written(4000) - written(2000) == 2 * (written(2000) - written(1000)) > 0

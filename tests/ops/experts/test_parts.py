@@ -1,0 +1,128 @@
+"""The parts of a mixture of experts, form by form: order, rows to and from experts, and one projection per expert."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from hybridtron.ops.dispatch import force
+from hybridtron.ops.experts import (
+    ExpertLinearInputs,
+    ExpertOrder,
+    ExpertOrderInputs,
+    FromExpertsInputs,
+    ToExpertsInputs,
+    expert_linear,
+    expert_order,
+    from_experts,
+    loads_of,
+    to_experts,
+)
+
+ORDERS = pytest.mark.parametrize("order_form", ["reference"])
+ROWS = pytest.mark.parametrize("form", ["reference", "gathered"])
+LOADS = pytest.mark.parametrize("loads", [[3, 0, 4, 1], [0, 0, 0, 5], [0, 0, 0, 0], [8, 1, 0, 0]])
+
+
+def order_of(tokens: int, top_k: int, experts: int) -> tuple[Tensor, ExpertOrder]:
+    """Return different random experts for each token, and their order."""
+    chosen = torch.rand(tokens, experts).argsort(1)[:, :top_k].contiguous()
+    return chosen, expert_order(ExpertOrderInputs(chosen, loads_of(chosen, experts)))
+
+
+@ORDERS
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(0, 2, 4), (1, 1, 4), (50, 3, 7), (300, 2, 8)])
+def test_order_is_by_expert_then_by_token(order_form: str, tokens: int, top_k: int, experts: int) -> None:
+    with force(expert_order=order_form):
+        chosen, order = order_of(tokens, top_k, experts)
+    flat = chosen.flatten().tolist()
+    expected = sorted(range(len(flat)), key=lambda n: (flat[n], n))
+    assert order.source_N.tolist() == expected
+    assert [expected[n] for n in order.place_TK.flatten().tolist()] == list(range(len(flat)))
+    assert order.ends_E.tolist() == [sum(e <= last for e in flat) for last in range(experts)]
+    assert order.ends_E.dtype == torch.int32
+
+
+@ROWS
+@pytest.mark.parametrize(("tokens", "top_k"), [(0, 2), (1, 3), (20, 1), (20, 3)])
+def test_rows_reach_their_places_and_their_sums_come_back(form: str, tokens: int, top_k: int) -> None:
+    _, order = order_of(tokens, top_k, 5)
+    x = torch.randn(tokens, 9, dtype=torch.float64)
+    weights = torch.randn(tokens, top_k, dtype=torch.float64)
+    with force(form):
+        rows = to_experts(ToExpertsInputs(x, order))
+        y = from_experts(FromExpertsInputs(rows, weights, order))
+    assert rows.tolist() == [x[n // top_k].tolist() for n in order.source_N.tolist()]
+    torch.testing.assert_close(y, x * weights.sum(1, keepdim=True), rtol=0, atol=1e-12)
+
+
+@ROWS
+def test_gradients_of_rows_are_the_slopes(form: str) -> None:
+    _, order = order_of(6, 2, 4)
+    x = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
+    rows = torch.randn(12, 5, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)
+    with force(form):
+        assert gradcheck(lambda x: to_experts(ToExpertsInputs(x, order)), (x,))
+        assert gradcheck(lambda rows, weights: from_experts(FromExpertsInputs(rows, weights, order)), (rows, weights))
+
+
+@pytest.mark.parametrize("form", ["gathered"])
+def test_narrow_rows_are_summed_in_fp32(form: str) -> None:
+    _, order = order_of(40, 4, 8)
+    rows = torch.randn(160, 16, dtype=torch.bfloat16, requires_grad=True)
+    weights = torch.rand(40, 4, requires_grad=True)
+    slopes = torch.randn(40, 16, dtype=torch.bfloat16)
+    x = torch.randn(40, 16, dtype=torch.bfloat16, requires_grad=True)
+    results = []
+    for name in ("reference", form):
+        with force(name):
+            y = from_experts(FromExpertsInputs(rows, weights, order))
+            (of_x,) = torch.autograd.grad(to_experts(ToExpertsInputs(x, order)), x, rows.detach())
+        results.append((y, *torch.autograd.grad(y, (rows, weights), slopes)))
+        wide = torch.stack([rows.detach()[places].double().sum(0) for places in order.place_TK])
+        if name != "reference":  # autograd adds bf16 rows in bf16
+            torch.testing.assert_close(of_x.double(), wide, rtol=2**-8, atol=0.0)
+    torch.testing.assert_close(results[1], results[0], rtol=2**-7, atol=1e-5)
+
+
+@LOADS
+@pytest.mark.parametrize("form", ["reference", "looped"])
+def test_expert_linear_is_a_product_for_each_row(form: str, loads: list[int]) -> None:
+    ends = torch.tensor(loads).cumsum(0, dtype=torch.int32)
+    owner = [e for e, load in enumerate(loads) for _ in range(load)]
+    x = torch.randn(sum(loads), 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(4, 5, 6, dtype=torch.float64, requires_grad=True)
+    slopes = torch.randn(sum(loads), 5, dtype=torch.float64)
+    with force(expert_linear=form):
+        y = expert_linear(ExpertLinearInputs(x, weight, ends))
+        grads = torch.autograd.grad(y, (x, weight), slopes)
+    expected = (weight[owner] @ x[..., None])[..., 0]
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, (x, weight), slopes), rtol=0, atol=1e-12)
+
+
+@LOADS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_equal_the_loop_bit_for_bit(loads: list[int], dtype: torch.dtype) -> None:
+    ends = torch.tensor(loads).cumsum(0, dtype=torch.int32)
+    x = torch.randn(sum(loads), 16, dtype=dtype, requires_grad=True)
+    weight = torch.randn(4, 24, 16, dtype=dtype, requires_grad=True)
+    slopes = torch.randn(sum(loads), 24, dtype=dtype)
+    results = []
+    for form in ("looped", "grouped"):
+        with force(expert_linear=form):
+            y = expert_linear(ExpertLinearInputs(x, weight, ends))
+            results.append((y, *torch.autograd.grad(y, (x, weight), slopes)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_frozen_experts_get_no_gradient() -> None:
+    ends = torch.tensor([2, 5], dtype=torch.int32)
+    x = torch.randn(5, 8, requires_grad=True)
+    weight = torch.randn(2, 8, 8)
+    for form in ("looped", "grouped"):
+        with force(expert_linear=form):
+            expert_linear(ExpertLinearInputs(x, weight, ends)).sum().backward()
+    assert x.grad is not None
+    assert weight.grad is None

@@ -19,8 +19,8 @@ from hybridtron.ops.experts import (
     to_experts,
 )
 
-ORDERS = pytest.mark.parametrize("order_form", ["reference"])
-ROWS = pytest.mark.parametrize("form", ["reference", "gathered"])
+ORDERS = pytest.mark.parametrize("order_form", ["reference", "native"])
+ROWS = pytest.mark.parametrize("form", ["reference", "gathered", "native"])
 LOADS = pytest.mark.parametrize("loads", [[3, 0, 4, 1], [0, 0, 0, 5], [0, 0, 0, 0], [8, 1, 0, 0]])
 
 
@@ -67,7 +67,7 @@ def test_gradients_of_rows_are_the_slopes(form: str) -> None:
         assert gradcheck(lambda rows, weights: from_experts(FromExpertsInputs(rows, weights, order)), (rows, weights))
 
 
-@pytest.mark.parametrize("form", ["gathered"])
+@pytest.mark.parametrize("form", ["gathered", "native"])
 def test_narrow_rows_are_summed_in_fp32(form: str) -> None:
     _, order = order_of(40, 4, 8)
     rows = torch.randn(160, 16, dtype=torch.bfloat16, requires_grad=True)

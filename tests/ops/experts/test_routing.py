@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from hybridtron.ops.experts import Router, balance_loss, route, z_loss
+from hybridtron.ops.dispatch import force
+from hybridtron.ops.experts import ChoiceInputs, Router, balance_loss, expert_choice, route, z_loss
 from tests.ops.experts import brute
 
+FORMS = pytest.mark.parametrize("form", ["reference", "native"])
 ROUTERS = [
     Router(1),
     Router(2, normalise=True),
@@ -17,13 +19,15 @@ ROUTERS = [
 ]
 
 
+@FORMS
 @pytest.mark.parametrize("options", ROUTERS, ids=repr)
 @pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 50])
-def test_route_equals_a_loop(options: Router, corrected: bool, tokens: int) -> None:
+def test_route_equals_a_loop(form: str, options: Router, corrected: bool, tokens: int) -> None:
     logits = 2 * torch.randn(tokens, 8, dtype=torch.float64)
     correction = torch.randn(8, dtype=torch.float64) if corrected else None
-    routing = route(logits, correction, options)
+    with force(expert_choice=form):
+        routing = route(logits, correction, options)
     chosen, weights = brute.routed(logits, correction, options)
     assert routing.experts_TK.tolist() == chosen
     expected = torch.tensor(weights, dtype=torch.float64).reshape(tokens, options.top_k)
@@ -32,12 +36,25 @@ def test_route_equals_a_loop(options: Router, corrected: bool, tokens: int) -> N
     assert routing.loads_E.dtype == routing.experts_TK.dtype == torch.int64
 
 
+@FORMS
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-def test_equal_scores_choose_the_first_expert(scores: str) -> None:
+def test_equal_scores_choose_the_first_expert(form: str, scores: str) -> None:
     logits = torch.randint(0, 2, (200, 64), dtype=torch.float64)
     for options in (Router(6, scores), Router(6, scores, groups=8, group_limit=3)):
-        routing = route(logits, None, options)
+        with force(expert_choice=form):
+            routing = route(logits, None, options)
         assert routing.experts_TK.tolist() == brute.routed(logits, None, options)[0]
+
+
+def test_compiled_choice_sorts_values_that_are_no_numbers_as_torch_does() -> None:
+    values = torch.tensor([1.0, torch.inf, -torch.inf, torch.nan, 0.0])
+    scores = values[torch.randint(0, 5, (300, 8))]
+    for options in (Router(4), Router(4, groups=4, group_limit=2)):
+        chosen = []
+        for form in ("reference", "native"):
+            with force(expert_choice=form):
+                chosen.append(expert_choice(ChoiceInputs(scores, None, options)))
+        assert torch.equal(*chosen)
 
 
 @pytest.mark.parametrize("options", ROUTERS, ids=repr)

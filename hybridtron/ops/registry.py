@@ -14,7 +14,15 @@ from hybridtron.ops.conv import causal_conv
 from hybridtron.ops.delta import delta_gates, delta_scan
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.dropout import dropout
-from hybridtron.ops.experts import expert_choice, expert_linear, expert_order, experts, from_experts, to_experts
+from hybridtron.ops.experts import (
+    expert_choice,
+    expert_linear,
+    expert_order,
+    experts,
+    from_experts,
+    mlp_of_rows,
+    to_experts,
+)
 from hybridtron.ops.gated_norm import gated_norm, gated_scale, gated_squares, norm_before_gate
 from hybridtron.ops.geglu import geglu
 from hybridtron.ops.gla import gla_gates, gla_scan
@@ -37,9 +45,9 @@ OPS: dict[str, Op[Any, Any]] = {
     for op in (
         add_rms_norm, angles, apply_rope, attention, causal_conv, cross_entropy, decay_scan, delta_gates, delta_scan,
         dropout, expert_choice, expert_linear, expert_order, experts, from_experts, gated_norm, gated_scale,
-        gated_squares, geglu, gla_gates, gla_scan, linear, linear_cross_entropy, matrix_product, norm_before_gate,
-        rms_norm, selective_scan, softmax_gradients, softmax_sums, span_attention, sparse_attention, ssd_scan, swiglu,
-        to_experts, token_mix, turn_pairs,
+        gated_squares, geglu, gla_gates, gla_scan, linear, linear_cross_entropy, matrix_product, mlp_of_rows,
+        norm_before_gate, rms_norm, selective_scan, softmax_gradients, softmax_sums, span_attention, sparse_attention,
+        ssd_scan, swiglu, to_experts, token_mix, turn_pairs,
     )
 }  # fmt: skip
 

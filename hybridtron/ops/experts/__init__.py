@@ -7,10 +7,11 @@ from hybridtron.ops.experts.parts import expert_choice, expert_linear, expert_or
 from hybridtron.ops.experts.permutation import ExpertOrder, ExpertOrderInputs, FromExpertsInputs, ToExpertsInputs
 from hybridtron.ops.experts.products import ExpertLinearInputs
 from hybridtron.ops.experts.reference import ChoiceInputs, ExpertActivation, ExpertsInputs, Router, Routing
+from hybridtron.ops.experts.row_mlp import RowMLPInputs
 
 __all__ = [
     "ChoiceInputs", "ExpertActivation", "ExpertLinearInputs", "ExpertOrder", "ExpertOrderInputs", "ExpertsInputs",
-    "FromExpertsInputs", "Router", "Routing", "ToExpertsInputs", "balance_loss", "expert_choice", "expert_linear",
-    "expert_order", "experts", "experts_mlp", "from_experts", "loads_of", "mlp_of_rows", "route", "to_experts",
-    "z_loss",
+    "FromExpertsInputs", "Router", "Routing", "RowMLPInputs", "ToExpertsInputs", "balance_loss", "expert_choice",
+    "expert_linear", "expert_order", "experts", "experts_mlp", "from_experts", "loads_of", "mlp_of_rows", "route",
+    "to_experts", "z_loss",
 ]  # fmt: skip

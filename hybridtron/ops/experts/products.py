@@ -36,10 +36,10 @@ class ExpertLinearInputs(NamedTuple):
 def expert_linear(inputs: ExpertLinearInputs) -> Tensor:
     """Return each row's product with its expert's weight (N, O)."""
     weights = inputs.weight_EOI.unbind(0)  # the gradient of a weight by index would have all experts' size
-    return torch.cat([F.linear(inputs.x_NI[rows], weights[e]) for e, rows in enumerate(_rows(inputs.ends_E))])
+    return torch.cat([F.linear(inputs.x_NI[rows], weights[e]) for e, rows in enumerate(rows_of_experts(inputs.ends_E))])
 
 
-def _rows(ends_E: Tensor) -> Iterator[slice]:
+def rows_of_experts(ends_E: Tensor) -> Iterator[slice]:
     """Yield each expert's rows; on a GPU the host waits for the ends."""
     first = 0
     for end in ends_E.tolist():
@@ -75,10 +75,10 @@ class _Looped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
         ctx.save_for_backward(x_NI, weight_EOI)
-        ctx.rows = list(_rows(ends_E))
+        ctx.rows = list(rows_of_experts(ends_E))
         y_NO = x_NI.new_empty(len(x_NI), weight_EOI.shape[1])
         for rows, weight_OI in zip(ctx.rows, weight_EOI.unbind(0), strict=True):
-            _product(x_NI[rows], weight_OI.t(), y_NO[rows])
+            write_product(x_NI[rows], weight_OI.t(), y_NO[rows])
         return y_NO
 
     @staticmethod
@@ -90,13 +90,13 @@ class _Looped(torch.autograd.Function):
         grad_weight_EOI = torch.empty_like(weight_EOI) if ctx.needs_input_grad[1] else None
         for e, rows in enumerate(ctx.rows):
             if grad_x_NI is not None:
-                _product(grad_NO[rows], weight_EOI[e], grad_x_NI[rows])
+                write_product(grad_NO[rows], weight_EOI[e], grad_x_NI[rows])
             if grad_weight_EOI is not None:
-                _product(grad_NO[rows].t(), x_NI[rows], grad_weight_EOI[e])
+                write_product(grad_NO[rows].t(), x_NI[rows], grad_weight_EOI[e])
         return grad_x_NI, grad_weight_EOI, None
 
 
-def _product(left_MK: Tensor, right_KN: Tensor, room_MN: Tensor) -> None:
+def write_product(left_MK: Tensor, right_KN: Tensor, room_MN: Tensor) -> None:
     """Write the matrix product left right to `room_MN`; an empty sum is 0."""
     if left_MK.numel() == 0:
         room_MN.zero_()

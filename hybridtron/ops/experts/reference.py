@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtron.ops.precision import at_least_fp32
+from hybridtron.ops.swiglu import SwiGLUInputs, swiglu
 
 ExpertActivation = Literal["swiglu", "squared_relu"]
 TINY = 1e-20  # added to the sum that weights are divided by: a token whose scores are all 0 gets weights 0
@@ -126,5 +127,4 @@ def activated(hidden_NF: Tensor, activation: ExpertActivation) -> Tensor:
     """Return the activation (N, H) of an expert's first projection (N, F)."""
     if activation == "squared_relu":
         return F.relu(hidden_NF).square()
-    gate_NH, up_NH = hidden_NF.chunk(2, dim=-1)
-    return F.silu(gate_NH) * up_NH
+    return swiglu(SwiGLUInputs(hidden_NF))

@@ -8,11 +8,20 @@ from torch import Tensor
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridtron.ops.dispatch import force
+from hybridtron.ops.dispatch import force, force_on_all_threads
 from hybridtron.ops.experts import ExpertActivation, Router, Routing, experts_mlp, loads_of, route
 from tests.ops.experts import brute
 
-FORMS = pytest.mark.parametrize("form", ["reference", "ordered"])
+FORMS = pytest.mark.parametrize(
+    "form",
+    [
+        {"experts": "reference"},
+        {"experts": "ordered"},
+        {"experts": "ordered", "mlp_of_rows": "reference"},
+        {"*": "reference", "experts": "ordered"},
+    ],
+    ids=str,
+)
 ACTIVATIONS = pytest.mark.parametrize("activation", ["swiglu", "squared_relu"])
 EXPERTS, WIDTH, HIDDEN = 4, 6, 5
 
@@ -42,12 +51,14 @@ CASES = {
 @FORMS
 @ACTIVATIONS
 @pytest.mark.parametrize("case", CASES)
-def test_experts_and_gradients_equal_a_loop_over_tokens(form: str, activation: ExpertActivation, case: str) -> None:
+def test_experts_and_gradients_equal_a_loop_over_tokens(
+    form: dict[str, str], activation: ExpertActivation, case: str
+) -> None:
     routing = fixed(CASES[case])
     gate_up, down = weights(activation)
     x = torch.randn(len(CASES[case]), WIDTH, dtype=torch.float64, requires_grad=True)
     inputs = (x, routing.weights_TK, gate_up, down)
-    with force(experts=form):
+    with force_on_all_threads(form):
         y = experts_mlp(x, routing, gate_up, down, activation)
         slopes = torch.randn_like(y)
         grads = torch.autograd.grad(y, inputs, slopes)
@@ -62,11 +73,11 @@ def test_experts_and_gradients_equal_a_loop_over_tokens(form: str, activation: E
 
 @FORMS
 @ACTIVATIONS
-def test_zero_tokens_give_gradients_of_zero(form: str, activation: ExpertActivation) -> None:
+def test_zero_tokens_give_gradients_of_zero(form: dict[str, str], activation: ExpertActivation) -> None:
     gate_up, down = weights(activation)
     logits = torch.randn(0, EXPERTS, dtype=torch.float64, requires_grad=True)
     x = torch.randn(0, WIDTH, dtype=torch.float64, requires_grad=True)
-    with force(experts=form):
+    with force_on_all_threads(form):
         y = experts_mlp(x, route(logits, None, Router(2)), gate_up, down, activation)
         grads = torch.autograd.grad(y.sum(), (x, logits, gate_up, down))
     assert y.shape == (0, WIDTH)
@@ -76,7 +87,7 @@ def test_zero_tokens_give_gradients_of_zero(form: str, activation: ExpertActivat
 
 @FORMS
 @ACTIVATIONS
-def test_gradients_through_the_router_are_the_slopes(form: str, activation: ExpertActivation) -> None:
+def test_gradients_through_the_router_are_the_slopes(form: dict[str, str], activation: ExpertActivation) -> None:
     gate_up, down = weights(activation)
     logits = torch.randn(5, EXPERTS, dtype=torch.float64, requires_grad=True)
     x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -84,7 +95,7 @@ def test_gradients_through_the_router_are_the_slopes(form: str, activation: Expe
     def y(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         return experts_mlp(x, route(logits, None, Router(2, normalise=True)), gate_up, down, activation)
 
-    with force(experts=form):
+    with force_on_all_threads(form):
         assert gradcheck(y, (x, logits, gate_up, down))
 
 

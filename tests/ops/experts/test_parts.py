@@ -7,15 +7,21 @@ from torch.autograd import gradcheck
 
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.experts import (
+    ChoiceInputs,
     ExpertLinearInputs,
     ExpertOrder,
     ExpertOrderInputs,
     FromExpertsInputs,
+    Router,
+    RowMLPInputs,
     ToExpertsInputs,
+    expert_choice,
     expert_linear,
     expert_order,
     from_experts,
     loads_of,
+    mlp_of_rows,
+    native,
     to_experts,
 )
 
@@ -86,6 +92,41 @@ def test_narrow_rows_are_summed_in_fp32(form: str) -> None:
     torch.testing.assert_close(results[1], results[0], rtol=2**-7, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("channels", [1, 15, 16, 300])
+def test_compiled_rows_equal_the_gathered_at_all_sizes(channels: int, dtype: torch.dtype) -> None:
+    """Rows fill no vector, or several; tokens and rows are slices of wider tensors, and lie in columns."""
+    _, order = order_of(130, 3, 4)
+    x, slopes = torch.randn(2, 130, 2 * channels, dtype=dtype)[..., :channels]
+    rows = torch.randn(channels, 390, dtype=dtype).t().requires_grad_()
+    weights = torch.rand(3, 130, dtype=torch.promote_types(dtype, torch.float32)).t().requires_grad_()
+    x.requires_grad_()
+    results = []
+    for form in ("gathered", "native"):
+        with force(form):
+            to = to_experts(ToExpertsInputs(x, order))
+            y = from_experts(FromExpertsInputs(rows, weights, order))
+        grads = torch.autograd.grad(y, (rows, weights), slopes)
+        results.append((to, y, *torch.autograd.grad(to, x, rows.detach()), *grads))
+    close = {torch.bfloat16: 2**-7, torch.float32: 1e-5, torch.float64: 1e-13}[dtype]
+    torch.testing.assert_close(results[1], results[0], rtol=close, atol=close)
+
+
+def test_compiled_rows_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, order = order_of(1000, 2, 8)
+    rows = torch.randn(2000, 40, requires_grad=True)
+    weights = torch.rand(1000, 2, requires_grad=True)
+    scores = torch.rand(1000, 8)
+    results = []
+    for count in (1, 3):
+        monkeypatch.setattr(native, "threads", lambda worth, count=count: count)
+        y = from_experts(FromExpertsInputs(rows, weights, order))
+        to = to_experts(ToExpertsInputs(scores, order))
+        choice = expert_choice(ChoiceInputs(scores, None, Router(2)))
+        results.append((y, to, choice, *torch.autograd.grad(y.sum(), (rows, weights))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @LOADS
 @pytest.mark.parametrize("form", ["reference", "looped"])
 def test_expert_linear_is_a_product_for_each_row(form: str, loads: list[int]) -> None:
@@ -117,6 +158,16 @@ def test_grouped_products_equal_the_loop_bit_for_bit(loads: list[int], dtype: to
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def test_looped_mlps_save_the_first_projection_alone() -> None:
+    """Beside their inputs: the activation is computed again."""
+    ends = torch.tensor([2, 5], dtype=torch.int32)
+    inputs = torch.randn(5, 8, requires_grad=True), torch.randn(2, 12, 8), torch.randn(2, 8, 6)
+    kept: list[Tensor] = []
+    with force(mlp_of_rows="looped"), torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, id):
+        mlp_of_rows(RowMLPInputs(inputs[0], ends, *inputs[1:], "swiglu"))
+    assert [tuple(x.shape) for x in kept] == [(5, 8), (2, 12, 8), (2, 8, 6), (2, 12), (3, 12)]
+
+
 def test_frozen_experts_get_no_gradient() -> None:
     ends = torch.tensor([2, 5], dtype=torch.int32)
     x = torch.randn(5, 8, requires_grad=True)
@@ -124,5 +175,6 @@ def test_frozen_experts_get_no_gradient() -> None:
     for form in ("looped", "grouped"):
         with force(expert_linear=form):
             expert_linear(ExpertLinearInputs(x, weight, ends)).sum().backward()
+    mlp_of_rows(RowMLPInputs(x, ends, weight, weight, "squared_relu")).sum().backward()
     assert x.grad is not None
     assert weight.grad is None

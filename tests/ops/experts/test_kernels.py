@@ -1,0 +1,110 @@
+"""The Triton kernels of rows to and from experts against the reference in float64, and as compiled for a Hopper GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.device import compute_device
+from hybridtron.ops.dispatch import force
+from hybridtron.ops.experts import (
+    ExpertOrder,
+    ExpertOrderInputs,
+    FromExpertsInputs,
+    ToExpertsInputs,
+    expert_order,
+    from_experts,
+    loads_of,
+    to_experts,
+)
+from tests.ops.compiling import compile_calls
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+
+def order_of(tokens: int, top_k: int) -> ExpertOrder:
+    chosen = torch.rand(tokens, 6).argsort(1)[:, :top_k].contiguous()
+    return expert_order(ExpertOrderInputs(chosen, loads_of(chosen, 6)))
+
+
+def results(form: str, x: Tensor, rows: Tensor, weights: Tensor, order: ExpertOrder, slopes: Tensor) -> list[Tensor]:
+    """Return the rows of tokens, the sums of rows, and the gradients of tokens, rows and weights."""
+    leaves = [value.detach().requires_grad_() for value in (x, rows, weights)]
+    with force(form):
+        to = to_experts(ToExpertsInputs(leaves[0], order))
+        y = from_experts(FromExpertsInputs(leaves[1], leaves[2], order))
+    (of_x,) = torch.autograd.grad(to, leaves[0], rows)
+    return [to.detach(), y.detach(), of_x, *torch.autograd.grad(y, leaves[1:], slopes)]
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "channels"), [(1, 1, 3), (9, 2, 8), (5, 3, 20), (3, 6, 300), (70, 2, 33)])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
+def test_triton_rows_equal_the_reference(
+    tokens: int, top_k: int, channels: int, dtype: torch.dtype, close: float
+) -> None:
+    """The interpreter truncates to bf16: an error of up to 2^-7 of each value."""
+    order = order_of(tokens, top_k)
+    x, slopes = torch.randn(2, tokens, channels).to(dtype)
+    rows = torch.randn(tokens * top_k, channels).to(dtype)
+    weights = torch.rand(tokens, top_k)
+    expected = results("reference", *(v.double() for v in (x, rows, weights)), order, slopes.double())
+    device = compute_device()
+    there = ExpertOrder(*(v.to(device) for v in order))
+    actual = results("triton", *(v.to(device) for v in (x, rows, weights)), there, slopes.to(device))
+    for ours, theirs, wanted in zip(actual, expected, (dtype, dtype, dtype, dtype, torch.float32), strict=True):
+        assert ours.dtype == wanted
+        assert (ours.cpu().double() - theirs).norm() <= close * theirs.norm()
+
+
+def test_each_pass_launches_one_kernel_for_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel reads tokens and writes rows, or the reverse: two passes over the activations in each direction."""
+    from hybridtron.ops.experts import kernels  # not above: imported again for the interpreter
+
+    launched = []
+    launch = kernels.launch
+
+    def noted(kernel: Any, *arguments: Any, **options: Any) -> None:
+        launched.append(kernel.fn.__name__)
+        launch(kernel, *arguments, **options)
+
+    monkeypatch.setattr(kernels, "launch", noted)
+    device = compute_device()
+    order = ExpertOrder(*(v.to(device) for v in order_of(9, 2)))
+    x, slopes = torch.randn(2, 9, 8, device=device)
+    results("triton", x, torch.randn(18, 8, device=device), torch.rand(9, 2, device=device), order, slopes)
+    assert launched == ["_copy", "_add", "_add", "_spread"]
+
+
+def test_repeated_calls_give_equal_bits() -> None:
+    device = compute_device()
+    order = ExpertOrder(*(v.to(device) for v in order_of(20, 4)))
+    x, slopes = torch.randn(2, 20, 40, device=device)
+    rows = torch.randn(80, 40, device=device)
+    weights = torch.rand(20, 4, device=device)
+    first, second = (results("triton", x, rows, weights, order, slopes) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def shipped() -> None:
+    """Launch the kernels at a laptop's sizes, at those of a 30B model, and with the most channels."""
+    with torch.device("meta"):
+        for tokens, top_k, channels in ((4096, 2, 192), (8192, 6, 2688), (512, 2, 2**14)):
+            places = torch.empty(tokens, top_k, dtype=torch.int64)
+            order = ExpertOrder(places.flatten(), places, torch.empty(8, dtype=torch.int32))
+            x = torch.empty(tokens, channels, dtype=torch.bfloat16, requires_grad=True)
+            weights = torch.empty(tokens, top_k, requires_grad=True)
+            rows = to_experts.named("triton").function(ToExpertsInputs(x, order))
+            y = from_experts.named("triton").function(FromExpertsInputs(rows, weights, order))
+            torch.autograd.backward(y, torch.empty_like(x))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # a compiler's minute, and several on a busy machine
+def test_compiled_kernels_fit_an_h100() -> None:
+    launches, _ = compile_calls(__name__, "shipped")
+    assert {launch.kernel for launch in launches} == {"_copy", "_add", "_spread"}
+    assert [fault for launch in launches for fault in launch.faults()] == []
+    assert not any(launch.instructions["atom"] + launch.instructions["red"] for launch in launches)

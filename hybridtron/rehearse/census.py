@@ -34,7 +34,7 @@ SKIPPED = tuple(
 )
 """Files with helpers. An operation in one of these files gets the source line of the code that called the helper."""
 
-PRODUCTS = {"mm", "bmm", "addmm", "addmm_", "baddbmm"}
+PRODUCTS = {"mm", "bmm", "addmm", "addmm_", "baddbmm", "_grouped_mm"}
 # operations that launch no kernel
 NO_KERNEL = {
     "detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view",
@@ -308,6 +308,9 @@ def moved_bytes(form: OperationForm, args: Any, kwargs: Any, outputs: Sequence[T
 
 
 def product_flops(name: str, args: Any) -> int:
-    """Return a matrix product's FLOPs; a multiply-add counts as two."""
+    """Return a matrix product's FLOPs; a multiply-add counts as two.
+
+    In a grouped product, each row (or, in a weight's gradient, each column) of the first factor belongs to one group.
+    """
     first, second = args[1:3] if "add" in name else args[:2]
     return 2 * first.numel() * second.shape[-1]

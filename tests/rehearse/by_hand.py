@@ -21,10 +21,12 @@ from torch.nn import functional  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from hybridtron.ops.experts import Router, experts_mlp, route  # noqa: E402
 from hybridtron.ops.norm import RMSNormInputs, rms_norm  # noqa: E402
-from hybridtron.rehearse import events  # noqa: E402
 from hybridtron.rehearse.census import Census  # noqa: E402
-from hybridtron.rehearse.fake_cuda import COMPOSITE, PlaceholderValues, fake_tensors  # noqa: E402
+from hybridtron.rehearse.fake_cuda import COMPOSITE  # noqa: E402
+from hybridtron.rehearse.launches import Launches  # noqa: E402
+from hybridtron.rehearse.step import counting  # noqa: E402
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Tensor:
@@ -60,6 +62,15 @@ def added_up() -> None:
     b = tensor(40, 50, dtype=torch.bfloat16)
     total = tensor(30, 50)
     torch.addmm(total, a, b, out_dtype=torch.float32, out=total)  # all three read, the sum written
+
+
+def grouped() -> None:
+    """Route 16 tokens to 2 of 4 experts: 32 rows."""
+    x = tensor(16, 24, dtype=torch.bfloat16, grad=True)
+    gate_up = tensor(4, 2 * 40, 24, dtype=torch.bfloat16, grad=True)
+    down = tensor(4, 24, 40, dtype=torch.bfloat16, grad=True)
+    routing = route(tensor(16, 4, grad=True), None, Router(2, normalise=True))
+    experts_mlp(x, routing, gate_up, down, "swiglu").backward(tensor(16, 24, dtype=torch.bfloat16))
 
 
 def gate() -> None:
@@ -161,7 +172,7 @@ def counted(run: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
     census = Census()
     census.part = "passes"
     current[:] = [census]
-    with fake_tensors(), PlaceholderValues(), census, events.listen(census):
+    with counting(census, Launches()):
         more = run() or {}
     return {
         "operations": [[op.part, op.name, op.bytes, op.flops] for op in census.operations],
@@ -173,7 +184,9 @@ def counted(run: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    programs = (elementwise, cast_and_pick, product, added_up, gate, asked, drawn, one_number, held, run_again, sent)
+    programs = (
+        elementwise, cast_and_pick, product, added_up, grouped, gate, asked, drawn, one_number, held, run_again, sent,
+    )  # fmt: skip
     results = {program.__name__: counted(program) for program in programs}
     results["calls"] = {"works": calls()}
     results["composite"] = {"listed": sorted(COMPOSITE), "taken apart": taken_apart()}

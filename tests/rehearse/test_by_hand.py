@@ -57,6 +57,32 @@ def test_product_added_in_place_moves_hand_counted_bytes(seen: dict[str, Seen]) 
     assert seen["added_up"]["operations"] == [["forward", "addmm", moved, 2 * 30 * 40 * 50]]
 
 
+def test_grouped_products_have_hand_counted_flops_and_no_waits(seen: dict[str, Seen]) -> None:
+    operations = seen["grouped"]["operations"]
+    up = 2 * 32 * 24 * 2 * 40
+    down = 2 * 32 * 40 * 24
+    products = [(part, flops) for part, name, _, flops in operations if name == "_grouped_mm"]
+    assert products == [
+        ("forward", up), ("forward", down), ("backward", down), ("backward", down), ("backward", up), ("backward", up),
+    ]  # fmt: skip
+    assert seen["grouped"]["waits"] == []
+    assert len(operations) <= 40
+
+
+def test_rows_to_and_from_experts_are_read_and_written_once(seen: dict[str, Seen]) -> None:
+    x = 2 * 16 * 24
+    rows = 2 * 32 * 24
+    places = 8 * 32
+    weights = 4 * 32
+    kernels = [op[:3] for op in seen["grouped"]["operations"] if op[1].startswith("experts.")]
+    assert kernels == [
+        ["forward", "experts.copy", x + rows + places],
+        ["forward", "experts.add", x + rows + places + weights],
+        ["backward", "experts.spread", x + 2 * rows + places + 2 * weights],
+        ["backward", "experts.add", x + rows + places],
+    ]
+
+
 def test_operations_with_a_gpu_kernel_are_counted_as_one(seen: dict[str, Seen]) -> None:
     """A build without CUDA would take silu's gradient apart into some twelve."""
     assert seen["gate"]["operations"] == [["forward", "silu", 8000, 0], ["backward", "silu_backward", 12000, 0]]

@@ -60,7 +60,7 @@ def test_triton_rows_equal_the_reference(
 
 
 def test_each_pass_launches_one_kernel_for_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel reads tokens and writes rows, or the reverse: two passes over the activations in each direction."""
+    """A kernel reads tokens and writes rows, or the reverse, and nothing else touches the activations."""
     from hybridtron.ops.experts import kernels  # not above: imported again for the interpreter
 
     launched = []

@@ -32,6 +32,11 @@ WHAT = {
     "attention": ("attention", "Sliding-window attention", "against full attention and a dense mask, by length"),
     "span": ("attention", "Span-expanded attention", "against a window and full attention: time and peak memory"),
     "sparse": ("sparse", "Sparse attention", "every pattern next to a recurrence, against full attention, by length"),
+    "experts": (
+        "experts",
+        "Experts",
+        "a mixture of experts against a dense MLP of equal active FLOPs",
+    ),
     "kernels": ("kernels", "Kernels", "rehearsed bytes and time, and on a GPU measured time, next to other packages"),
     "data": ("data", "Data", "the loader against mosaicml-streaming's dataset, finding a far step, and tokenizing"),
     "states": (

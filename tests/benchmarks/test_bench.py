@@ -30,6 +30,7 @@ TABLES = {
     "attention": 1,
     "span": 2,
     "sparse": 2,
+    "experts": 1,
     "states": 2,
     "step": 1,
     "llama": 1,

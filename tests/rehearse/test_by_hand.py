@@ -76,6 +76,7 @@ def test_rows_to_and_from_experts_are_read_and_written_once(seen: dict[str, Seen
     weights = 4 * 32
     kernels = [op[:3] for op in seen["grouped"]["operations"] if op[1].startswith("experts.")]
     assert kernels == [
+        ["forward", "experts.choose", 4 * 16 * 4 + places],
         ["forward", "experts.copy", x + rows + places],
         ["forward", "experts.add", x + rows + places + weights],
         ["backward", "experts.spread", x + 2 * rows + places + 2 * weights],

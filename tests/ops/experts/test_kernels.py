@@ -1,4 +1,4 @@
-"""The Triton kernels of rows to and from experts against the reference in float64, and as compiled for a Hopper GPU."""
+"""The Triton kernels of experts against the references in float64, and as compiled for a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from torch import Tensor
 from hybridtron.device import compute_device
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.experts import (
+    ChoiceInputs,
     ExpertOrder,
     ExpertOrderInputs,
     FromExpertsInputs,
+    Router,
     ToExpertsInputs,
+    expert_choice,
     expert_order,
     from_experts,
     loads_of,
@@ -59,6 +62,30 @@ def test_triton_rows_equal_the_reference(
         assert (ours.cpu().double() - theirs).norm() <= close * theirs.norm()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [Router(1), Router(4), Router(12), Router(3, groups=4, group_limit=2), Router(4, groups=12, group_limit=5),
+     Router(2, groups=3, group_limit=1)],
+    ids=repr,
+)  # fmt: skip
+@pytest.mark.parametrize("values", [2, 1000])
+def test_triton_choice_equals_the_reference_at_ties_too(options: Router, values: int) -> None:
+    scores = torch.randint(values, (300, 12)).float() / values
+    for correction in (None, torch.randint(-values, values, (12,)).float() / values):
+        expected = expert_choice.reference.function(ChoiceInputs(scores, correction, options))
+        device = compute_device()
+        there = None if correction is None else correction.to(device)
+        actual = expert_choice.named("triton").function(ChoiceInputs(scores.to(device), there, options))
+        assert torch.equal(actual.cpu(), expected)
+
+
+def test_triton_choice_of_values_that_are_no_numbers_stays_among_experts() -> None:
+    values = torch.tensor([1.0, torch.inf, -torch.inf, torch.nan])
+    scores = values[torch.randint(0, 4, (200, 5))].to(compute_device())
+    chosen = expert_choice.named("triton").function(ChoiceInputs(scores, None, Router(5)))
+    assert (chosen.sort(1).values.cpu() == torch.arange(5)).all()
+
+
 def test_each_pass_launches_one_kernel_for_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel reads tokens and writes rows, or the reverse, and nothing else touches the activations."""
     from hybridtron.ops.experts import kernels  # not above: imported again for the interpreter
@@ -96,6 +123,9 @@ def shipped() -> None:
             order = ExpertOrder(places.flatten(), places, torch.empty(8, dtype=torch.int32))
             x = torch.empty(tokens, channels, dtype=torch.bfloat16, requires_grad=True)
             weights = torch.empty(tokens, top_k, requires_grad=True)
+            scores = torch.empty(tokens, 128)
+            for options in (Router(top_k), Router(top_k, groups=8, group_limit=4)):
+                expert_choice.named("triton").function(ChoiceInputs(scores, torch.empty(128), options))
             rows = to_experts.named("triton").function(ToExpertsInputs(x, order))
             y = from_experts.named("triton").function(FromExpertsInputs(rows, weights, order))
             torch.autograd.backward(y, torch.empty_like(x))
@@ -105,6 +135,6 @@ def shipped() -> None:
 @pytest.mark.timeout(600)  # a compiler's minute, and several on a busy machine
 def test_compiled_kernels_fit_an_h100() -> None:
     launches, _ = compile_calls(__name__, "shipped")
-    assert {launch.kernel for launch in launches} == {"_copy", "_add", "_spread"}
+    assert {launch.kernel for launch in launches} == {"_choose", "_copy", "_add", "_spread"}
     assert [fault for launch in launches for fault in launch.faults()] == []
     assert not any(launch.instructions["atom"] + launch.instructions["red"] for launch in launches)

@@ -143,8 +143,9 @@ def stored_weights(model: LanguageModel) -> dict[str, Tensor]:
     weights = {}
     for name, weight in model.named_parameters():
         keys = model.table[name].stored(name)
-        rows = [shape[0] for shape in keys.values()]
-        weights |= dict(zip(keys, weight.detach().split(rows), strict=True))
+        axis = model.table[name].parts_axis
+        sizes = [shape[axis] for shape in keys.values()]
+        weights |= dict(zip(keys, weight.detach().split(sizes, axis), strict=True))
     return weights
 
 

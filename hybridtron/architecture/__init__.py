@@ -11,6 +11,7 @@ from hybridtron.architecture.kda import KDASpec
 from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.architecture.mamba3 import Mamba3Spec
+from hybridtron.architecture.moe import MoESpec
 from hybridtron.architecture.retnet import RetNetSpec
 from hybridtron.architecture.rwkv6 import RWKV6Spec
 from hybridtron.architecture.rwkv6_channel_mix import RWKV6ChannelMixSpec
@@ -35,4 +36,5 @@ SPECS: dict[str, type[MixerSpec]] = {
     "shared_span": SharedSpanSpec,
     "swiglu": SwiGLUSpec,
     "squared_relu": SquaredReLUSpec,
+    "moe": MoESpec,
 }

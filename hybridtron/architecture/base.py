@@ -18,9 +18,10 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from fractions import Fraction
 from typing import Any, ClassVar, Literal, Self
 
-from hybridtron.architecture.inits import Init, Orthogonal, OutputProjection, Projection
+from hybridtron.architecture.inits import EachExpert, Init, Orthogonal, OutputProjection, Projection
 from hybridtron.architecture.placement import Placement
 from hybridtron.problems import Problem
 
@@ -145,9 +146,11 @@ class Parameter(Sharded):
     `parts` lists the matrices that are fused along `parts_axis`, each with its name and its size along this axis. A
     checkpoint stores each part under its own name, and a layout cuts each part separately. `heads` has for each part
     the number of heads among which the part's rows are divided: 1 for a part without heads. If no part has heads,
-    `heads` is empty. `family` selects the ranks that shard or replicate the weight. Five fields are flags:
+    `heads` is empty. `family` selects the ranks that shard or replicate the weight. `active` is the fraction of the
+    elements with which a token is computed: less than 1 for the weights of experts. Six fields are flags:
 
         decay         weight decay applies to the weight
+        trained       gradients change the weight; False for values that a training step sets by a rule of its own
         fp32          the weight stays in fp32 in a bf16 model
         fp8           a large projection, whose matmuls are in FP8 if the run uses FP8
         projection    a linear layer's weight, which can have an adapter
@@ -172,11 +175,13 @@ class Parameter(Sharded):
     shape: tuple[int, ...]
     init: Init
     decay: bool = True
+    trained: bool = True
     fp32: bool = False
     parts: tuple[tuple[str, int], ...] = ()
     parts_axis: int = 0
     heads: tuple[int, ...] = ()
     family: str = DENSE
+    active: Fraction = Fraction(1)
     partial_gradient: bool = False
     sequence_partial: bool = False
     fp8: bool = False
@@ -199,6 +204,11 @@ class Parameter(Sharded):
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def active_size(self) -> int:
+        """Number of elements with which a token is computed."""
+        return int(self.size * self.active)
 
     def stored(self, name: str) -> dict[str, tuple[int, ...]]:
         """Return key in a checkpoint -> shape, for this weight or for each of its parts."""
@@ -239,13 +249,13 @@ def linear(
     )
 
 
-def output_linear(out_features: int, in_features: int, num_sublayers: int) -> Parameter:
+def output_linear(out_features: int, in_features: int, num_sublayers: int, fp8: bool = True) -> Parameter:
     """Return a sub-layer's output projection, initialised uniformly on +-1/sqrt(in_features * num_sublayers).
 
     The projection is row-parallel: tensor-parallel ranks divide its inputs.
     """
     start = OutputProjection((in_features * num_sublayers) ** -0.5)
-    return Parameter((out_features, in_features), start, cuts=(Cut(1),), fp8=True, projection=True)
+    return Parameter((out_features, in_features), start, cuts=(Cut(1),), fp8=fp8, projection=True)
 
 
 @dataclass(frozen=True)
@@ -347,10 +357,10 @@ class MixerSpec(Placement, ABC):
         """
         parts: Counter[str] = Counter()
         for weight in self.parameters(model).values():
-            is_projection = isinstance(weight.init, Projection | OutputProjection | Orthogonal)
+            is_projection = isinstance(weight.init, Projection | OutputProjection | Orthogonal | EachExpert)
             # convolution taps have two axes and weight decay; Mamba's A_log has two axes, but no weight decay
             if is_projection or (len(weight.shape) == 2 and weight.decay):
-                parts["projections" if is_projection else "conv"] += 2 * weight.size
+                parts["projections" if is_projection else "conv"] += 2 * weight.active_size
         return {**parts}
 
     @abstractmethod

@@ -104,4 +104,26 @@ class RowFactors:
     blocks: tuple[tuple[int, float], ...]
 
 
-Init = Constant | Normal | Uniform | LogRange | LogUniform | InverseSoftplus | Orthogonal | Ramp | Rows | RowFactors
+@dataclass(frozen=True)
+class EachExpert:
+    """Values of another rule for each index of the first axis, drawn with a seed of the index's own.
+
+    So the values of an expert do not depend on how many experts there are.
+    """
+
+    init: Normal | Uniform
+
+
+Init = (
+    Constant
+    | Normal
+    | Uniform
+    | LogRange
+    | LogUniform
+    | InverseSoftplus
+    | Orthogonal
+    | Ramp
+    | Rows
+    | RowFactors
+    | EachExpert
+)

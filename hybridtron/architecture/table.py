@@ -32,7 +32,7 @@ from hybridtron.architecture.base import (
     Parameter,
     linear,
 )
-from hybridtron.architecture.inits import Constant, Normal, OutputProjection, Projection
+from hybridtron.architecture.inits import Constant, EachExpert, Init, Normal, OutputProjection, Projection
 from hybridtron.architecture.model import MULTIPLIERS, ModelConfig, Start
 from hybridtron.architecture.mup import MupConfig, resized, transfer_problems, transferred
 from hybridtron.architecture.pattern import RESERVED, Pattern, PatternError, parse
@@ -280,7 +280,13 @@ def _as_lit_gpt(table: dict[str, Parameter], arch: Architecture) -> dict[str, Pa
         Projection: Normal((2 / (5 * width)) ** 0.5),
         OutputProjection: Normal(width**-0.5 / blocks),
     }
-    return {name: replace(weight, init=starts.get(type(weight.init), weight.init)) for name, weight in table.items()}
+
+    def drawn(init: Init) -> Init:
+        if isinstance(init, EachExpert):
+            return EachExpert(starts.get(type(init.init), init.init))
+        return starts.get(type(init), init)
+
+    return {name: replace(weight, init=drawn(weight.init)) for name, weight in table.items()}
 
 
 def _option_problems(schema: type, what: str, options: Mapping[str, Any], where: str) -> list[Problem]:

@@ -117,6 +117,7 @@ class HybridtronMixer(nn.Module):
         self._elsewhere = {theirs for theirs, ours in names.items() if first and table[of_key[ours[0]]].shared}
         self._add_weights(table, {theirs: ours for theirs, ours in names.items() if theirs not in self._elsewhere})
         self._rows = dict(_rows_of(table, names))
+        self._axes = {name: weight.parts_axis for name, weight in table.items()}
         for name in self._projections():
             setattr(mixer, name, partial(self._project, name))
         if hasattr(mixer, ATTENTION):
@@ -124,7 +125,7 @@ class HybridtronMixer(nn.Module):
 
     def forward(self, x_BLD: Tensor, state: State | None, seq: SeqInfo) -> tuple[Tensor, State]:
         (mixer,) = self._mixer
-        weights = {name: self._weight(self._rows[name]) for name, _ in mixer.named_parameters()}
+        weights = {name: self._weight(self._rows[name], self._axes[name]) for name, _ in mixer.named_parameters()}
         try:
             out = functional_call(mixer, weights, (x_BLD.transpose(0, 1), state or None, seq))
         finally:
@@ -174,8 +175,11 @@ class HybridtronMixer(nn.Module):
             holder = self
         return holder.get_submodule(theirs.rpartition(".")[0])
 
-    def _weight(self, rows: list[WeightRows]) -> Tensor:
-        """Return a weight as the mixer expects it, assembled from rows of stored weights."""
+    def _weight(self, rows: list[WeightRows], axis: int) -> Tensor:
+        """Return a weight as the mixer expects it, assembled from rows of stored weights.
+
+        axis: the axis of the weight's parts. If it is not the axis of rows, each part is a stored weight of its own.
+        """
         parts = []
         for part in rows:
             weight = getattr(self._layer(part.theirs), part.theirs.rpartition(".")[2])
@@ -184,7 +188,7 @@ class HybridtronMixer(nn.Module):
             parts.append(weight if part.stop - part.start == part.total else weight[part.start : part.stop])
         if len(parts) == 1:
             return parts[0]
-        return torch.cat(parts)
+        return torch.cat(parts, dim=axis)
 
     def _project(self, name: str, x: Tensor) -> Tensor:
         """Apply a projection of the mixer to x with this model's layers; return outputs in the mixer's order.

@@ -85,5 +85,6 @@ def project_all(
 
 
 gather_output = gather_input
+sum_output = gather_input
 all_reduce_gradients = gather_input
 all_reduce_sum = gather_input

@@ -99,7 +99,7 @@ def reader(model: LanguageModel) -> Reader:
     """Return a reader for a full model on this process."""
 
     def forward(tokens_BL: Tensor, states: States | None, seq: SeqInfo, readout: Readout) -> tuple[Tensor, States]:
-        x_LBD, states, _ = model(tokens_BL, states, seq, logits=False)
+        x_LBD, states, *_ = model(tokens_BL, states, seq, logits=False)
         return readout.make(model, x_LBD), states
 
     weight_VD = model.output_weight()

@@ -164,13 +164,18 @@ def _implementation(module: str, name: str, op: ast.Call) -> DefinedName | None:
     """
     reference, *others = [node for node in ast.walk(op) if isinstance(node, ast.Attribute)]
     if name not in IMPLEMENTATIONS:
-        return _resolved(f"{module}.{ast.unparse(reference.value)}", reference.attr)
+        return _resolved(_imported_file(module, reference), reference.attr)
     for attribute in others:
-        file = f"{module}.{ast.unparse(attribute.value)}"
+        file = _imported_file(module, attribute)
         implementation = SourceFile.of(file).call(attribute.attr, "Implementation")
         if implementation is not None and ast.literal_eval(implementation.args[0]) == IMPLEMENTATIONS[name]:
             return _resolved(file, ast.unparse(implementation.args[1]))
     raise NotShippable(f"the op {name} has no implementation {IMPLEMENTATIONS[name]}, which IMPLEMENTATIONS names")
+
+
+def _imported_file(module: str, attribute: ast.Attribute) -> str:
+    """Return the file, as a module's dotted name, in which `attribute`, such as `reference.scan`, is defined."""
+    return ".".join(SourceFile.of(module).own_imports[ast.unparse(attribute.value)])
 
 
 def _closure(wanted: Iterable[DefinedName]) -> list[DefinedName]:

@@ -1,6 +1,6 @@
 """Contract between a mixer and the code around it.
 
-    forward(x_LBD, state, seq) -> MixerOutput(y_LBD, state, aux)
+    forward(x_LBD, state, seq) -> MixerOutput(y_LBD, state, aux, routed)
 
 x and y have the tokens first, as Megatron's parallel linears need it: L tokens, B rows (sequences in the batch), D
 width. `forward` never modifies its argument `state`, but returns a new state. A state that is None stands for zeros, as
@@ -8,6 +8,9 @@ at a document's start. A part that is missing in a state stands for zeros too.
 
 `aux` maps each name in the spec's `auxiliary` to a scalar loss. Each tensor-parallel rank returns its own value for
 such a loss; the mean of these values is added to the training loss.
+
+`routed` counts a router's choices in training. Counts are results, not attributes of the module: a forward pass that is
+repeated in the backward pass (`parallel.recompute`) would count twice.
 """
 
 from __future__ import annotations
@@ -29,12 +32,27 @@ A mixer without a state returns {}.
 """
 
 
+class Routed(NamedTuple):
+    """The choices of a router in one forward pass, over the tokens that this rank has.
+
+    loads_E: number of choices that fell on each of E experts, in int64; every tensor-parallel rank has the same
+    entropy: sum over tokens of the entropy of the router's scores, in float64 and nats
+    """
+
+    loads_E: Tensor
+    entropy: Tensor
+
+
 class MixerOutput(NamedTuple):
-    """A mixer's result: its output, its new state and its auxiliary losses."""
+    """A mixer's result: its output, its new state, its auxiliary losses, and its router's choices if it has a router.
+
+    Auxiliary losses and choices are for training only: there are none if `SeqInfo.key` is None.
+    """
 
     y_LBD: Tensor
     state: State
     aux: dict[str, Tensor]
+    routed: Routed | None = None
 
 
 class Mixer(nn.Module, ABC):

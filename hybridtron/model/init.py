@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hybridtron.architecture.inits import (
     Constant,
+    EachExpert,
     Init,
     InverseSoftplus,
     LogRange,
@@ -64,6 +65,8 @@ def starting_value(init: Init, shape: tuple[int, ...], seed: int, name: str) -> 
         case Rows(starts):
             # The seed is equal for all indices of the first axis. This is harmless, because a Ramp draws no numbers.
             return torch.stack([starting_value(start, shape[1:], seed, name) for start in starts])
+        case EachExpert(of_expert):
+            return torch.stack([starting_value(of_expert, shape[1:], seed, f"{name}/{e}") for e in range(shape[0])])
         case RowFactors(of_rows, blocks):
             counts = torch.tensor([rows for rows, _ in blocks])
             factors = torch.tensor([factor for _, factor in blocks]).repeat_interleave(counts)

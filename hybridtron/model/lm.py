@@ -18,6 +18,7 @@ from torch.nn import functional
 from hybridtron.architecture.table import Architecture
 from hybridtron.config.schema import Recompute
 from hybridtron.data.batch import SeqInfo
+from hybridtron.mixers.base import Routed
 from hybridtron.mixers.norm import RMSNorm
 from hybridtron.model.shared import share_weights
 from hybridtron.model.stack import Stack, States
@@ -57,17 +58,18 @@ def stream_dtype(computed: torch.dtype, residual_fp32: bool) -> torch.dtype:
 
 
 class ModelOut(NamedTuple):
-    """A stage's output, the states after the last token, and the mixers' auxiliary losses by name.
+    """A stage's output, the states after the last token, the mixers' auxiliary losses by name, and routers' choices.
 
     The last stage outputs logits (L, B, V) for this rank's vocabulary shard. With `logits=False`, it outputs the normed
     and scaled residual stream (L, B, D) instead; `linear(stream, output_weight())` gives the logits. The other stages
     output the residual stream (L, B, D). If a sub-layer reads the embedding, these stages output the stream and the
-    embedding, concatenated to (2 * L, B, D).
+    embedding, concatenated to (2 * L, B, D). `routed` maps a sub-layer's index to the choices of its router.
     """
 
     output: Tensor
     states: States
     aux: dict[str, Tensor]
+    routed: dict[int, Routed]
 
 
 class LanguageModel(nn.Module):
@@ -140,17 +142,17 @@ class LanguageModel(nn.Module):
             embedded_LBD = x_LBD if self.carries_embedding else None
         elif self.carries_embedding:
             x_LBD, embedded_LBD = x_LBD.chunk(2)
-        x_LBD, new_states, aux = self.layers(x_LBD, states, seq, embedded_LBD)
+        x_LBD, new_states, aux, routed = self.layers(x_LBD, states, seq, embedded_LBD)
         if not self.slice.last:
             if embedded_LBD is None:
                 sent_LBD = x_LBD
             else:
                 sent_LBD = torch.cat((x_LBD, embedded_LBD))
-            return ModelOut(sent_LBD, new_states, aux)
+            return ModelOut(sent_LBD, new_states, aux, routed)
         x_LBD = multiply(self.norm(x_LBD), 1 / self.logits_scaling)
         if logits:
             x_LBD = functional.linear(gather_input(x_LBD, self.slice.tensor), self.output_weight())
-        return ModelOut(x_LBD, new_states, aux)
+        return ModelOut(x_LBD, new_states, aux, routed)
 
     def next_logits(self, x_LBD: Tensor) -> Tensor:
         """Return the next token's logits (B, V) over the full vocabulary.

@@ -35,7 +35,7 @@ from hybridtron.architecture.base import MixerSpec, ModelSizes
 from hybridtron.architecture.table import Architecture
 from hybridtron.config.schema import Recompute
 from hybridtron.data.batch import SeqInfo
-from hybridtron.mixers.base import State, build_mixer
+from hybridtron.mixers.base import Routed, State, build_mixer
 from hybridtron.mixers.norm import RMSNorm
 from hybridtron.model.offload import OffloadedPass
 from hybridtron.ops.multiply import multiply
@@ -104,7 +104,7 @@ class SubLayerInputs(NamedTuple):
 
 
 class ResidualOut(NamedTuple):
-    """The stream with the mixer's output pending, the mixer's new state, and its auxiliary losses.
+    """The stream with the mixer's output pending, the mixer's new state, its auxiliary losses and its router's choices.
 
     `normed_LBD` is the mixer's input. If the next sub-layer is a parallel branch, it reads this tensor, else the tensor
     may be None.
@@ -114,6 +114,7 @@ class ResidualOut(NamedTuple):
     state: State
     aux: dict[str, Tensor]
     normed_LBD: Tensor | None = None
+    routed: Routed | None = None
 
 
 class Residual(nn.Module):
@@ -149,14 +150,14 @@ class Residual(nn.Module):
             _, normed_LBD = self.norm(x_LBD, stream.feeder_LBD)  # a feeder's output does not enter the stream
         mixed = self.mixer(normed_LBD, inputs.state, inputs.seq)
         out = ResidualStream(x_LBD, multiply(mixed.y_LBD, self.multiplier), stream.embedded_LBD)
-        return ResidualOut(out, mixed.state, mixed.aux, normed_LBD if self.shows_norm else None)
+        return ResidualOut(out, mixed.state, mixed.aux, normed_LBD if self.shows_norm else None, mixed.routed)
 
     def _with_norm_after(self, inputs: SubLayerInputs) -> ResidualOut:
         x_LBD = inputs.stream.materialize()
         mixed = self.mixer(x_LBD.to(self.norm.weight.dtype), inputs.state, inputs.seq)
         _, y_LBD = self.norm(mixed.y_LBD, None)
         out = ResidualStream(x_LBD, multiply(y_LBD, self.multiplier), inputs.stream.embedded_LBD)
-        return ResidualOut(out, mixed.state, mixed.aux)
+        return ResidualOut(out, mixed.state, mixed.aux, routed=mixed.routed)
 
 
 class ParallelBranch(nn.Module):
@@ -175,7 +176,7 @@ class ParallelBranch(nn.Module):
         normed_LBD = inputs.stream.x_LBD
         mixed = self.mixer(normed_LBD, inputs.state, inputs.seq)
         stream = ResidualStream(normed_LBD, multiply(mixed.y_LBD, self.multiplier))
-        return ResidualOut(stream, mixed.state, mixed.aux, normed_LBD)
+        return ResidualOut(stream, mixed.state, mixed.aux, normed_LBD, mixed.routed)
 
 
 class Feeder(nn.Module):
@@ -231,11 +232,15 @@ def recompute_in_backward(layer: nn.Module, inputs: SubLayerInputs) -> ResidualO
 
 
 class StackOut(NamedTuple):
-    """The stream after the last sub-layer, every layer's new state, and the auxiliary losses summed by name."""
+    """The stream after the last sub-layer, every layer's new state, and the auxiliary losses summed by name.
+
+    `routed` has the choices of each router by its sub-layer's index in the model.
+    """
 
     x_LBD: Tensor
     states: States
     aux: dict[str, Tensor]
+    routed: dict[int, Routed]
 
 
 class Stack(nn.ModuleDict):
@@ -272,6 +277,7 @@ class Stack(nn.ModuleDict):
         stream = ResidualStream(x_LBD, None, embedded_LBD)
         new_states: States = {}
         total_aux: dict[str, Tensor] = {}
+        routed: dict[int, Routed] = {}
         offloaded = OffloadedPass()
         normed_LBD = None
         for name, layer in self.items():
@@ -286,13 +292,15 @@ class Stack(nn.ModuleDict):
                 stream = out.stream
             new_states[index] = out.state
             normed_LBD = out.normed_LBD
+            if out.routed is not None:
+                routed[index] = out.routed
             for key, loss in out.aux.items():
                 if key in total_aux:
                     total_aux[key] = total_aux[key] + loss
                 else:
                     total_aux[key] = loss
         offloaded.close()
-        return StackOut(stream.materialize(), new_states, total_aux)
+        return StackOut(stream.materialize(), new_states, total_aux, routed)
 
     def _run(self, name: str, inputs: SubLayerInputs, offloaded: OffloadedPass) -> ResidualOut:
         """Run one sub-layer, with its activations kept, offloaded or recomputed."""

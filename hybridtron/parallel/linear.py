@@ -327,6 +327,13 @@ def gather_output(y_LBC: Tensor, tensor: TensorGroup) -> Tensor:
     return gather_from_tensor_model_parallel_region(y_LBC, group=tensor.group)
 
 
+def sum_output(y_LBD: Tensor, tensor: TensorGroup) -> Tensor:
+    """Sum the ranks' outputs for all tokens. Under sequence parallelism, return the sum for this rank's tokens."""
+    if tensor.size == 1:
+        return y_LBD
+    return _sum_over_ranks(tensor.sequence)(y_LBD, group=tensor.group)
+
+
 def all_reduce_gradients(x: Tensor, tensor: TensorGroup) -> Tensor:
     """Return x unchanged; in backward all-reduce its gradient. Each rank passes a partial sum of the gradient."""
     if tensor.size == 1:

@@ -125,7 +125,7 @@ def carried_over(mixer: Mixer, x: Tensor, cuts: list[int]) -> tuple[Tensor, Stat
     outputs = []
     state = None
     for start, stop in itertools.pairwise([0, *cuts, len(x)]):
-        y, state, _ = mixer(x[start:stop], state, rows(stop - start, start=start))
+        y, state, *_ = mixer(x[start:stop], state, rows(stop - start, start=start))
         outputs.append(y)
     assert state is not None
     return torch.cat(outputs), state
@@ -225,11 +225,11 @@ def test_token_by_token_equals_the_whole_row(eval_form: str) -> None:
     for name, weight in model.named_parameters():
         weight.data.copy_(starting_value(model.table[name].init, tuple(weight.shape), 1, name))
     tokens = random_batch().tokens_BL
-    whole, _, _ = model(tokens, None, SeqInfo.stream(2, 24))
+    whole, *_ = model(tokens, None, SeqInfo.stream(2, 24))
     states = None
     outputs = []
     for place in range(24):
-        output, states, _ = model(tokens[:, place : place + 1], states, SeqInfo.stream(2, 1, place))
+        output, states, *_ = model(tokens[:, place : place + 1], states, SeqInfo.stream(2, 1, place))
         outputs.append(output)
     torch.testing.assert_close(torch.cat(outputs), whole, rtol=1e-4, atol=1e-4)
 

@@ -77,7 +77,7 @@ def in_pieces(model: LanguageModel, tokens_BL: Tensor, ends: list[int]) -> Tenso
     states = None
     for start, stop in itertools.pairwise([0, *ends]):
         seq = SeqInfo.stream(len(tokens_BL), stop - start, start)
-        output, states, _ = model(tokens_BL[:, start:stop], states, seq)
+        output, states, *_ = model(tokens_BL[:, start:stop], states, seq)
         outputs.append(output)
     return torch.cat(outputs)
 

@@ -31,7 +31,7 @@ def step(pattern: str, dtype: torch.dtype, device: torch.device, forms: dict[str
     states = None
     with force("reference"), force(**forms):
         for tokens in (slice(TOKENS), slice(TOKENS, None)):
-            logits, states, _ = model(batch.tokens_BL[:, tokens], states, SeqInfo.stream(1, TOKENS, device=device))
+            logits, states, *_ = model(batch.tokens_BL[:, tokens], states, SeqInfo.stream(1, TOKENS, device=device))
             labels, mask = (t[:, tokens].transpose(0, 1) for t in (batch.labels_BL, batch.mask_BL))
             loss = loss + cross_entropy(CrossEntropyInputs(logits, labels, mask, 0.0)).total
         loss.backward()

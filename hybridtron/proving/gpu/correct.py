@@ -77,6 +77,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     ],
     "swiglu": [{"hidden": 512}, {"hidden": 512, "gate_multiplier": 0.5}],
     "squared_relu": [{"hidden": 512}],
+    "moe": [
+        {"experts": 8, "top_k": 2, "hidden": 256, "shared": 128, "shared_gate": True},
+        {"experts": 8, "top_k": 2, "hidden": 256, "activation": "squared_relu", "scores": "sigmoid", "balance": "bias"},
+    ],
 }
 ADAPTERS: dict[str, dict[str, Any]] = {
     "adapter": {},
@@ -260,8 +264,8 @@ def mixer_error(
             mixer = mixer.float()
         x_LBD = torch.randn(length, ROWS, spec.input_width(sizes)).to(device, dtype).to(kind).requires_grad_()
         with force(form):
-            y_LBD, state, _ = mixer(x_LBD, None, seq.map(lambda tensor: tensor.to(device)))
-        weights = [x_LBD, *mixer.parameters()]
+            y_LBD, state, *_ = mixer(x_LBD, None, seq.map(lambda tensor: tensor.to(device)))
+        weights = [x_LBD, *(weight for weight in mixer.parameters() if weight.requires_grad)]
         later_LBD = y_LBD * (positions_BL.T.unsqueeze(2) > 0).to(device)
         # some weights of sparse attention get gradients only from an auxiliary loss
         gradients = torch.autograd.grad(_some_sum([later_LBD]), weights, allow_unused=True, materialize_grads=True)

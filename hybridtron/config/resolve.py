@@ -106,6 +106,8 @@ class ResolvedPhase:
 
     def learns(self, name: str) -> bool:
         """Return True if the phase trains the weight with this name."""
+        if name in self.table and not self.table[name].trained:
+            return False
         return self.trained is None or any(fnmatchcase(name, pattern) for pattern in self.trained)
 
     @property

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hybridtron.config.schema import Recompute
 from hybridtron.data.batch import Batch
+from hybridtron.mixers.base import Routed
 from hybridtron.model.lm import LanguageModel, ModelOut
 from hybridtron.model.stack import States
 from hybridtron.parallel.linear import TensorGroup
@@ -31,10 +32,12 @@ class ChunkOutput(NamedTuple):
     """A stage's output for one chunk.
 
     auxiliary: the mixers' auxiliary losses by name, multiplied by the chunk's number of loss tokens
+    routed: the choices of each router in the stage, by its sub-layer's index
     """
 
     output: Tensor
     auxiliary: Mapping[str, Tensor]
+    routed: Mapping[int, Routed]
 
 
 class StageOutput(NamedTuple):
@@ -43,11 +46,13 @@ class StageOutput(NamedTuple):
     output: all chunks' outputs, concatenated
     states: the last chunk's final states
     auxiliary: the mixers' auxiliary losses by name, multiplied by loss tokens and summed over the chunks
+    routed: the choices of each router in the stage, by its sub-layer's index, summed over the chunks
     """
 
     output: Tensor
     states: States
     auxiliary: Mapping[str, Tensor]
+    routed: Mapping[int, Routed]
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class MultiChunkForward:
 
     chunks: how many chunks each row has
     next_chunk_states: returns a chunk's initial states from the previous chunk's final states
-    finish_output: returns the tensor that the stage sends, and the auxiliary losses, from the model's output
+    finish_output: returns, from the model's output, the tensor that the stage sends, losses and choices
     """
 
     chunks: int
@@ -75,6 +80,7 @@ class MultiChunkForward:
             streams = received.chunk(self.chunks)
         outputs = []
         sums: dict[str, Tensor] = {}
+        routed: dict[int, Routed] = {}
         for turn, (piece, x_LBD) in enumerate(zip(batch.chunks(self.chunks), streams, strict=True)):
             if turn:
                 assert states is not None
@@ -86,18 +92,26 @@ class MultiChunkForward:
                 )
             else:
                 stage_output = self._run_chunk(model, piece, states, x_LBD)
-            output, states, losses = stage_output
+            output, states, losses, chosen = stage_output
             outputs.append(output)
+            routed = {index: added_choices(routed.get(index), choices) for index, choices in chosen.items()}
             sums = {name: loss + sums.get(name, 0) for name, loss in losses.items()}
         assert states is not None
-        return StageOutput(torch.cat(outputs), states, sums)
+        return StageOutput(torch.cat(outputs), states, sums, routed)
 
     def _run_chunk(
         self, model: LanguageModel, piece: Batch, states: States | None, x_LBD: Tensor | None
     ) -> StageOutput:
         out: ModelOut = model(piece.tokens_BL, states, piece.seq, x_LBD, logits=False)
-        output, losses = self.finish_output(out, piece)
-        return StageOutput(output, out.states, losses)
+        output, losses, routed = self.finish_output(out, piece)
+        return StageOutput(output, out.states, losses, routed)
+
+
+def added_choices(before: Routed | None, routed: Routed) -> Routed:
+    """Return the sum of two counts; None stands for zero."""
+    if before is None:
+        return routed
+    return Routed(before.loads_E + routed.loads_E, before.entropy + routed.entropy)
 
 
 def to_gathered_order(x_LB: Tensor, chunks: int, tensor: TensorGroup) -> Tensor:

@@ -24,6 +24,7 @@ from hybridtron.data.batch import Batch, step_key
 from hybridtron.data.order.phase_order import phase_seed
 from hybridtron.device import DTYPES, compute_device
 from hybridtron.engine.optimizer import Optimizer
+from hybridtron.engine.routers import ChoiceValues, RouterMetrics, move_corrections, routers_of
 from hybridtron.engine.schedule import BatchParts, StepLoss, run_schedule
 from hybridtron.engine.stage import build_stages, data_parallel
 from hybridtron.engine.states import StateCarrier, state_blocks
@@ -86,6 +87,8 @@ class Engine:
         self.learned = 0  # number of loss tokens
         names = {name for spec in arch.specs for name in spec.auxiliary}
         self.auxiliary = dict.fromkeys(sorted(names), 0.0)  # the mixers' auxiliary losses per loss token, by name
+        self.routers = routers_of(arch)
+        self.router_metrics: dict[str, RouterMetrics] = {}  # by the layer's name; empty without experts
         self.carrier: StateCarrier | None = None
         self._seed, self._lanes = phase_seed(config.run.seed, 0), range(0)
 
@@ -136,6 +139,7 @@ class Engine:
                 self.device,
                 self.carrier,
                 auxiliary=tuple(self.auxiliary),
+                routers=self.routers,
             )
         self._loss = loss
         return loss
@@ -169,16 +173,20 @@ class Engine:
     def step(self, lr: float, weight_decay: float | None = None) -> tuple[float, bool]:
         """Update the weights, and adopt the step's final states and its FP8 statistics (amax history).
 
-        A refused step changes none of them.
+        The corrections of routers move by the step's loads. A refused step changes none of these values.
 
         weight_decay: None for the phase's value
 
         Returns the gradient norm before clipping, and True if the step was accepted.
         """
         added = self._loss.auxiliary
+        counted = ChoiceValues(self._loss.choices, {index: spec.top_k for index, spec in self.routers.items()})
         scalars = (self.optimizer.squared_norm(), self._loss.total, self._loss.tokens, *added.values())
+        values = [value.reshape(1).double() for value in scalars]
         # the only point in a step at which the host waits for the device
-        squares, total, tokens, *sums = torch.stack([value.reshape(()).double() for value in scalars]).tolist()
+        squares, total, tokens, *rest = torch.cat([*values, *counted.flat]).tolist()
+        sums = rest[: len(added)]
+        self.router_metrics = counted.metrics(rest[len(added) :])
         grad_norm = squares**0.5
         self.learned = int(tokens)
         self.mean_loss = total / tokens if tokens else math.nan
@@ -189,6 +197,8 @@ class Engine:
         wait(self.pending_copies)  # the update changes weights and moments, so a checkpoint must have copied them
         accepted = self.optimizer.apply_update(lr, grad_norm, acceptable, weight_decay)
         self.statistics.settle(accepted)
+        if accepted:
+            move_corrections([stage.model for stage in self.stages], self._loss.choices)
         if accepted and self.carrier is not None:
             self.carrier.commit()
         return grad_norm, accepted

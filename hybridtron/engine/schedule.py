@@ -18,9 +18,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor, nn
 
+from hybridtron.architecture.moe import MoESpec
 from hybridtron.data.batch import Batch
 from hybridtron.engine.bptt import ChunkOutput, MultiChunkForward, StageOutput, to_gathered_order
+from hybridtron.engine.routers import add_choices, no_choices, reduce_choices
 from hybridtron.engine.states import StateCarrier
+from hybridtron.mixers.base import Routed
 from hybridtron.model.lm import LanguageModel, ModelOut
 from hybridtron.parallel.context import local_shard
 from hybridtron.parallel.groups import Groups
@@ -34,11 +37,13 @@ class StepLoss(NamedTuple):
     total: cross entropy, summed over all loss tokens; an array with one element per part if there are `BatchParts`
     tokens: how many loss tokens there are, in the same shape as `total`
     auxiliary: the mixers' auxiliary losses by name, multiplied by loss tokens and summed; `total` does not include them
+    choices: in training, the choices of each router in the model, by its sub-layer's index
     """
 
     total: Tensor
     tokens: Tensor
     auxiliary: Mapping[str, Tensor] = MappingProxyType({})
+    choices: Mapping[int, Routed] = MappingProxyType({})
 
     @property
     def mean(self) -> Tensor:
@@ -67,6 +72,7 @@ def run_schedule(
     forward_only: bool = False,
     batch_parts: BatchParts | None = None,
     auxiliary: Sequence[str] = (),
+    routers: Mapping[int, MoESpec] = MappingProxyType({}),
 ) -> StepLoss:
     """Run this data-parallel rank's micro-batches through the pipeline; accumulate gradients unless `forward_only`.
 
@@ -75,10 +81,14 @@ def run_schedule(
         With context parallelism they hold full rows or this rank's sequence shards.
     carrier: provides the rows' initial states; None for zero states
     auxiliary: names of the auxiliary losses that the model's mixers have
+    routers: the model's sub-layers with experts; in evaluation none, because choices are counted only in training
     """
     schedule: Any = get_forward_backward_func()
     sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in auxiliary}
-    step = partial(_forward_step, z_loss=z_loss, groups=groups, device=device, carrier=carrier, sums=sums)
+    choices = no_choices(routers, device)
+    step = partial(
+        _forward_step, z_loss=z_loss, groups=groups, device=device, carrier=carrier, sums=sums, choices=choices
+    )
     reports = schedule(
         forward_step_func=step,
         data_iterator=[_number_batches(chunk, batches) for chunk in range(len(stages))],
@@ -94,7 +104,7 @@ def run_schedule(
     dist.all_reduce(totals, group=groups.pipeline.group)  # zero on every pipeline rank but the last
     dist.all_reduce(totals, group=groups.dense.copies.group)
     totals = totals[0] if batch_parts is None else totals
-    return StepLoss(totals[..., 0], totals[..., 1], _reduce_auxiliary(sums, groups))
+    return StepLoss(totals[..., 0], totals[..., 1], _reduce_auxiliary(sums, groups), reduce_choices(choices, groups))
 
 
 def _schedule_length(stages: Sequence[nn.Module], batch: Batch) -> int:
@@ -137,8 +147,9 @@ def _forward_step(
     device: torch.device,
     carrier: StateCarrier | None,
     sums: Mapping[str, Tensor],
+    choices: Mapping[int, Routed],
 ) -> tuple[Tensor, Any]:
-    """Run the next micro-batch through a stage, and add its auxiliary losses to `sums`.
+    """Run the next micro-batch through a stage, and add its auxiliary losses to `sums`, its choices to `choices`.
 
     Returns the stage's output, and the function that Megatron calls on the last stage to compute the loss.
     """
@@ -154,10 +165,11 @@ def _forward_step(
         stage_output: StageOutput = stage(batch, states, forward)
     else:
         out: ModelOut = stage(batch, states)
-        output, losses = _chunk_output(out, batch)
-        stage_output = StageOutput(output, out.states, losses)
+        output, losses, routed = _chunk_output(out, batch)
+        stage_output = StageOutput(output, out.states, losses, routed)
     for name, loss in stage_output.auxiliary.items():
         sums[name].add_(loss)
+    add_choices(choices, stage_output.routed)
     if carrier is not None:
         carrier.record_final(chunk, number, stage_output.states)
     wrapped: Any = stage.module
@@ -174,7 +186,7 @@ def _chunk_output(out: ModelOut, batch: Batch) -> ChunkOutput:
     tokens = batch.mask_BL.sum()
     losses = {name: loss * tokens for name, loss in out.aux.items()}
     output = with_auxiliary_losses(out.output, list(losses.values()))
-    return ChunkOutput(output, {name: loss.detach() for name, loss in losses.items()})
+    return ChunkOutput(output, {name: loss.detach() for name, loss in losses.items()}, out.routed)
 
 
 def _loss_of(

@@ -26,6 +26,8 @@ class StepMetrics:
     imbalance: only with context parallelism; the maximum of the sequence shards' forward FLOPs divided by their mean,
         over the first process's micro-batches
     auxiliary: name -> auxiliary loss, summed over the sub-layers that add it
+    routers: only with experts, by layer: `load_max_over_mean`, the largest load of an expert divided by the mean load;
+        `idle`, the number of experts without a token; `entropy` of the router's scores divided by its maximum
     restarted_lanes: only if states are carried from step to step; how often in this phase a sequence's state was
         not finite and was set to zero
     validation: after an evaluation, held-out losses by length, such as `1x` for the training length
@@ -53,6 +55,7 @@ class StepMetrics:
     learned: int | None = None
     imbalance: float | None = None
     auxiliary: Mapping[str, float] | None = None
+    routers: Mapping[str, Mapping[str, float]] | None = None
     restarted_lanes: int | None = None
     validation: Mapping[str, float] | None = None
     validation_by_source: Mapping[str, float] | None = None
@@ -74,8 +77,8 @@ class StepMetrics:
         return flat(self.line())
 
 
-OPTIONAL = ("learned", "imbalance", "auxiliary", "restarted_lanes", "validation", "validation_by_source", "evaluation")
-OPTIONAL += ("layers", "hooks")
+OPTIONAL = ("learned", "imbalance", "auxiliary", "routers", "restarted_lanes", "validation", "validation_by_source")
+OPTIONAL += ("evaluation", "layers", "hooks")
 REQUIRED = [name for name in StepMetrics.__dataclass_fields__ if name not in OPTIONAL]
 
 

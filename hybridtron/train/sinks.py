@@ -116,6 +116,9 @@ class ConsoleSink:
 
     def write(self, metrics: StepMetrics) -> None:
         added = "".join(f"  {name} {loss:.4f}" for name, loss in (metrics.auxiliary or {}).items())
+        if metrics.routers:
+            largest = max(router["load_max_over_mean"] for router in metrics.routers.values())
+            added += f"  load max/mean {largest:.2f}"
         summary = (
             f"loss {metrics.loss:.4f}{added}  lr {metrics.lr:.2e}  grad norm {metrics.grad_norm:.3f}  "
             f"{metrics.tokens_per_second:,.0f} tokens/s"

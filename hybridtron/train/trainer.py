@@ -290,6 +290,7 @@ class Trainer:
             learned=self.engine.learned if self.masked else None,
             imbalance=self.throughput.imbalance(batches),
             auxiliary=self.engine.auxiliary or None,
+            routers={layer: router._asdict() for layer, router in self.engine.router_metrics.items()} or None,
             restarted_lanes=self.engine.restarted_lanes,
             layers=layers,
         )

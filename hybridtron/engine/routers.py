@@ -1,0 +1,127 @@
+"""The routers of a model in training: their loads in a step, and the corrections that keep the loads even.
+
+A router sends each token to a few of its experts, and an expert's load is the number of tokens that it got. A forward
+pass returns the loads (`mixers/base.py:Routed`). They are added over micro-batches, and once a step over the ranks that
+hold other tokens and over pipeline ranks. Tensor-parallel ranks route the same tokens and count the same loads. Loads
+are integers: no order of addition changes them.
+
+With `balance: bias`, a correction is added to an expert's scores for the choice of experts. After an accepted step,
+
+    correction_e <- correction_e + speed * sign(sum(load) - E * load_e)
+
+for a router with E experts. sum(load) / E is the mean load, and the sign is computed from integers, so it is exact.
+
+Legend: E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridtron.architecture.moe import MoESpec
+from hybridtron.architecture.table import Architecture
+from hybridtron.mixers.base import Routed
+from hybridtron.model.lm import LanguageModel
+from hybridtron.parallel.groups import Groups
+
+
+def routers_of(arch: Architecture) -> dict[int, MoESpec]:
+    """Return the specs of the model's sub-layers with experts, by the sub-layer's index."""
+    return {index: spec for index, spec in enumerate(arch.specs) if isinstance(spec, MoESpec)}
+
+
+def no_choices(routers: Mapping[int, MoESpec], device: torch.device) -> dict[int, Routed]:
+    """Return counts of zero for every router in the model."""
+    return {
+        index: Routed(
+            torch.zeros(spec.experts, dtype=torch.int64, device=device),
+            torch.zeros((), dtype=torch.float64, device=device),
+        )
+        for index, spec in routers.items()
+    }
+
+
+def add_choices(sums: Mapping[int, Routed], new: Mapping[int, Routed]) -> None:
+    """Add the counts of a forward pass, whose layers are those of one pipeline stage, to `sums` in place."""
+    for index, routed in new.items():
+        sums[index].loads_E.add_(routed.loads_E)
+        sums[index].entropy.add_(routed.entropy)
+
+
+def reduce_choices(sums: Mapping[int, Routed], groups: Groups) -> dict[int, Routed]:
+    """Return the counts of all tokens in a step, on every rank. All ranks must call this function together."""
+    if not sums:
+        return {}
+    loads = torch.cat([routed.loads_E for routed in sums.values()])
+    entropies = torch.stack([routed.entropy for routed in sums.values()])
+    for ranks in (groups.pipeline, groups.dense.copies):
+        dist.all_reduce(loads, group=ranks.group)
+        dist.all_reduce(entropies, group=ranks.group)
+    parts = loads.split([len(routed.loads_E) for routed in sums.values()])
+    return {index: Routed(*pair) for index, *pair in zip(sums, parts, entropies, strict=True)}
+
+
+@torch.no_grad()
+def move_corrections(models: Sequence[LanguageModel], choices: Mapping[int, Routed]) -> None:
+    """Move the corrections of the routers in these stages by the loads of an accepted step.
+
+    A frozen router keeps its correction.
+    """
+    for model in models:
+        for name, layer in model.layers.items():
+            spec = model.arch.specs[int(name)]
+            if isinstance(spec, MoESpec) and spec.corrected and layer.get_parameter("mixer.router").requires_grad:
+                loads_E = choices[int(name)].loads_E
+                direction_E = (loads_E.sum() - spec.experts * loads_E).sign()
+                correction_E = layer.get_parameter("mixer.correction")
+                correction_E.add_(direction_E.to(correction_E.dtype), alpha=spec.speed)
+
+
+class RouterMetrics(NamedTuple):
+    """Metrics of one router in one step.
+
+    load_max_over_mean: the largest load, divided by the mean load; 1 if loads are even
+    idle: number of experts without a token
+    entropy: mean over tokens of the entropy of the router's scores, divided by its maximum, log(E)
+    """
+
+    load_max_over_mean: float
+    idle: int
+    entropy: float
+
+
+@dataclass(frozen=True)
+class ChoiceValues:
+    """The counts of all routers as one flat tensor, so that the host reads them together with other values."""
+
+    choices: Mapping[int, Routed]
+    top_k: Mapping[int, int]
+
+    @property
+    def flat(self) -> list[Tensor]:
+        """Loads and entropy of each router, in float64."""
+        return [value.double().reshape(-1) for routed in self.choices.values() for value in routed]
+
+    def metrics(self, values: Sequence[float]) -> dict[str, RouterMetrics]:
+        """Return each router's metrics, by the layer's index as in the names of weights, from the values of `flat`."""
+        found = {}
+        at = 0
+        for index, routed in self.choices.items():
+            experts = len(routed.loads_E)
+            loads = values[at : at + experts]
+            entropy = values[at + experts]
+            at += experts + 1
+            total = sum(loads)
+            tokens = total / self.top_k[index]
+            if total:
+                found[f"layers.{index}"] = RouterMetrics(
+                    max(loads) * experts / total, loads.count(0), entropy / tokens / math.log(max(2, experts))
+                )
+        return found

@@ -1,0 +1,74 @@
+"""Runs with experts that stop and resume: the same bits on the same layout, the same corrections on another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.folder import newest
+from hybridtron.checkpoint.rewrite import differences
+from tests.train.conftest import small_run_arguments
+from tests.train.test_stop_and_resume import losses, run
+
+pytestmark = [pytest.mark.slow, pytest.mark.gloo, pytest.mark.timeout(240)]
+EXPERTS = [
+    "model.pattern=MeWx",
+    "model.layers.e={kind: moe, experts: 6, top_k: 2, hidden: 16, shared: 16, shared_gate: true, coefficient: 0.01}",
+    "model.layers.x={kind: moe, experts: 8, top_k: 2, hidden: 16, activation: squared_relu, scores: sigmoid, groups: 4,"
+    " group_limit: 2, balance: bias, speed: 0.01}",
+    "run.eval_every=100",
+    "optim.eps=1e-4",
+]
+CORRECTION = "layers.3.mixer.correction"
+LAST = 20
+
+
+def arguments_of(data: Path, folder: Path) -> list[str]:
+    return [*(a for a in small_run_arguments(data, folder) if "layers.-" not in a), *EXPERTS]
+
+
+def saved(folder: Path) -> Checkpoint:
+    checkpoint = newest(folder)
+    assert checkpoint is not None
+    return checkpoint
+
+
+def moved(before: Tensor) -> Tensor:
+    """Return the values that each correction may have after one more step: lower, equal, higher."""
+    return torch.stack([before - 0.01, before, before + 0.01])
+
+
+def test_resume_on_the_same_layout_is_bit_identical(counting_folder: Path, tmp_path: Path) -> None:
+    whole = arguments_of(counting_folder, tmp_path / "whole")
+    parts = arguments_of(counting_folder, tmp_path / "parts")
+    run("serial", whole)
+    run("serial", parts, stop_at=8)
+    run("serial", parts)
+    assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
+    different = differences(saved(tmp_path / "whole"), saved(tmp_path / "parts"))
+    assert {difference.what for difference in different} == {"config.yaml run.dir"}
+    assert saved(tmp_path / "whole").whole(CORRECTION).abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("tp2", "pp2"), ("tp2", "serial"), ("dp2", "tp2-sp")],
+)
+def test_correction_has_the_same_bits_on_another_layout(
+    before: str, after: str, counting_folder: Path, tmp_path: Path
+) -> None:
+    arguments = arguments_of(counting_folder, tmp_path / "run")
+    run(before, [*arguments, "run.max_steps=8"])
+    at_stop = saved(tmp_path / "run").whole(CORRECTION)
+    run(after, [*arguments, "run.max_steps=9"])
+    one_later = saved(tmp_path / "run").whole(CORRECTION)
+    assert (moved(at_stop) == one_later).any(0).all()
+    assert not torch.equal(at_stop, one_later)
+    run(after, arguments)
+    alone = arguments_of(counting_folder, tmp_path / "alone")
+    run("serial", alone)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)

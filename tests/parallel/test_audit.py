@@ -37,6 +37,7 @@ FAST_CASES = {
     ("zamba2", "pp2"),
     ("falcon-h1", "pp2-virtual2"),
     ("mup", "tp2"),
+    ("experts", "tp2-sp"),
     ("adapters", "tp4"),
     ("adapters-dropout", "cp2-tp2"),
     ("adapters-dora", "tp2-sp"),

@@ -11,7 +11,7 @@ would not notice if these elements had a wrong order.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hybridtron.architecture.inits import Normal
+from hybridtron.architecture.moe import MoESpec
 from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.config.schema import Config, Documents, ParallelConfig
 from hybridtron.data.batch import Batch, SeqInfo, step_key
@@ -116,11 +117,12 @@ def parallel_step(seat: Seat, config: Config, precision: AuditPrecision, bug: st
         tokens = step_loss.tokens.item()
         auxiliary = {name: float(total) / tokens for name, total in step_loss.auxiliary.items()}
         gradients = dict(engine.optimizer.gradients())
-        grad_norm, _ = engine.optimizer.step(rate_of(config))
+        grad_norm, _ = engine.step(rate_of(config))
         loss_after = engine.loss(batches).mean.item()
         weights = {name: shard.weight.detach().cpu() for name, shard in engine.optimizer.shards.items()}
+        loads = {index: routed.loads_E.cpu() for index, routed in step_loss.choices.items()}
         meshes = {family: mesh.without_groups() for family, mesh in groups.meshes.items()}
-        return Step(loss, grad_norm, loss_after, gradients, weights, auxiliary, meshes)
+        return Step(loss, grad_norm, loss_after, gradients, weights, auxiliary, loads, meshes)
 
 
 def rate_of(config: Config) -> float:
@@ -149,7 +151,7 @@ def serial_step(config: Config, precision: AuditPrecision, move: int = 0) -> Ste
         seed = phase_seed(config.run.seed, 0)
         rows = phase.settings.micro_batch
         keyed = [batch.keyed(step_key(seed, 0, 0, index * rows)) for index, batch in enumerate(batches)]
-        loss, tokens, auxiliary = _add_up(model, keyed, optim.z_loss)
+        loss, tokens, auxiliary, loads = _add_up(model, keyed, optim.z_loss)
         gradients = {name: torch.zeros_like(w) if w.grad is None else w.grad / tokens for name, w in weights.items()}
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
         for name, weight in weights.items():
@@ -158,18 +160,33 @@ def serial_step(config: Config, precision: AuditPrecision, move: int = 0) -> Ste
             else:
                 weight.grad = None
         plain_adamw(model, config, rate_of(config)).step()
+        _move_corrections(phase, weights, loads)
         loss_after, *_ = _add_up(model, batches, 0.0)
     after = {name: weight.detach() for name, weight in weights.items()}
-    return Step(loss, norm, loss_after, gradients, after, auxiliary)
+    return Step(loss, norm, loss_after, gradients, after, auxiliary, loads)
 
 
-def _add_up(model: LanguageModel, batches: Sequence[Batch], z_loss: float) -> tuple[float, int, dict[str, float]]:
-    """Run all batches forward and backward, and accumulate the gradients of the loss summed over all tokens.
+def _move_corrections(phase: ResolvedPhase, weights: Mapping[str, Tensor], loads: Mapping[int, Tensor]) -> None:
+    """Move each router's correction towards even loads, as `balance: bias` does after a step."""
+    for index, loads_E in loads.items():
+        spec = phase.arch.specs[index]
+        assert isinstance(spec, MoESpec)
+        if spec.balance == "bias":
+            below_E = loads_E.double().mean() - loads_E
+            weights[f"layers.{index}.mixer.correction"].data += spec.speed * below_E.sign()
 
-    Return three items: the mean cross entropy over tokens, the token count, and the mean auxiliary losses by name.
+
+def _add_up(
+    model: LanguageModel, batches: Sequence[Batch], z_loss: float
+) -> tuple[float, int, dict[str, float], dict[int, Tensor]]:
+    """Run all batches forward and backward. Accumulate gradients of the loss summed over all tokens.
+
+    Return four items: the mean cross entropy over tokens, the token count, the mean auxiliary losses by name, and the
+    loads of routers by the sub-layer's index.
     """
     total = 0.0
     tokens = 0
+    loads: dict[int, Tensor] = {}
     sums: dict[str, float] = {}
     for batch in batches:
         out = model(batch.tokens_BL, None, batch.seq)
@@ -178,9 +195,11 @@ def _add_up(model: LanguageModel, batches: Sequence[Batch], z_loss: float) -> tu
         (loss.total + sum(out.aux.values()) * batch_tokens).backward()
         total = total + float(loss.cross_entropy)
         tokens = tokens + batch_tokens
+        for index, routed in out.routed.items():
+            loads[index] = loads.get(index, 0) + routed.loads_E
         for name, added in out.aux.items():
             sums[name] = sums.get(name, 0.0) + added.item() * batch_tokens
-    return total / tokens, tokens, {name: weighted_sum / tokens for name, weighted_sum in sums.items()}
+    return total / tokens, tokens, {name: weighted_sum / tokens for name, weighted_sum in sums.items()}, loads
 
 
 def starting_weight(phase: ResolvedPhase, precision: AuditPrecision, move: int, name: str) -> Tensor:

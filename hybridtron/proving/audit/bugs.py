@@ -52,6 +52,7 @@ from hybridtron.parallel.mesh import Mesh, RankGroup
 from hybridtron.parallel.overlapped_linear import InputComm, _gathered
 from hybridtron.parallel.sharding import cut
 from hybridtron.parallel.vocabulary import linear_cross_entropy
+from hybridtron.proving.audit.expert_bugs import EXPERT_BUGS
 from hybridtron.proving.audit.layer_bugs import ADAPTER_BUGS, BESIDE_BUGS, SHARING_BUGS, Bug, Replaced, marked
 
 
@@ -493,8 +494,6 @@ BUGS = {
     **CONTEXT_BUGS,
     **SHARING_BUGS,
     **BESIDE_BUGS,
+    **EXPERT_BUGS,
 }
-"""All planted bugs, by name.
-
-A bug has four fields: the effect, the replaced attributes, and architecture and layout of the case that finds the bug.
-"""
+"""All planted bugs, by name: effect, replaced attributes, and the case (architecture, layout) that finds the bug."""

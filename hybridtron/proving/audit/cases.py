@@ -133,6 +133,7 @@ ARCHITECTURES = {
     "granite": "S-g-G",
     "falcon-h1": "kvjGvWjpk",
     "mup": "M-SFDq-",
+    "experts": "MeWxM",
 }
 """Architecture's name -> pattern. The number of sub-layers is odd, so that stages have different sizes.
 
@@ -226,6 +227,17 @@ MLPS: dict[str, dict[str, Any]] = {
     "P": {"kind": "swiglu", "hidden": 48, "norm_after": True},
     "q": {"kind": "squared_relu", "hidden": 48},
 }
+EXPERTS: dict[str, dict[str, Any]] = {
+    "e": {
+        **{"kind": "moe", "experts": 6, "top_k": 2, "hidden": 8, "shared": 12, "shared_gate": True},
+        **{"coefficient": 0.5, "z_loss": 0.1},
+    },
+    "x": {
+        **{"kind": "moe", "experts": 8, "top_k": 3, "hidden": 12, "activation": "squared_relu", "shared": 8},
+        **{"scores": "sigmoid", "scale": 2.5, "groups": 4, "group_limit": 2, "balance": "bias", "speed": 0.05},
+    },
+}
+"""Options by letter: both routers, both rules that balance loads. Coefficients are large, so that errors show."""
 
 
 def shares_out(pattern: str, ranks: Layout) -> bool:
@@ -273,6 +285,7 @@ def small_model(pattern: str, tied: bool, heads: dict[str, Any]) -> ModelConfig:
         "H": {**attention, "qk_norm": "head", "gate": True, "rotary_dim": 4},
         **SPANS,
         **MLPS,
+        **EXPERTS,
     }
     used = {letter: options for letter, options in (layers | BLOCKS | PARALLEL).items() if letter in pattern}
     return ModelConfig(32, VOCABULARY, pattern, used, tied)
@@ -307,6 +320,7 @@ SHRUNK: dict[str, dict[str, int]] = {
     "shared_span": {"hidden": VOCABULARY, "rank": 4, "chunk": 8, "block": 2, "remember": 8},
     "swiglu": {"hidden": VOCABULARY},
     "squared_relu": {"hidden": VOCABULARY},
+    "moe": {"hidden": VOCABULARY, "shared": VOCABULARY},
 }
 """Mixer's kind -> small option values. They replace a recipe's values to save time; the same code runs."""
 

@@ -74,6 +74,7 @@ class Step:
     gradients   full gradients before clipping
     weights     weights after the update; a rank in the parallel step has only its tensor shards
     auxiliary   mean auxiliary losses by name
+    loads       number of choices that fell on each expert, by the sub-layer's index
     meshes      mesh for each family of weights, by which full weights are cut into this rank's shards
     """
 
@@ -83,6 +84,7 @@ class Step:
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
     auxiliary: Mapping[str, float]
+    loads: Mapping[int, Tensor]
     meshes: Mapping[str, Mesh] = field(default_factory=single_rank)
 
 
@@ -117,8 +119,8 @@ def differences(
 ) -> Iterator[Disagreement]:
     """Yield the differences between the serial step `truth` and the parallel step on its ranks.
 
-    Losses and full gradients are compared on the first rank, and weight shards on every rank. `moved` are serial steps
-    from moved weights.
+    Losses and full gradients are compared on the first rank, loads of experts and weight shards on every rank. `moved`
+    are serial steps from moved weights.
     """
     in_fp32 = replace(precision, relative=max(precision.relative, NORM_RELATIVE))
     for name, limits in (("loss", precision), ("grad_norm", in_fp32), ("loss_after", precision)):
@@ -135,6 +137,10 @@ def differences(
         yield _difference(f"gradient of {name}", ranks[0].gradients[name], expected, largest, precision, changed)
     largest = _largest_norm(truth.weights)
     for rank, step in enumerate(ranks):
+        assert truth.loads.keys() == step.loads.keys()
+        for index, value in step.loads.items():
+            changed = [serial.loads[index] for serial in moved]
+            yield _difference(f"loads {index} on rank {rank}", value, truth.loads[index], 0.0, precision, changed)
         for name, value in step.weights.items():
             mesh = step.meshes[table[name].family]
             expected, *changed = (cut(serial.weights[name], table[name], mesh) for serial in (truth, *moved))

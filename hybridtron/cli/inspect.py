@@ -201,6 +201,7 @@ def as_json(
     phases = run_plan.phases
     results = {
         "parameters": model_count.parameters,
+        "active_parameters": model_count.active,
         "flops_per_token": model_count.flops_per_token,
         "forward_flops_by_part": model_count.flops_by_part,
         "seq_len": model_count.seq_len,
@@ -317,6 +318,8 @@ def _letter_table(counted: ModelCount) -> Table:
     add("", "norm", "", "", counted.norm, 0)
     add("", "head", "" if counted.head else "tied", "", counted.head, counted.head_flops)
     add("", "total", "", len(counted.layers), counted.parameters, counted.forward_flops)
+    if counted.active < counted.parameters:
+        add("", "active", "of a token", "", counted.active, counted.forward_flops)
     return table
 
 

@@ -21,6 +21,7 @@ from hybridtron.architecture.adapters import AdaptersConfig, adapter_problems
 from hybridtron.architecture.model import ModelConfig, Start
 from hybridtron.architecture.pattern import parse
 from hybridtron.architecture.table import architecture
+from hybridtron.config.checks.experts import expert_problems
 from hybridtron.config.checks.export import export_folder_problems, export_problems
 from hybridtron.config.checks.parallel import parallel_problems
 from hybridtron.config.checks.phases import phase_problems
@@ -94,6 +95,7 @@ def _as_trained(phase: ResolvedPhase, world_size: int | None) -> Iterator[Proble
     yield from transfer_problems(phase.optim, phase.model)
     yield from parallel_problems(phase, world_size)
     yield from precision_problems(phase)
+    yield from expert_problems(phase)
 
 
 def _adapter_dropout(phase: ResolvedPhase, adapters: AdaptersConfig) -> Iterator[Problem]:

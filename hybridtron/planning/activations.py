@@ -242,7 +242,8 @@ def reads_mixer_input(name: str, weight: Parameter, spec: MixerSpec) -> bool:
 
 def is_row_parallel(weight: Parameter) -> bool:
     """Return whether tensor-parallel ranks divide a projection's input channels, instead of its output channels."""
-    return any(cut.axis == 1 for cut in weight.cuts)
+    last = len(weight.shape) - 1
+    return last > 0 and any(cut.axis == last for cut in weight.cuts)
 
 
 def stream_values(config: Config) -> int:

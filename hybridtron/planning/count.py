@@ -42,6 +42,7 @@ class LayerCount:
 
     letter: the sub-layer's letter in the layer pattern
     parameters: parameters in the mixer and the norm; weights that sub-layers share count only in the first of them
+    active: parameters with which a token is computed, fewer than `parameters` only in a layer with experts
     flops: forward FLOPs per token, by part
     """
 
@@ -49,6 +50,7 @@ class LayerCount:
     kind: str
     options: str
     parameters: int
+    active: int
     flops: dict[str, float]
 
     @property
@@ -79,6 +81,11 @@ class ModelCount:
         return self.embedding + self.head + self.norm + sum(layer.parameters for layer in self.layers)
 
     @property
+    def active(self) -> int:
+        """Number of parameters with which a token is computed: of the experts in a layer only the token's own."""
+        return self.parameters - sum(layer.parameters - layer.active for layer in self.layers)
+
+    @property
     def flops_by_part(self) -> dict[str, float]:
         """Forward FLOPs per token, summed over the sub-layers, by part."""
         parts: Counter[str] = Counter()
@@ -106,6 +113,7 @@ def count(arch: Architecture, seq_len: int) -> ModelCount:
             kind=spec.kind,
             options=spec.describe(),
             parameters=_parameters(spec, arch.sizes, letter in arch.letters[:index]),
+            active=_parameters(spec, arch.sizes, letter in arch.letters[:index], active=True),
             flops={part: flops for part, flops in spec.flops(arch.sizes, seq_len).items() if flops},
         )
         for index, (letter, spec) in enumerate(zip(arch.letters, arch.specs, strict=True))
@@ -121,13 +129,15 @@ def count(arch: Architecture, seq_len: int) -> ModelCount:
     )
 
 
-def _parameters(spec: MixerSpec, sizes: ModelSizes, is_later: bool) -> int:
+def _parameters(spec: MixerSpec, sizes: ModelSizes, is_later: bool, active: bool = False) -> int:
     """Return how many parameters a sub-layer and its norm have.
 
     is_later: whether an earlier sub-layer has the same letter. Weights that the two share are then not counted.
+    active: count only parameters with which a token is computed
     """
-    counted = (weight for weight in spec.parameters(sizes).values() if not (weight.shared and is_later))
-    return sizes.width * spec.has_norm + sum(weight.size for weight in counted)
+    counted = [weight for weight in spec.parameters(sizes).values() if not (weight.shared and is_later)]
+    sizes_of = (weight.active_size if active else weight.size for weight in counted)
+    return sizes.width * spec.has_norm + sum(sizes_of)
 
 
 def logits_at_a_time(tokens: int, vocabulary: int, value_bytes: int) -> int:

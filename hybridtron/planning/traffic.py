@@ -65,7 +65,7 @@ def _exchanged(spec: MixerSpec, sizes: ModelSizes, phase: ResolvedPhase) -> int:
 
     The outputs of row-parallel projections are all-reduced: the mixer's output, and projections inside the mixer.
     """
-    rows = [weight.shape[0] for weight in spec.parameters(sizes).values() if is_row_parallel(weight)]
+    rows = [weight.shape[-2] for weight in spec.parameters(sizes).values() if is_row_parallel(weight)]
     passes = 2 + is_recomputed(spec, sizes, phase.config.parallel.recompute) + chunks_run_again(phase)
     return 2 * passes * sum(rows)
 

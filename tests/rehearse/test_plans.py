@@ -22,6 +22,7 @@ WHOLE = ["phases.0.adapters=null", "parallel.recompute=none", "phases.0.seq_len=
 LAPTOP = 10**9  # bytes of a model that is so small that the backward pass shows
 CUT = "parallel=tensor2_pipeline2"  # and two data ranks
 LORA = "phases.0.adapters={preset: lora, rank: 16}"
+SHARED = "{kind: moe, experts: 8, top_k: 4, hidden: 1024, activation: squared_relu, shared: 2048, shared_gate: true}"
 JOBS: dict[str, tuple[list[str], int, int]] = {
     "gradients in bf16": ([*SAMBA, "precision.gradients=bf16"], 1, 0),
     "gradients in bf16, DP8": ([*SAMBA, "precision.gradients=bf16", "parallel=data"], 8, 0),
@@ -48,6 +49,13 @@ JOBS: dict[str, tuple[list[str], int, int]] = {
         0,
     ),
     "squared ReLU": ([*SAMBA, "model.layers.-={kind: squared_relu, hidden: 6144}"], 1, 0),
+    "experts": ([*SAMBA, "model.layers.-={kind: moe, experts: 8, top_k: 2, hidden: 1024}"], 1, 0),
+    "experts, recompute": (
+        [*SAMBA, "model.layers.-={kind: moe, experts: 8, top_k: 4, hidden: 1024}", "parallel.recompute=layer"],
+        1,
+        0,
+    ),
+    "experts and a shared one, cut": ([*SAMBA, f"model.layers.-={SHARED}", CUT], 8, 4),
     "multipliers": (
         [*SAMBA, "model.embedding_multiplier=12", "model.residual_multiplier=0.22", "model.logits_scaling=8"],
         1,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridtron.architecture.adapters import AdaptersConfig, Adapting
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config, ParallelConfig, PhaseConfig, Recompute, StateMode, StatesConfig
@@ -130,6 +131,17 @@ def test_refused_step_moves_no_correction(alone: Groups, monkeypatch: pytest.Mon
     engine.forward_backward(batches_of())  # the refused step's loads do not count in the next step
     loads_E = chosen_by_hand(engine, batches_of())[3]
     assert torch.equal(engine._loss.choices[3].loads_E, loads_E)
+
+
+def test_frozen_router_keeps_its_correction(alone: Groups) -> None:
+    config = config_of()
+    adapters = AdaptersConfig(preset=Adapting.lora, weights=["*"], rank=3)
+    engine = engine_of(dataclasses.replace(config, model=dataclasses.replace(config.model, adapters=adapters)), alone)
+    before = correction(engine)
+    engine.forward_backward(batches_of())
+    _, accepted = engine.step(1e-3)
+    assert accepted
+    assert torch.equal(correction(engine), before)
 
 
 def test_evaluation_counts_nothing(alone: Groups) -> None:

@@ -5,7 +5,8 @@ config.yaml, tokenizer.json and `hybridtron_checkpoint.json`, which has the step
 format. So `take_back` writes a checkpoint that equals the source.
 
     dcp           a folder that `torch.distributed.checkpoint.load` reads, on any number of ranks. While it is written,
-                  all tensors are in memory. Its file `.metadata` is a pickle: reading it can run code
+                  all tensors are in memory. Its file `.metadata` is a pickle, of which `take_back` reads descriptions
+                  of tensors only (`dcp_reader.py`)
     safetensors   one file for each kind of tensor and about 4 GB, written one file at a time
 """
 
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,10 +27,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.dcp_reader import METADATA, DescriptionReader
 from hybridtron.checkpoint.files import appearing
 from hybridtron.checkpoint.manifest import Meta
 from hybridtron.checkpoint.rewrite import planned_files, write_whole
@@ -52,7 +56,8 @@ def write_out(source: Checkpoint, target: Path, format_name: str) -> int:
     with appearing(target) as temporary:
         if format_name == "dcp":
             state = {key: source.whole(key) for key in source.shapes}
-            dcp.save(state, storage_writer=FileSystemWriter(temporary), no_dist=True)
+            with _without_warning():
+                dcp.save(state, storage_writer=FileSystemWriter(temporary), no_dist=True)
         else:
             for name, keys in files.items():
                 save_file({key: source.whole(key) for key in keys}, temporary / name)
@@ -80,21 +85,31 @@ def take_back(folder: Path, target: Path) -> Meta:
 
 def _tensors(folder: Path, files: Mapping[str, list[str]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield each of our tensor files: its name and its tensors by key."""
-    if not (folder / ".metadata").exists():
+    if not (folder / METADATA).exists():
         for name, keys in files.items():
             with safe_open(folder / name, framework="pt") as file:
                 yield name, {key: file.get_tensor(key) for key in keys}
         return
-    reader = FileSystemReader(folder)
+    reader = DescriptionReader(folder)
     stored = reader.read_metadata().state_dict_metadata
     for name, keys in files.items():
         state = {key: _empty(stored[key]) for key in keys}
-        dcp.load(state, storage_reader=reader, no_dist=True)
+        with _without_warning():
+            dcp.load(state, storage_reader=reader, no_dist=True)
         yield name, state
 
 
+@contextmanager
+def _without_warning() -> Iterator[None]:
+    """Hide the warning of torch that it works in one process, which is what `no_dist` asks for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
 def _empty(stored: Any) -> Tensor:
-    assert isinstance(stored, TensorStorageMetadata)
+    if not isinstance(stored, TensorStorageMetadata):
+        raise Unusable(f"the folder stores a {type(stored).__name__} where a tensor is expected", code="malformed")
     return torch.empty(stored.size, dtype=stored.properties.dtype)
 
 

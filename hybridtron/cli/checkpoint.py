@@ -17,8 +17,8 @@ contains only weights: `run.weights=MEAN`, `evaluate`, `generate` and `export` r
 --ema it is the mean of the moving averages that runs with `run.ema` store.
 
 An export (`--to dcp` or `--to safetensors`) has weights, optimizer state and states, each tensor whole, for other
-programs. The import of an unchanged export equals its source, so a run resumes from it. Import only folders that you
-trust: the file .metadata of dcp is a pickle, which can run code. For transformers use `hybridtron export`.
+programs. The import of an unchanged export equals its source, so a run resumes from it. An import runs no code from the
+folder. For transformers use `hybridtron export`.
 
 A mirror is the S3 folder that a run's `checkpoint.mirror` names. Any parallel layout loads any checkpoint, so a run
 resumes without `reshard`. The sub-command `reshard` is for other programs that read a checkpoint and expect every

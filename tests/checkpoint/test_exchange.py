@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.dcp_reader import METADATA
 from hybridtron.checkpoint.exchange import FORMATS, RECORD, write_out
 from hybridtron.checkpoint.folder import folder_of
 from hybridtron.checkpoint.save import Saver, meta_of
@@ -89,6 +92,36 @@ def test_torch_loads_it_on_two_ranks(source: Checkpoint, tmp_path: Path) -> None
     assert len(rows[0]) < len(source.whole(EMBEDDING))
     assert torch.equal(torch.cat(rows), source.whole(EMBEDDING).float())
     assert all(torch.equal(norm, source.whole("norm.weight").float()) for norm in norms)
+
+
+class Call:
+    """An object whose pickle calls a function when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_the_metadata_of_dcp_runs_no_code(source: Checkpoint, tmp_path: Path) -> None:
+    """Reading it as torch does would make a folder; the import refuses it, and names outside the folder too."""
+    out = tmp_path / "out"
+    write_out(source, out, "dcp")
+    described = (out / METADATA).read_bytes()
+    (out / METADATA).write_bytes(pickle.dumps(Call(tmp_path / "made")))
+    refused = refusal(checkpoint.main, ["import", out, tmp_path / "back"])
+    assert refused.code == "unreadable"
+    assert "posix.mkdir" in str(refused)
+    assert not (tmp_path / "made").exists()
+    metadata = pickle.loads(described)
+    place = next(iter(metadata.storage_data.values()))
+    place.relative_path = "../elsewhere"
+    (out / METADATA).write_bytes(pickle.dumps(metadata))
+    assert refusal(checkpoint.main, ["import", out, tmp_path / "back"]).code == "malformed"
+    (out / METADATA).write_bytes(described[:100])
+    assert refusal(checkpoint.main, ["import", out, tmp_path / "back"]).code == "unreadable"
+    assert not (tmp_path / "back").exists()
 
 
 def test_other_folders_are_refused(source: Checkpoint, tmp_path: Path) -> None:

@@ -56,9 +56,9 @@ class DescriptionReader(FileSystemReader):
         for stored in metadata.storage_data.values():
             if Path(stored.relative_path).name != stored.relative_path:
                 raise Unusable(f"{path} names {stored.relative_path!r}, which is outside the folder", code="malformed")
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
+        storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
+        storage_meta.load_id = self.load_id
+        metadata.storage_meta = storage_meta
         return metadata
 
 

@@ -63,8 +63,11 @@ def linear(at: LrPosition) -> float:
 def wsd(at: LrPosition) -> float:
     """Return 1 until the last `optim.decay` tokens, then the height of a straight line to 0.
 
-    The name stands for warm-up, stable, decay.
+    The name stands for warm-up, stable, decay. Without a decay the height is 1 everywhere, also at the end of a last
+    step that reads more tokens than the schedule has.
     """
+    if at.decay == 0:
+        return 1.0
     return 1 - at.progress_since(at.whole - at.decay)
 
 

@@ -33,6 +33,16 @@ def test_wsd_holds_before_it_decays(tokens: int, expected: float) -> None:
     assert learning_rate(configured(optim, PHASE), 0, tokens) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("decay", ["0", "0%"])
+def test_wsd_without_a_decay_holds_to_the_end(decay: str) -> None:
+    """The last of the steps with 300 tokens ends after the schedule's 1000."""
+    phases = configured(OptimConfig(schedule="wsd", warmup="100", decay=decay), PHASE, replace(PHASE, lr=3.0))
+    rates = [learning_rate(phases, 0, tokens) for tokens in (900, 1000, 1001, 1200)]
+    assert rates == [2.0] * 4
+    assert learning_rate(phases, 1, 50) == 2.5  # warms up from the last rate of the first phase
+    assert learning_rate(phases, 1, 1200) == 3.0
+
+
 @pytest.mark.parametrize(("tokens", "expected"), [(50, 1.0), (100, 2.0), (550, 1.1), (1000, 0.2)])
 def test_linear_decays_to_its_final_rate(tokens: int, expected: float) -> None:
     phases = configured(OptimConfig(schedule="linear", warmup="100"), PHASE)

@@ -123,6 +123,13 @@ class Checkpoint:
         Checkpoint._fill(self, key, [(into, (0,) * into.dim())])
         return into
 
+    def unrounded(self, key: str) -> Tensor:
+        """Read and verify a full weight, from its fp32 master if the checkpoint has a master.
+
+        Raises BrokenCheckpoint if the tensor is missing or damaged.
+        """
+        return self.whole(self.widest(key))
+
     def fill(self, blocks: Sequence[Any]) -> None:
         """Read stored values into the tensors of blocks.
 
@@ -140,18 +147,18 @@ class Checkpoint:
         with ThreadPoolExecutor(READERS) as threads:
             list(threads.map(lambda key: self._fill(key, targets[key]), targets))
 
-    def weights(self, table: Mapping[str, Parameter], widest: bool = False) -> Callable[[str], Tensor]:
+    def weights(self, table: Mapping[str, Parameter], unrounded: bool = False) -> Callable[[str], Tensor]:
         """Return a function that reads a weight by its name in the model.
 
-        A fused weight is concatenated from its projections. With `widest`, fp32 masters are read if there are any.
+        A fused weight is concatenated from its projections. With `unrounded`, they are read by the method `unrounded`.
         """
+        read = self.whole
+        if unrounded:
+            read = self.unrounded
 
         def weight(name: str) -> Tensor:
             parameter = table[name]
-            keys = list(parameter.stored(name))
-            if widest:
-                keys = [self.widest(key) for key in keys]
-            return torch.cat([self.whole(key) for key in keys], parameter.parts_axis)
+            return torch.cat([read(key) for key in parameter.stored(name)], parameter.parts_axis)
 
         return weight
 

@@ -24,7 +24,7 @@ class MergedCheckpoint(Checkpoint):
     """A checkpoint with adapters that can be read like a checkpoint without adapters.
 
     Weights are merged in fp32 or a wider dtype, from fp32 masters if the checkpoint has masters. Only the result is
-    rounded to the weight's dtype.
+    rounded to the weight's dtype, and not even the result by `unrounded`.
     """
 
     adapters: AdaptersConfig
@@ -42,6 +42,12 @@ class MergedCheckpoint(Checkpoint):
         if (pair := adapter_pair(self._chunks, key)) is None:
             return super().whole(key)
         return self._merged_weight(key, *pair).to(self.dtype(key))
+
+    def unrounded(self, key: str) -> Tensor:
+        """Read a full weight, merged with its adapter in fp32 or wider and not rounded to the weight's dtype."""
+        if (pair := adapter_pair(self._chunks, key)) is None:
+            return super().unrounded(key)
+        return self._merged_weight(key, *pair)
 
     def _fill(self, key: str, wanted: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
         if (pair := adapter_pair(self._chunks, key)) is None:

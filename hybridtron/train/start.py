@@ -193,13 +193,13 @@ def _new_weights(new: Mapping[str, Parameter]) -> list[str]:
 def weights_of(initial: Checkpoint, phase: ResolvedPhase) -> Callable[[str], Tensor]:
     """Return a function that takes a weight's name and returns the phase's full weight, from the checkpoint `initial`.
 
-    The weight is read from its fp32 master if the checkpoint has one.
+    The weight is read from its fp32 master if the checkpoint has one, and merged with its adapter without rounding.
     If the checkpoint lacks the weight, `Parameter.grown` defines its initial value. `grown` is an initializer, or it
     names other weights in the same sub-layer, whose concatenation is the initial value.
     """
     table = phase.table
     stored = initial.plan.arch.table
-    read_stored = initial.weights(stored, widest=True)
+    read_stored = initial.weights(stored, unrounded=True)
 
     def weight(name: str) -> Tensor:
         if name in stored:
@@ -208,7 +208,7 @@ def weights_of(initial: Checkpoint, phase: ResolvedPhase) -> Callable[[str], Ten
         owner = table[name].owner
         if isinstance(grown, tuple):
             assert owner is not None
-            return torch.cat([initial.whole(initial.widest(f"{owner.path}.mixer.{key}")) for key in grown])
+            return torch.cat([initial.unrounded(f"{owner.path}.mixer.{key}") for key in grown])
         assert grown is not None
         return starting_value(grown, table[name].shape, phase.config.run.seed, name)
 

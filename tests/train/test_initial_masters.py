@@ -54,6 +54,29 @@ def test_moving_average_starts_from_the_masters(base: Path, train_small: Train, 
         assert torch.equal(checkpoint.whole(f"ema.{key}"), master)
 
 
+@pytest.mark.parametrize("precision", [BF16, "precision=fp32"])
+def test_run_starts_from_unrounded_merged_weights(
+    precision: str, base: Path, train_small: Train, tmp_path: Path
+) -> None:
+    """The weight W is stored in bf16, but the new run starts from W + (alpha / rank) B A in fp32."""
+    adapted = tmp_path / "adapted"
+    adapters = "model.adapters={preset: lora, weights: [layers.*.mixer.q.weight], rank: 2, alpha: 4}"
+    assert train_small(BF16, f"run.weights={base}", f"run.dir={adapted}", adapters, "run.max_steps=2") == 0
+    started = tmp_path / "started"
+    assert train_small(precision, f"run.weights={adapted}", f"run.dir={started}", *UNMOVED) == 0
+    source = Checkpoint.open(folder_of(adapted, 2))
+    weights = masters(started, 1)
+    merged = [key for key in weights if key.endswith("mixer.q.weight")]
+    assert merged
+    for key in merged:
+        stem = key.removesuffix(".weight")
+        A = source.whole(f"master.{stem}.adapter.A")
+        B = source.whole(f"master.{stem}.adapter.B")
+        expected = source.whole(key).float() + 2.0 * B @ A
+        assert not torch.equal(expected, expected.bfloat16().float())
+        torch.testing.assert_close(weights[key], expected, rtol=1e-6, atol=1e-8)
+
+
 def test_damaged_master_is_refused(base: Path, refused: Refused, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(folder_of(base, 4))
     chunk = next(entry for entry in checkpoint.manifest.chunks if entry.key == "master.embedding.weight")

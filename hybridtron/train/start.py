@@ -25,14 +25,17 @@ from hybridtron.checkpoint.merged import merge_adapters
 from hybridtron.config.checks.precision import needs
 from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.resolve import ResolvedPhase, RunPlan
+from hybridtron.config.saved import MAX_CONFIG_BYTES
 from hybridtron.config.schema import Config
 from hybridtron.config.weights import BEST, folder_of
 from hybridtron.data.loader import Fingerprint
 from hybridtron.device import compute_device
 from hybridtron.model.init import starting_value
+from hybridtron.nested import NotParsed, yaml_of
 from hybridtron.ops.registry import force_problems
 from hybridtron.parallel.transformer_engine import fp8_fault
 from hybridtron.problems import ConfigError, Problem
+from hybridtron.safe_open import read_regular
 
 LOG = logging.getLogger(__name__)
 
@@ -47,7 +50,8 @@ def starting_point(config: Config) -> Checkpoint | None:
         a path   the checkpoint at this path
 
     Only a checkpoint's manifest and configuration are checked here, not its tensors. Raises ConfigError if all
-    checkpoints in the run's folder are broken, or if the checkpoint at the path is broken.
+    checkpoints in the run's folder are broken, or if the checkpoint at the path is broken. Also raises ConfigError for
+    `auto` if the folder has no checkpoints because a start from a path was interrupted before its first one.
     """
     if config.run.resume == "never":
         return None
@@ -62,7 +66,28 @@ def starting_point(config: Config) -> Checkpoint | None:
         raise ConfigError(
             [Problem("run.resume", "unreadable", f"all {len(broken)} checkpoints in {run_dir} are broken: {cure}")]
         )
+    if checkpoint is None:
+        _require_no_named_start(run_dir)
     return checkpoint
+
+
+def _require_no_named_start(run_dir: Path) -> None:
+    """Raise ConfigError if the last start in a run's folder resumed from a path, so that it must not start at step 0.
+
+    The last start has written its configuration into the folder.
+    """
+    path = run_dir / "config.yaml"
+    if not path.exists():
+        return
+    cure = "start from scratch with run.resume=never"
+    try:
+        resume = yaml_of(read_regular(path, MAX_CONFIG_BYTES))["run"]["resume"]
+    except (OSError, NotParsed, KeyError, TypeError) as error:
+        why = f"is auto, but {path} can't be read, so how this run began is unknown"
+        raise ConfigError([Problem("run.resume", "unreadable", f"{why} ({error!r}): {cure}")]) from error
+    if resume not in ("auto", "never"):
+        why = f"is auto, but {run_dir} was started from {resume} and has no checkpoint of its own yet"
+        raise ConfigError([Problem("run.resume", "missing", f"{why}: repeat run.resume={resume}, or {cure}")])
 
 
 def initial_weights(config: Config) -> Checkpoint | None:

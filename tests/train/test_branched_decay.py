@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hybridtron.checkpoint.folder import folder_of
+from hybridtron.checkpoint.folder import all_of, folder_of
 from tests.docs.test_commands import write_recipes
-from tests.train.conftest import Train
+from tests.train.conftest import Refused, Train
 from tests.train.test_phases import tensors
 
 STABLE = ["optim.schedule=wsd", "optim.decay=0", "optim.warmup=0", "checkpoint.every=4", "checkpoint.keep=10"]
@@ -58,3 +59,46 @@ def test_a_shorter_run_decays_on_the_same_order_of_data(train_small: Train, tmp_
     assert of_branch[5]["loss"] == of_constant[5]["loss"]
     assert of_branch[8]["loss"] != of_constant[8]["loss"]
     assert of_branch[8]["lr"] == pytest.approx(1e-4)
+
+
+def test_a_branch_without_a_checkpoint_of_its_own_does_not_start_from_new_weights(
+    train_small: Train, refused: Refused, tmp_path: Path
+) -> None:
+    """A kill before the branch's first checkpoint leaves its folder as it is after the checkpoints are removed."""
+    assert train_small("phases.0.tokens=256", *STABLE) == 0
+    branch = tmp_path / "branch"
+    again = ["phases.0.tokens=384", *STABLE, f"run.dir={branch}"]
+    resume = f"run.resume={folder_of(tmp_path / 'run', 4)}"
+    assert train_small(*again, resume) == 0
+    before = (branch / "metrics.jsonl").read_bytes()
+    remove_checkpoints(branch)
+    for _ in range(2):
+        problem = refused(*again)["run.resume"]
+        assert problem.code == "missing"
+        assert resume in problem.message
+        assert (branch / "metrics.jsonl").read_bytes() == before
+    assert train_small(*again, resume) == 0
+    assert [line["step"] for line in lines(branch)] == [5, 6]
+    assert train_small(*again) == 0  # continues from its own checkpoint
+    remove_checkpoints(branch)
+    assert train_small(*again, "run.resume=never", "run.max_steps=1") == 0
+    assert [line["step"] for line in lines(branch)] == [1]
+
+
+def test_a_run_from_new_weights_without_a_checkpoint_starts_again(
+    train_small: Train, refused: Refused, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert train_small("run.max_steps=2") == 0
+    remove_checkpoints(run)
+    assert train_small("run.max_steps=2") == 0
+    assert [line["step"] for line in lines(run)] == [1, 2]
+    remove_checkpoints(run)
+    (run / "config.yaml").write_text("run: {")
+    assert refused("run.max_steps=2")["run.resume"].code == "unreadable"
+
+
+def remove_checkpoints(run: Path) -> None:
+    for folder in all_of(run):
+        shutil.rmtree(folder)
+    (run / "checkpoints" / "latest").unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from hybridtron.checkpoint.checkpoint import MASTER, Checkpoint
 from hybridtron.checkpoint.files import appearing, in_parts
 from hybridtron.checkpoint.finite import is_finite
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
-from hybridtron.checkpoint.moving_average import moving_average
+from hybridtron.checkpoint.moving_average import averaged_weights, moving_average
 from hybridtron.checkpoint.rewrite import write_whole
 from hybridtron.config.load import values_by_key
 from hybridtron.data.same_vocabulary import difference, is_readable
@@ -35,10 +35,17 @@ PART_BYTES = 2**32  # bytes of a tensor file, counted in fp32
 
 @dataclass(frozen=True)
 class Averaged:
-    """A summary of a written average: how many weights it has, and how many of them have an fp32 master."""
+    """A summary of a written average.
+
+    weights: number of weights
+    masters: number of weights with an fp32 master
+    plain: number of weights that are a mean of weights although moving averages were to be averaged, since no
+        checkpoint has a moving average of them; 0 for an average of weights
+    """
 
     weights: int
     masters: int
+    plain: int
 
 
 def average(
@@ -51,12 +58,13 @@ def average(
 ) -> Averaged:
     """Write the weighted average of checkpoints into a new folder, which appears complete or not at all.
 
-    With `of_averages`, the checkpoints' moving averages are averaged instead of their weights. The configuration, the
-    tokenizer and the step are those of the last checkpoint. Before a file's tensors are read, `progress` is called with
-    the number of finished files and the number of all files.
+    With `of_averages`, the checkpoints' moving averages are averaged instead of their weights. A weight without a
+    moving average, because it was not trained, is averaged as it is. The configuration, the tokenizer and the step are
+    those of the last checkpoint. Before a file's tensors are read, `progress` is called with the number of finished
+    files and the number of all files.
 
-    Raises Unusable if the checkpoints do not fit each other or lack a moving average, and BrokenCheckpoint if a
-    checkpoint is damaged.
+    Raises Unusable if the checkpoints do not fit each other, lack a moving average, or have moving averages of
+    different weights. Raises BrokenCheckpoint if a checkpoint is damaged.
     """
     assert len(sources) == len(factors)
     last = sources[-1]
@@ -68,9 +76,13 @@ def average(
     shares = shares_of(factors)
     shapes = weight_shapes(last)
     read = sources
+    plain = 0
     layout = f"average of {len(sources)} checkpoints"
     if of_averages:
         read = [moving_average(source) for source in sources]
+        for source in sources:
+            _require_same_averages(source, last)
+        plain = len(shapes.keys() - averaged_weights(last))
         layout = f"average of {len(sources)} moving averages"
     masters = [key for key in shapes if last.widest(key) != key and _is_unrounded(key, read)]
     files = _plan_files(shapes, masters)
@@ -92,7 +104,7 @@ def average(
     small = {name: last.verified(name) for name in ("config.yaml", TOKENIZER)}
     with appearing(target) as temporary:
         write_whole(temporary, meta, small, tensors())
-    return Averaged(len(shapes), len(masters))
+    return Averaged(len(shapes), len(masters), plain)
 
 
 def shares_of(factors: Sequence[float]) -> list[float]:
@@ -179,6 +191,23 @@ def _require_same_model(source: Checkpoint, last: Checkpoint) -> None:
                 f"in {last.folder}: name checkpoints whose weights have the same names and shapes",
                 code="mismatch",
             )
+
+
+def _require_same_averages(source: Checkpoint, last: Checkpoint) -> None:
+    """Raise Unusable if two checkpoints have moving averages of different weights, since their phases differ."""
+    averaged = averaged_weights(source)
+    last_averaged = averaged_weights(last)
+    if differing := sorted(averaged ^ last_averaged):
+        having = source.folder
+        lacking = last.folder
+        if differing[0] not in averaged:
+            having = last.folder
+            lacking = source.folder
+        raise Unusable(
+            f"{having} has a moving average of {differing[0]}, but {lacking} has none (in all {len(differing)} such "
+            "weights): name checkpoints of phases that train the same weights, or leave out --ema",
+            code="mismatch",
+        )
 
 
 def _require_same_tokenizer(source: Checkpoint, last: Checkpoint) -> None:

@@ -14,12 +14,17 @@ from hybridtron.problems import Unusable
 PREFIX = f"{AVERAGE}."  # prefix of averages' keys, in front of the weight's key
 
 
+def averaged_weights(checkpoint: Checkpoint) -> set[str]:
+    """Return the keys of the weights that have a moving average in a checkpoint."""
+    return {key.removeprefix(PREFIX) for key in checkpoint.shapes if key.startswith(PREFIX)}
+
+
 def moving_average(checkpoint: Checkpoint) -> Checkpoint:
     """Return a view of a checkpoint in which each averaged weight is the average, in fp32. No tensor is read here.
 
     Raises Unusable if the checkpoint has no average.
     """
-    averaged = {key.removeprefix(PREFIX) for key in checkpoint.shapes if key.startswith(PREFIX)}
+    averaged = averaged_weights(checkpoint)
     if not averaged:
         raise Unusable(
             f"{checkpoint.folder} has no moving average: leave out --ema, or name a checkpoint of a run with run.ema",

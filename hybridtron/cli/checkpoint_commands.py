@@ -171,6 +171,8 @@ def average_checkpoints(chosen: argparse.Namespace) -> int:
     whose = "checkpoints"
     if chosen.ema:
         whose = "moving averages"
+    if averaged.plain:
+        weights = f"{weights}, {averaged.plain} without a moving average (a mean of the weights themselves)"
     print(f"{chosen.output}: mean of {len(sources)} {whose}, {weights}; {start}")
     return 0
 

@@ -140,6 +140,32 @@ def test_checkpoints_without_a_moving_average_are_refused(alone: Groups, write: 
     assert not (tmp_path / "mean").exists()
 
 
+def test_moving_averages_of_different_weights_are_refused(
+    alone: Groups, write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A phase averages only the weights that it trains; equal sets are averaged, and the other weights are counted."""
+    plan = small_run()
+    plan = replace(plan, run=replace(plan.run, ema=0.5))
+    whole = Engine(resolve(plan)[0], alone)
+    part = Engine(resolve(replace(plan, phases=[replace(plan.phases[0], train=["embedding.*"])]))[0], alone)
+    folders = []
+    for step, engine in enumerate((whole, part, part), start=1):
+        engine.forward_backward([random_batch()])
+        engine.step(1e-2)
+        folders.append(write(engine, step, LOSSES[step], CheckpointConfig(keep=3)))
+    output = tmp_path / "mean"
+    for pair in (folders[:2], folders[1::-1]):
+        error = refusal(checkpoint.main, ["average", *pair, "--ema", "--output", output])
+        assert error.code == "mismatch"
+        assert f"{folders[0]} has a moving average of layers" in str(error)
+        assert f"{folders[1]} has none" in str(error)
+    assert not output.exists()
+    assert checkpoint.main(["average", *map(str, folders[1:]), "--ema", "--output", str(output)]) == 0
+    count = len(weight_shapes(Checkpoint.open(output)))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"mean of 2 moving averages, {count} weights, 0 with fp32 masters, {count - 1} without a moving" in printed
+
+
 def _written(folder: Path, groups: Groups, model: ModelConfig, tokenizer: str = "{}", precision: str = "fp32") -> Path:
     folder.mkdir()
     (folder / "tokenizer.json").write_text(tokenizer)

@@ -101,7 +101,7 @@ def _tensors(folder: Path, files: Mapping[str, list[str]]) -> Iterator[tuple[str
 
 @contextmanager
 def _without_warning() -> Iterator[None]:
-    """Hide the warning of torch that it works in one process, which is what `no_dist` asks for."""
+    """Hide the warning of torch that it works in one process; `no_dist` asks for that."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield

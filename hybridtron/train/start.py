@@ -74,20 +74,17 @@ def starting_point(config: Config) -> Checkpoint | None:
 def _require_no_named_start(run_dir: Path) -> None:
     """Raise ConfigError if the last start in a run's folder resumed from a path, so that it must not start at step 0.
 
-    The last start has written its configuration into the folder.
+    The last start has written its configuration into the folder. Without a readable configuration, nothing was trained
+    yet.
     """
-    path = run_dir / "config.yaml"
-    if not path.exists():
-        return
-    cure = "start from scratch with run.resume=never"
     try:
-        resume = yaml_of(read_regular(path, MAX_CONFIG_BYTES))["run"]["resume"]
-    except (OSError, NotParsed, KeyError, TypeError) as error:
-        why = f"is auto, but {path} can't be read, so how this run began is unknown"
-        raise ConfigError([Problem("run.resume", "unreadable", f"{why} ({error!r}): {cure}")]) from error
+        resume = yaml_of(read_regular(run_dir / "config.yaml", MAX_CONFIG_BYTES))["run"]["resume"]
+    except (OSError, NotParsed, KeyError, TypeError):
+        return
     if resume not in ("auto", "never"):
         why = f"is auto, but {run_dir} was started from {resume} and has no checkpoint of its own yet"
-        raise ConfigError([Problem("run.resume", "missing", f"{why}: repeat run.resume={resume}, or {cure}")])
+        cure = f"repeat run.resume={resume}, or start from scratch with run.resume=never"
+        raise ConfigError([Problem("run.resume", "missing", f"{why}: {cure}")])
 
 
 def initial_weights(config: Config) -> Checkpoint | None:

@@ -1,9 +1,9 @@
 """Simulated attention kernels: the tensors that other packages' kernels save and return, their bytes and FLOPs.
 
 The simulated kernels replace the real kernels in a training step that is simulated without a GPU. For the backward
-pass, they save the same tensors as the real kernels: q, k, v, the output, and in fp32 the log-sum-exp of each query and
-head. The backward pass also allocates two fp32 tensors: the dot product of output and output gradient for each query
-and head, and the gradient of q.
+pass, they save the same tensors as the real kernels: q, k, v, the output, and the log-sum-exp of each query and head in
+fp32. The backward pass also allocates two fp32 tensors: the gradient of q, and for each query and head the dot product
+of the output and its gradient.
 """
 
 from __future__ import annotations

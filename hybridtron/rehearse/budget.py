@@ -44,7 +44,7 @@ def budget_of(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def exceeded(costs: dict[str, Any], budget: dict[str, Any]) -> list[str]:
-    """Return a line for each cost above the budget, and for each op whose implementation differs from the budget.
+    """Return a line for each cost above its budget, and for each op with another implementation than in the budget.
 
     Ops that are not in the budget may have any implementation.
     """

@@ -3,8 +3,8 @@
     hybridtron check cards
     hybridtron check cards --records FILE --output FOLDER
 
-A card is a Markdown file. A row without a measurement has "not measured". Measurements are read from one file per
-recipe, which `hybridtron check gpu` writes. A rehearsal is a training step that is simulated without a GPU. Rehearsals'
+A card is a Markdown file. A row without a measurement shows "not measured". Measurements are read from the files that
+`hybridtron check gpu` writes, one per recipe. A rehearsal is a training step that is simulated without a GPU. The
 results are read from the records that `hybridtron rehearse --suite` writes (`suite.py`).
 
 MFU is the model's FLOPs per second, divided by the GPU's peak. A card has two MFU values, because there are two ways to

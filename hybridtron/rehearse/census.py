@@ -1,13 +1,13 @@
-"""Kernel census: a record of a step's operations, each with launches, bytes, FLOPs and source line.
+"""Kernel census: a record of a step's operations, each with its bytes, FLOPs and source line.
 
 The step is simulated without a GPU (rehearsed). Bytes are the memory traffic that an operation would cause on a GPU:
 inputs that it reads, and outputs that it writes. Views and uninitialized tensors cost nothing. A tensor that is only
 overwritten in place does not count as read. In a lookup table, only the selected rows count as read.
 
-An operation's source line is the current line in the innermost frame of the call stack that belongs to this package. In
-the backward pass, autograd runs operations on its own threads, where the call stack has no such frame. A backward
-operation then gets the source line of the forward operation whose gradient it computes. Autograd gives both operations
-the same sequence number, which identifies the line.
+An operation's source line is the current line of this package's innermost frame in the call stack. In the backward
+pass, autograd runs operations on its own threads, where the call stack has no such frame. A backward operation then
+gets the source line of the forward operation whose gradient it computes. Autograd gives both operations the same
+sequence number, which identifies the line.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Census(TorchDispatchMode):
         self.operations.append(Operation(self.now, place, name, moved, flops, "product" if product else "torch"))
 
     def arrived(self, copies: range) -> None:
-        """Record that all later computation waits for these copies, given by their indices."""
+        """Record that all later computation waits for the copies with these indices in `self.copies`."""
         for copy in self.copies[copies.start : copies.stop]:
             copy.waited = len(self.operations)
 
@@ -185,7 +185,7 @@ class Census(TorchDispatchMode):
         self.waits.append(Wait(self.part, self.place(), kind))
 
     def add(self, name: str, moved: int, flops: int, kind: str) -> None:
-        """Record the launch of another package's kernel, which torch's operations do not show."""
+        """Record the launch of another package's kernel. Torch's operations do not show such launches."""
         self.operations.append(Operation(self.now, self.place(), name, moved, flops, kind))
 
     def add_kernel(self, name: str, moved: int, variant: int) -> None:

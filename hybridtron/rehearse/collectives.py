@@ -64,7 +64,7 @@ OLD_NAMES = {"all_gather_into_tensor": "_all_gather_base", "reduce_scatter_tenso
 
 
 class Collectives:
-    """Replacements for torch.distributed's functions, which record each call.
+    """Replacements for functions of torch.distributed. The replacements record each call.
 
     `node` is the number of GPUs in a node. A census is the record of a rehearsed step (`census.py`).
     """

@@ -19,7 +19,7 @@ class Listener(Protocol):
     """Receiver of events, such as `census.Census`."""
 
     def wait(self, kind: str) -> None:
-        """Handle a wait at the current line: the host waits for the device, or a stream for another stream."""
+        """Handle a wait at the current line: the host waits for the device, or a stream waits for another stream."""
 
     def add(self, name: str, moved: int, flops: int, kind: str) -> None:
         """Handle the launch of another package's kernel, which reads and writes `moved` bytes."""
@@ -29,7 +29,7 @@ class Listener(Protocol):
         """All asynchronous copies between host and device so far."""
 
     def arrived(self, copies: range) -> None:
-        """Record that all later computation waits for these copies: `copies` has indices into the property `copies`."""
+        """Record that all later computation waits for the copies with these indices in the property `copies`."""
 
 
 _listening: list[Listener] = []
@@ -52,12 +52,12 @@ def report_wait(kind: str) -> None:
 
 
 def count_copies() -> int:
-    """Return how many asynchronous copies between host and device were made so far."""
+    """Return the number of asynchronous copies between host and device so far."""
     return sum(len(listener.copies) for listener in _listening)
 
 
 def report_arrival(copies: range) -> None:
-    """Report that all later computation waits for these copies, given by their indices."""
+    """Report that all later computation waits for the copies with these indices."""
     for listener in _listening:
         listener.arrived(copies)
 

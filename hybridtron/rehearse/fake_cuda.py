@@ -1,4 +1,4 @@
-"""Replacements for torch.cuda's Python functions, which make this process appear to have one GPU.
+"""Replacements for torch.cuda's Python functions, so that this process appears to have one GPU.
 
 A rehearsal runs the code of a training step on a simulated GPU, without computing anything. Three parts make
 this possible: the replacements in this file, the C++ library of `fake_cuda_shim`, and torch's fake tensors, which have
@@ -30,7 +30,7 @@ class FakeStream:
     """A simulated CUDA stream or event whose work is always complete. Waits are reported to the rehearsal."""
 
     cuda_stream = 0
-    # indices in `Census.copies`: the host-device copies of the last block `with torch.cuda.stream(self)`
+    # host-device copies in the last block `with torch.cuda.stream(self)`, as indices in `Census.copies`
     copies = range(0)
 
     def __init__(self, *_: Any, priority: int = 0, enable_timing: bool = False) -> None: ...
@@ -148,7 +148,7 @@ class PlaceholderValues(TorchFunctionMode):
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.to and args[0].numel() == 1 and _names_gpu((*args[1:], *kwargs.values())):
-            args[0].constant = None  # the fake mode would copy a value that is stored in `constant` to the device
+            args[0].constant = None  # if `constant` has a value, the fake mode would copy it to the device
         if func is torch.Tensor.pin_memory:
             return args[0]
         if func is functional.scaled_dot_product_attention and args[0].is_cuda and kwargs.get("is_causal"):
@@ -215,7 +215,7 @@ def _copied_in(values: Any, dtype: torch.dtype | None) -> Tensor:
 
 
 def _plain(values: Any) -> Any:
-    """Return the values with each tensor replaced by a number or nested lists, also inside nested lists."""
+    """Replace each tensor by a number or nested lists, also inside nested lists, and return the values."""
     if isinstance(values, Tensor):
         if values.dim() == 0:
             return values.item()

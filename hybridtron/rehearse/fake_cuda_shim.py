@@ -45,7 +45,7 @@ def load() -> ctypes.CDLL:
 
 
 def describe() -> tuple[bool, str]:
-    """Return True if the library can be loaded or compiled, else False, and its state as text. Nothing is compiled."""
+    """Return whether the library can be loaded or compiled, and its state as text. Nothing is compiled."""
     try:
         damage = compiled.state(FOLDER, _name(_torch_folder()))
     except (compiled.NotBuilt, ShimProblem) as error:

@@ -4,10 +4,10 @@ A rehearsal simulates a training step without a GPU. In a rehearsal, the stubs c
 Transformer Engine would do.
 
 An FP8 region is the body of a `with autocast(...)` block. Inside it, both inputs to a matrix product are cast to FP8. A
-cast reads its input once and writes two copies with one byte per element: one in the input's layout, one transposed.
-The transposed copy is saved for the backward pass, instead of the input. The backward pass casts the output's gradient
-in the same way. If the caller passes `is_first_microbatch`, a weight is cast only in a step's first micro-batch, and
-later micro-batches use the same copies. Else every forward pass casts the weight.
+cast reads its input once and writes two copies with one byte per element: a copy in the input's layout, and a
+transposed copy. The transposed copy is saved for the backward pass, instead of the input. The backward pass casts the
+output's gradient in the same way. If the caller passes `is_first_microbatch`, a weight is cast only in a step's first
+micro-batch, and later micro-batches use the same copies. Else every forward pass casts the weight.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from hybridtron.rehearse import events
 from hybridtron.rehearse.package_stubs import Given
 
-REGIONS: list[Any] = []  # scaling recipes of the open autocast blocks, innermost last; None if FP8 is not enabled
+REGIONS: list[Any] = []  # scaling recipes of the open autocast blocks, innermost last; None for a block without FP8
 # number of scaled tensors in a pass; forward: input, weight and output; backward: gradients of output and input
 COLUMNS = {"scaling_fwd": 3, "scaling_bwd": 2}
 
@@ -34,7 +34,7 @@ COLUMNS = {"scaling_fwd": 3, "scaling_bwd": 2}
 def autocast(arguments: Given) -> Iterator[None]:
     """Open an FP8 region. With `enabled=False`, linear layers inside do not use FP8.
 
-    `arguments` are those that Transformer Engine's `autocast` takes. In older versions, `recipe` has the name
+    `arguments` are the arguments of Transformer Engine's `autocast`. In older versions, the argument `recipe` is named
     `fp8_recipe`.
     """
     REGIONS.append(arguments.get("recipe", arguments.get("fp8_recipe")) if arguments.get("enabled", True) else None)
@@ -164,8 +164,8 @@ def _cast(x: Tensor) -> tuple[Tensor, Tensor]:
 def _product(left: Tensor, right: Tensor, out: Tensor, depth: int, read: Tensor | None = None) -> None:
     """Count the FLOPs and bytes of an FP8 matrix product, out = left @ right, with the inner dimension `depth`.
 
-    The product reads `left` and `right`, and writes `out`. If it is added to another tensor, this tensor is given as
-    `read`, and counts as read too.
+    The product reads `left` and `right`, and writes `out`. If the product is added to a tensor, pass this tensor as
+    `read`, so that its bytes count too.
     """
     moved = left.numel() + right.numel() + out.nbytes + (0 if read is None else read.nbytes)
     events.report_kernel("fp8 mm", moved, 2 * out.numel() * depth, "product")

@@ -1,7 +1,7 @@
 """Instructions in compiled kernels, with the scheduling fields that the compiler writes into each instruction.
 
-A GPU issues a warp's instructions in order. It does not check whether an instruction's inputs are ready. Instead, the
-compiler writes into four fields of each instruction when it may be issued:
+A GPU issues a warp's instructions in order. It does not check whether an instruction's inputs are ready. Instead, it
+obeys four fields, which the compiler writes into each instruction:
 
     stall   cycles after which the warp may issue its next instruction
     sets    a scoreboard that is busy until the instruction's result is ready
@@ -29,8 +29,8 @@ MASK = 0b111111
 class Instruction:
     """One instruction: its name, such as `LDG.E.128`, and its scheduling fields (see the module's docstring).
 
-    `keeps` matters only for DEPBAR and similar instructions, which wait for asynchronous memory accesses: the number of
-    groups of accesses that may still be under way when the wait ends.
+    `keeps` matters only for DEPBAR and similar instructions, which wait for asynchronous memory accesses. It is the
+    number of access groups that may still be under way when the wait ends.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Time model for our own Triton kernels: the longest among six times, since a GPU does all six kinds of work at once.
+"""Time model for our own Triton kernels: a GPU does six kinds of work at once, and the slowest determines the time.
 
     bytes       memory traffic; each tensor is read or written once
     products    tensor-core instructions, at the rate that cuBLAS reaches
@@ -7,11 +7,11 @@
     float64     the unit for float64, which is half as fast as the unit for float32
     latency     the time of one program, multiplied by the number of rounds
 
-The programs of a round run at the same time: as many programs as fit on the multiprocessors, or all programs of the
-grid if these are fewer. A kernel with few programs, or with programs that are long chains of loads and products, is
-therefore slow even if it moves few bytes. Instructions are counted in the compiled code, and multiplied by their loops'
-trip counts. If resident programs wait for the same unit, only the unit's rate is modelled, so the times are lower
-bounds.
+A round is a number of programs that run at the same time: as many as fit on the multiprocessors, or all programs of the
+grid if these are fewer. A kernel that moves few bytes may therefore be slow: if it has few programs, or if its programs
+are long chains of loads and products. Instructions are counted in the compiled code, and multiplied by their loops'
+trip counts. If resident programs wait for the same unit, only the unit's rate is modelled, so the times are
+lower bounds.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class KernelTime:
 
     @property
     def seconds(self) -> float:
-        """The longest time among the six."""
+        """Time for the slowest of the six kinds of work."""
         return max(getattr(self, kind) for kind in KINDS)
 
     @property

@@ -1,8 +1,8 @@
 """Memory timeline of a step: when tensors on the device are allocated and freed, and by which lines.
 
 Steps are simulated without a GPU. A storage is the memory behind one or several tensors. A storage counts as allocated
-when its first tensor is recorded, and as freed when Python has deleted its last tensor, on any thread. These changes,
-in order, give the total memory at every moment, and each allocation site's memory.
+when its first tensor is recorded, and as freed when Python has deleted its last tensor, in any thread. The ordered list
+of these changes gives the total memory and each allocation site's memory at every moment.
 """
 
 from __future__ import annotations

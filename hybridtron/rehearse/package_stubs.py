@@ -106,8 +106,9 @@ def _made(name: str, place: str, parameters: Any) -> Any:
     parameters: the stored parameters of the real function or class; None if none are stored
 
     If the implementation is a function, the stub checks a call's arguments against `parameters`, and passes them to the
-    function as a `Given`. If it is a class, the stub is a subclass whose attribute `real` is the signature; the class
-    itself checks arguments against it. Without stored parameters, the implementation itself is the stub.
+    function as a `Given`. If the implementation is a class, the stub is a subclass with the signature in its attribute
+    `real`. The class checks arguments against this signature. Without stored parameters, the implementation itself is
+    the stub.
     """
     file, _, work = place.partition(":")
     does: Callable[[Given], Any] = getattr(importlib.import_module(f"{ROOM}.{file}"), work)

@@ -3,9 +3,9 @@
 The stubs replace the real functions in a training step that is simulated without a GPU. A stub allocates the tensors
 that the real function would allocate, and counts the bytes and FLOPs.
 
-The selective scan (Mamba-1) needs inputs whose last axis, the tokens, is contiguous. Other inputs are copied. For the
-backward pass the scan saves three kinds of tensors: the inputs, the output before the gate, and for every 2,048 tokens,
-two fp32 numbers per state element.
+The selective scan (Mamba-1) needs inputs with a contiguous last axis, which is the token axis. Other inputs are copied.
+For the backward pass the scan saves three kinds of tensors: the inputs, the output before the gate, and for every 2,048
+tokens two fp32 numbers per state element.
 
 SSD (Mamba-2) computes a sequence in token chunks. SSD allocates four kinds of tensors:
 
@@ -80,7 +80,7 @@ class _Conv(torch.autograd.Function):
 
 
 def selective_scan(arguments: Given) -> Tensor | tuple[Tensor, Tensor]:
-    """Simulate `selective_scan_fn`. Inputs with a token axis are copied if this last axis is not contiguous."""
+    """Simulate `selective_scan_fn`. Inputs with a token axis are copied if this axis, the last, is not contiguous."""
     names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
     tensors = [arguments.get(name) for name in names]
     per_token = ("u", "delta", "B", "C", "z")

@@ -103,7 +103,7 @@ def sent_of(rehearsed: Rehearsed) -> dict[tuple[str, str, int, bool, bool], tupl
 
 
 def forms_of(rehearsed: Rehearsed) -> dict[str, list[str]]:
-    """Return two lists of names: "kernels" lists ops with Triton kernels of ours, "attention" attention kernels."""
+    """Return two lists of names: "kernels" has the ops with our Triton kernels, "attention" has attention kernels."""
     operations = rehearsed.step.passes_of_many.operations
     ops = {operation.name.partition(".")[0] for operation in operations if operation.kind == "kernel"}
     attention = {operation.name.partition(" ")[0] for operation in operations if operation.kind == "attention"}
@@ -157,7 +157,7 @@ def print_tables(rehearsals: Sequence[Rehearsed]) -> None:
 
 
 def launch_line(rehearsed: Rehearsed) -> str:
-    """Return a line with the step's modelled host time and device time, and with the longer of them.
+    """Return a line that compares the step's modelled host time with its modelled device time.
 
     If the host's time is longer, the line also names settings that help.
     """

@@ -64,8 +64,8 @@ def read(package: str, folder: Path) -> dict[str, Parameters]:
 def parameters(node: ast.FunctionDef | ast.ClassDef) -> Parameters:
     """Return each parameter's name, kind and default, for a function or class.
 
-    A class has the parameters of its `__init__`, without `self`. A class without `__init__` is taken for a dataclass,
-    whose parameters are its fields.
+    A class has the parameters of its `__init__`, without `self`. A class without `__init__` is assumed to be a
+    dataclass, with its fields as parameters.
     """
     if isinstance(node, ast.ClassDef):
         constructors = [item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"]

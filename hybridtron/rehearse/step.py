@@ -171,7 +171,7 @@ class _Steps:
         return passes, self._count_part("update", lambda: self.engine.step(1e-4))
 
     def other_lanes(self, lanes: int) -> int:
-        """Return the bytes of states that a run's step has in memory in addition to those of the last counted step.
+        """Return by how many bytes the states in a run's step exceed the states in the last counted step.
 
         A lane is a sequence's index in the batch. A sequence starts from the final state of the previous step's
         sequence with the same index. For each lane, the old and the new state are in memory. In a run, the rank has

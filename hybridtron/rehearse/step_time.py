@@ -99,7 +99,7 @@ class PartTime:
         return "host-bound" if self.host > self.device else "device-bound"
 
     def plus(self, other: PartTime, times: float = 1) -> PartTime:
-        """Return this part plus `times` times the other part."""
+        """Return this part plus `times * other`."""
         total = PartTime(
             exposed=self.exposed + times * other.exposed,
             sent=self.sent + times * other.sent,
@@ -153,7 +153,7 @@ def step_time(step: RankStep, kernels: dict[int, KernelTime], gpu: GPU, virtual:
     else:
         micro_batch = PartTime().plus(many, 1 / step.many)
     once = PartTime().plus(many).plus(micro_batch, -step.many).plus(update)
-    # some waits occur only in a run's first step; if this is the step with `few`, the difference may be negative
+    # some waits occur only in a run's first step; this may be the step with `few`, so the difference may be negative
     if micro_batch.waits < 0:
         micro_batch.waits = 0.0
         once.waits = many.waits + update.waits

@@ -60,7 +60,7 @@ REHEARSED = (
     *("architecture", "config", "data", "device.py", "engine", "mixers", "model", "ops", "optimizers", "parallel"),
     *("planning", "rehearse"),
 )
-"""Files and folders of the package that a rehearsal depends on. The digest covers these and the recipes."""
+"""Files and folders of the package that a rehearsal depends on. The digest covers these files and the recipes."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Page of a suite: each recipe's modelled step under each layout, compared with its plan.
 
 A suite is a set of rehearsals: training steps that are simulated without a GPU. A record has one rank's results for a
-recipe in a layout, or the reason why there are none (`suite.py`).
+recipe in a layout, or the reason why there are no results (`suite.py`).
 """
 
 from __future__ import annotations

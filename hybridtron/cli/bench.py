@@ -75,7 +75,7 @@ The module contains a function with the benchmark's name, which fills the report
 
 - floor: the time of the work that every implementation must do
 - rehearsal: a simulated GPU step
-- far step: a step late in the data, whose batch a new loader must find
+- far step: a step late in the data; a new loader must find the step's batch
 - TBTT: truncated backpropagation through time
 - crowded steps: steps by more processes than the machine has cores
 """

@@ -53,7 +53,7 @@ def open_newest(path: Path) -> Checkpoint:
 
 
 def open_named(path: Path) -> Checkpoint:
-    """Open a checkpoint, a run's newest checkpoint, or (for RUN@best) its checkpoint with the lowest held-out loss.
+    """Open a checkpoint, a run's newest checkpoint, or for RUN@best the run's checkpoint with the lowest held-out loss.
 
     Raises Unusable if there is no such checkpoint, or if it is broken.
     """
@@ -72,7 +72,7 @@ def open_named(path: Path) -> Checkpoint:
 
 
 def table_of(*columns: str) -> Table:
-    """Build a table that wraps long entries. If they were truncated, two names could look equal."""
+    """Build a table that wraps long entries. In truncated entries, two names could look equal."""
     table = Table(box=None)
     for column in columns:
         table.add_column(column, overflow="fold")

@@ -57,9 +57,9 @@ def opened(chosen: argparse.Namespace) -> Checkpoint:
 
 
 def dtype_of(chosen: argparse.Namespace, source: Checkpoint) -> torch.dtype | None:
-    """Return the dtype of an export, or None if each tensor keeps its dtype in the checkpoint.
+    """Return the dtype of an export, or None if each tensor keeps the dtype that it has in the checkpoint.
 
-    The moving average is stored in fp32, but is exported in the dtype of the forward pass, as the weights are.
+    The moving average is stored in fp32, but is exported in the dtype of the forward pass, like the weights.
     """
     if chosen.dtype is None and chosen.ema:
         return FORWARD_DTYPES[source.config.precision.name]
@@ -155,6 +155,6 @@ def verify_export(chosen: argparse.Namespace) -> int:
 
 
 def warn_of(folder: Path, proof: Proof) -> None:
-    """Print the caution for users that a successful proof may contain."""
+    """Print a proof's caution, if the proof has one."""
     if proof.caution:
         print(f"warning: {folder}: {proof.caution}", file=sys.stderr)

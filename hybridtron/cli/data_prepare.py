@@ -77,7 +77,7 @@ def _check(parser: CommandParser, chosen: argparse.Namespace) -> None:
     """End the process with exit code 2 if an option is missing or out of range, or if options contradict each other."""
     if chosen.workers < 1:
         parser.refuse("--workers", "out-of-range", f"--workers is {chosen.workers}, must be at least 1")
-    if EMBEDDED in chosen.input:  # a folder with this name is written ./embedded
+    if EMBEDDED in chosen.input:  # name a folder called `embedded` as ./embedded
         unsupported = {key for key, value in vars(chosen).items() if value is not None} - EMBEDDED_TAKES
         if len(chosen.input) > 1 or unsupported:
             named = ", ".join(f"--{key.replace('_', '-')}" for key in sorted(unsupported)) or "other inputs"

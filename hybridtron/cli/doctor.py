@@ -218,7 +218,7 @@ def extra_line(extra: str, wanted: dict[str, str]) -> Line:
 
 
 def kernel_section() -> tuple[str, list[Line]]:
-    """Build the section on the device and, for each op, the implementation that will run."""
+    """Build the section on the device, with a line for the implementation that will run for each op."""
     about, fault = run_python(KERNELS, patience=PATIENCE + BUILD_S)  # the process may first compile the C++ ops
     if fault:
         return "device", [Line("fail", "hybridtron", "does not start", fault)]
@@ -240,7 +240,7 @@ def kernel_section() -> tuple[str, list[Line]]:
 def gpu_lines(environment: Mapping[str, str], numa_nodes: int) -> list[Line]:
     """Build lines on environment variables and NUMA binding for processes with a GPU.
 
-    In jobs, `hybridtron submit` sets those variables that the parallel layout needs.
+    `hybridtron submit` sets the variables in its jobs if the parallel layout needs them.
     """
     lines = []
     for variable in (ALLOCATOR, ONE_QUEUE):

@@ -13,7 +13,7 @@ There are three kinds of evaluation:
     --harness         tasks and groups of lm-evaluation-harness, such as hellaswag; groups in this package: samba_short,
                       samba_instruct, span_short, span_long, recall, hax_short, longbench, tiny
 
-With --ema the moving average of the weights is evaluated, which a run with `run.ema` keeps. Its results are written to
+With --ema the evaluated weights are the moving average that a run with `run.ema` keeps. The results are then written to
 RUN/evaluation/STEP-ema.
 
 Instruments take each row from a single held-out document. If no document is long enough for a row, shorter held-out
@@ -237,7 +237,7 @@ def measure(
 
 
 def evaluator(chosen: argparse.Namespace) -> Callable[[LoadedModel, str, Path], Evaluated]:
-    """Return a function (model, name, folder) -> results, which evaluates a model and writes to the folder."""
+    """Return a function that evaluates a model and writes to a folder: (model, name, folder) -> results."""
     if not chosen.harness:
         from hybridtron.evaluate.evaluation import evaluate
 

@@ -99,7 +99,7 @@ def out_of_sight() -> Iterator[None]:
 
 
 def _uncompiled_optimizers() -> None:
-    """Remove the wrapper around torch's optimizer methods, which would import the compiler at the first call."""
+    """Remove the wrappers around torch's optimizer methods. They would import the compiler at the first call."""
     import torch
     from torch.optim import Adam, Optimizer
 

@@ -122,7 +122,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """Print each prompt with its continuation, or answers with --chat. Returns the exit code."""
+    """Print each prompt with its continuation, or the answers if --chat is set. Returns the exit code."""
     chosen = parse(arguments)
     parallel = layout(chosen.layout)
     checkpoint = newest_checkpoint(chosen.path)
@@ -201,7 +201,7 @@ def print_texts(model: LoadedModel, texts: list[str], chosen: argparse.Namespace
 def print_continued(model: LoadedModel, wanted: ToContinue, chosen: argparse.Namespace) -> list[Detokenizer]:
     """Continue all prompts as one batch and print the texts. Only the first process prints.
 
-    Returns a Detokenizer for each prompt, whose `text` is the continuation.
+    Returns a Detokenizer for each prompt. The continuation is in the Detokenizer's `text`.
     """
     from hybridtron.device import compute_device
     from hybridtron.inference.detokenize import Detokenizer, stream_texts
@@ -227,7 +227,7 @@ def print_continued(model: LoadedModel, wanted: ToContinue, chosen: argparse.Nam
 
 
 def prompt_tokens(model: LoadedModel, prompt: str) -> list[int]:
-    """Tokenize a prompt; an empty prompt becomes the token that starts a document."""
+    """Tokenize a prompt. An empty prompt becomes the token that starts a document."""
     return model.tokenizer.encode(prompt_or_start(model.folder, model.tokenizer, prompt)).ids
 
 

@@ -15,9 +15,9 @@ The command takes the same arguments as `hybridtron train`. It reads no tokens. 
     --exact    rehearse the step, that is, simulate the step without a GPU, and report its exact memory peak
     --dry-run  build every rank's model on the meta device, without memory for weights
 
-Without a rehearsal, memory is an estimate: it is within 10% of rehearsed peaks of at least a gigabyte. `--fit`
-rehearses the fastest layouts. Rehearsals need Triton and run in separate processes. Their results are stored until the
-code or the configuration changes. Only `--dry-run` imports torch in this process.
+Without a rehearsal, memory is an estimate. For peaks of at least a gigabyte, it differs from the rehearsed peak by at
+most 10%. `--fit` rehearses the fastest layouts. Rehearsals need Triton and run in separate processes. Their results are
+stored until the code or the configuration changes. Only `--dry-run` imports torch in this process.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ MEMORY_PARTS = tuple(part.name for part in dataclasses.fields(DeviceMemory))
 TRAFFIC_PARTS = tuple(part.name for part in dataclasses.fields(Traffic))
 ACCURACY = f"within {MARGIN:.0%} from {MARGIN_FROM / 1e9:.0f} GB on"
 MAX_LISTED = 10  # --fit prints at most this number of layouts; --json prints all layouts
-FINALISTS = 3  # --fit rehearses the steps of this number of layouts, the fastest
+FINALISTS = 3  # number of layouts that --fit rehearses, the fastest first
 
 
 def main(arguments: list[str]) -> int:
@@ -129,7 +129,7 @@ def main(arguments: list[str]) -> int:
 def with_rehearsals(
     fitting: Sequence[FittingLayout], config: Config, chosen: argparse.Namespace
 ) -> list[FittingLayout]:
-    """Rehearse the fastest layouts, and return all layouts without those whose rehearsed memory does not fit.
+    """Rehearse the fastest layouts, and return all layouts except layouts whose rehearsed memory does not fit.
 
     If no step can be rehearsed on this machine, all layouts are returned unchanged.
     """
@@ -152,7 +152,7 @@ def with_rehearsals(
 
 
 def replace_settings(settings: Sequence[str], others: Sequence[str]) -> list[str]:
-    """Return `settings` updated by `others`: each replaces the earlier setting of its key, or is appended."""
+    """Return `settings` with `others`: a setting in `others` replaces a setting with the same key, or is appended."""
     by_key = {setting.partition("=")[0]: setting for setting in (*settings, *others)}
     return list(by_key.values())
 
@@ -332,7 +332,7 @@ def _flops_table(counted: ModelCount) -> Table:
 
 
 def _memory_table(planned: ResolvedPhase, rank_plan: Plan, peaks: Sequence[int] | None) -> Table:
-    """Build a table with a row for each pipeline rank: memory in GB, by use, and with --exact the rehearsed total."""
+    """Build a table with a row for each pipeline rank: memory in GB by use. With --exact, add the rehearsed total."""
     config = planned.config
     phase = planned.settings
     table = table_of("rank", "layers", "parameters", *MEMORY_PARTS, "total", "in flight", numbers_from=2)
@@ -360,9 +360,9 @@ def _memory_table(planned: ResolvedPhase, rank_plan: Plan, peaks: Sequence[int] 
 
 
 def _traffic_table(phase: ResolvedPhase, rank_plan: Plan) -> Table:
-    """Build a table with a row for each pipeline rank: the GB that each of its devices sends per step, and its work.
+    """Build a table with a row for each pipeline rank: the GB that a device of the rank sends per step, and its work.
 
-    The work is the rank's forward cost divided by the largest forward cost of all ranks.
+    A rank's work is its forward cost divided by the largest forward cost of all ranks.
     """
     table = table_of("rank", *TRAFFIC_PARTS, "total", "work", numbers_from=1)
     table.title = f"GB that a device sends per step (estimate); pipeline bubble: {rank_plan.bubble:.1%} of the time"
@@ -403,7 +403,7 @@ def _fit_table(config: Config, gpus: int, fitting: list[FittingLayout]) -> Table
 
 
 def _left_out(arch: Architecture, fitting: list[FittingLayout]) -> list[str]:
-    """Return lines about layouts that were not tried, and advice if no layout fits."""
+    """Return lines about layouts that were not tried. If no layout fits, add a line with advice."""
     reasons = {tensor: "; ".join(uncuttable(arch, tensor)) for tensor in TENSOR_SIZES}
     lines = [f"not tried: parallel.tensor={tensor}, since {reason}" for tensor, reason in reasons.items() if reason]
     if fitting:

@@ -1,7 +1,7 @@
 """The command `hybridtron` and its sub-commands.
 
-`COMMANDS` maps each sub-command to a function, which takes the remaining arguments and returns the exit code. The
-function's module is imported only when its sub-command runs, so that packages of other sub-commands cost no time. A
+`COMMANDS` maps each sub-command to a function. The function takes the remaining arguments and returns the exit code.
+Its module is imported only when the sub-command runs, so that packages of other sub-commands cost no time. A
 sub-command raises Unusable for a user's mistake, such as a wrong configuration or a missing folder. `main` then prints
 the exception's message and returns exit code 2.
 """
@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> int:
 def no_command(family: str, word: str | None) -> int:
     """Print help, or a message that `word` is not a command. Returns the exit code.
 
-    The exit code is 0 for `--help`. It is 2 if the command is unknown, or missing (`word` is None).
+    The exit code is 0 for `--help`. It is 2 if the command is unknown, or if it is missing (`word` is None).
     """
     if word in ("-h", "--help"):
         print(usage(family))

@@ -79,7 +79,7 @@ def draw_held_out(axes: Axes, evaluated: list[dict]) -> None:
 
 
 def phase_begins(lines: list[dict]) -> dict[str, int]:
-    """Return, for each phase's name, the token count before the phase."""
+    """Return a mapping from each phase's name to the token count before the phase."""
     begins: dict[str, int] = {}
     before = 0
     for line in lines:

@@ -193,10 +193,10 @@ def report(sweep: Sweep, folder: Folder, console: Console) -> None:
 
 
 def draw(sweep: Sweep, shown: Sequence[results.Point], output: Path) -> None:
-    """Plot the first metric over the first key in the grid whose values are all numbers.
+    """Plot the first metric over a key: the grid's first key with only numeric values.
 
-    There is a curve for each combination of the other keys' values. If no key has only numeric values, the x axis lists
-    the points' names.
+    There is a curve for each combination of the other keys' values. If the grid has no such key, the x axis lists the
+    points' names.
     """
     metric = sweep.metrics[0]
     along = next((key for key in sweep.axes if key != SEED and all(_is_number(p.values[key]) for p in shown)), None)
@@ -234,9 +234,9 @@ def set_ticks(axes: Axes, positions: dict[str, float]) -> None:
 
 
 def _curves(shown: Sequence[results.Point], along: str | None) -> dict[str, list[results.Point]]:
-    """Group points into curves, by label. The points of a curve are sorted by the key `along`, if there is one.
+    """Return a mapping from each curve's label to its points, sorted by the key `along`.
 
-    `along` is the key of the x axis, or None.
+    `along` is the key of the x axis. If it is None, the points are not sorted.
     """
     curves: dict[str, list[results.Point]] = {}
     for point in shown:

@@ -183,7 +183,7 @@ def _write(chosen: argparse.Namespace) -> list[Path]:
 
 
 def _named_tasks(words: list[str]) -> tuple[Task, ...]:
-    """Return the tasks that the words name, by a task's own name or by its group's name.
+    """Return the tasks that the words name, by the names of tasks or groups.
 
     Words such as OPTION=VALUE are options. Each task gets only the options that it has.
     """

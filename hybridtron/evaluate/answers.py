@@ -1,7 +1,7 @@
 """Asks a model for answers to task samples, and scores the answers.
 
 - Text tasks: the prompt is continued greedily, up to the end-of-text token or the number of tokens that the sample
-  allows. Only the continuation is scored, by the task's metrics. There are no stop strings and no BOS.
+  allows. The task's metrics score only the continuation. There are no stop strings and no BOS.
 - Tasks on token ids are scored teacher-forced: the model reads the sample with all right tokens, and at each scored
   position its likeliest next token is compared with the right token.
 

@@ -1,7 +1,7 @@
 """Entropies for attention weights and for Mamba's step sizes, in nats (Samba, appendix C and Figure 5).
 
     attention   -sum_j a_ij log a_ij   the mean over rows, heads and the last 256 queries i in each row
-    selection   -sum_t d_t log d_t     the mean over rows and channels (Mamba-2: heads)
+    selection   -sum_t d_t log d_t     the mean over rows and channels (in Mamba-2, over rows and heads)
 
 - a_ij: key j's attention weight for query i, the softmax over j of the scores s_ij = q_i . k_j / sqrt(K)
 - d_t = delta_t / D: token t's step size delta_t in a selective scan (Mamba, Mamba-2), divided by the row's sum
@@ -11,7 +11,7 @@ An entropy is 0 if a single key or token has all the weight. It is largest if al
 for n keys or tokens. This upper bound is reported too. Samba's figure uses texts from GSM8K; here the rows are held-out
 text.
 
-With lse_i = log sum_j exp(s_ij), both entropies follow from sums, which can be accumulated over a row's chunks:
+With lse_i = log sum_j exp(s_ij), both entropies follow from sums that can be accumulated over a row's chunks:
 
     -sum_j a_ij log a_ij = lse_i - sum_j a_ij s_ij
     -sum_t d_t log d_t   = log D - (sum_t delta_t log delta_t) / D
@@ -20,8 +20,8 @@ The inputs to attention and scans are observed while the model reads a row chunk
 each rank observes its own tokens, and all ranks' sums are added.
 
 Legend: B rows, L tokens per chunk, H query heads, G key/value heads, A query heads per key/value head, K head size,
-S keys, Q queries, E channels or heads per scan, R rows per segment in span attention. In `chosen_RGTC`, T span chunks
-and C chosen blocks.
+S keys, Q queries, E channels or heads per scan, R rows per segment in span attention. In `chosen_RGTC`, T stands for
+span chunks and C for chosen blocks.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ class Attending:
     """A layer's accumulated attention entropies, over the queries from position `first` on.
 
     read: how many tokens in each row were read so far
-    sums: shift -> (H, 3), with the sum of entropies, the sum of upper bounds and the number of queries for each head
-        with this shift. In span attention the shift is that of the heads' span chunks; in other attention it is 0.
+    sums: shift -> (H, 3): for each head with this shift, the sum of entropies, the sum of upper bounds and the number
+        of queries. In span attention a head's shift is the shift of its span chunks. In other attention it is 0.
     """
 
     first: int
@@ -170,7 +170,7 @@ class Attending:
     def add(
         self, inputs: AttentionInputs | SpanInputs, shard: SequenceShard | None = None, counts: bool = True
     ) -> None:
-        """Add a chunk's queries, or those in this rank's shard of the chunk.
+        """Add a chunk's queries, or only the queries in this rank's shard of the chunk.
 
         If `counts` is False, only the number of tokens read is updated.
         """
@@ -223,7 +223,7 @@ class Selecting:
     logs_BE: Tensor | float = 0.0
 
     def add(self, inputs: ScanInputs | SSDInputs) -> None:
-        """Add a chunk's step sizes, or those in this rank's shard of the chunk."""
+        """Add a chunk's step sizes, or only the step sizes in this rank's shard of the chunk."""
         if isinstance(inputs, ScanInputs):
             bias = inputs.dt_bias_E
         else:
@@ -255,7 +255,7 @@ Observed = TypeVar("Observed", Attending, Selecting)
 
 @dataclass
 class Looking:
-    """An observer of attention and scans, which accumulates each layer's sums while the model reads.
+    """Observer of attention and scans. It accumulates each layer's sums while the model reads.
 
     first: position of the first query whose attention is measured
     context: the ranks of context parallelism
@@ -274,7 +274,7 @@ class Looking:
     selecting: dict[int, Selecting] = field(default_factory=dict)
 
     def enter(self, layer: int, mixer: Mixer, arguments: tuple[Tensor, State | None, SeqInfo]) -> None:
-        """Store which layer runs next. This is a forward pre-hook of every layer's mixer (attention or scan)."""
+        """Store the index of the layer that runs next. This is a forward pre-hook of every layer's mixer."""
         self.layer = layer
         self.has_selective_steps = mixer.has_selective_steps
         self.shard = arguments[2].shard

@@ -60,13 +60,14 @@ class EvalRequest:
     """The settings of `hybridtron evaluate`.
 
     asked: the suite's definition
-    named: True for a suite from the package: parts that do not fit the model are left out instead of raising Unusable
+    named: True for a suite from the package. Its parts that do not fit the model are left out. In a user's suite, such
+        parts raise Unusable
     lengths: lengths of the tasks' samples; None for the lengths in the definition
     samples: how many samples to take for each task and length; None for the number in the definition
     batch: how many samples or rows are read together
     rows: how many rows of text to read for instruments
     data: prepared folder to read held-out text from; None for the data that the run was trained on
-    seq_len: training length; None for the checkpoint's
+    seq_len: training length; None for the checkpoint's training length
     """
 
     asked: Mapping[str, Any]

@@ -1,7 +1,7 @@
 """lm-evaluation-harness (`lm_eval`, "the harness") on a checkpoint's model, without an export to Hugging Face's format.
 
-The model may be divided over ranks in any parallel layout. Tasks, prompts and metrics are the harness's. Texts are
-encoded as by the harness's model class `hf`: the tokenizer adds its special tokens, and an empty context becomes an
+The model may be divided over ranks in any parallel layout. The harness defines tasks, prompts and metrics. Texts are
+encoded like in the harness's model class `hf`: the tokenizer adds its special tokens, and an empty context becomes an
 end-of-text token. Chats are formatted by the template that the model was trained with.
 
 A request longer than `max_length` tokens loses its beginning; such requests are counted and reported. All ranks get all
@@ -80,7 +80,7 @@ class HarnessModel(TemplateLM):
     """A checkpoint's model with the interface that the harness calls.
 
     cut: how many requests lost their beginning, because they were too long
-    without_system: how many chats lost their system prompt, because the chat template accepts none
+    without_system: how many chats lost their system prompt, because the chat template accepts no system prompts
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text's first token: the chat template's BOS, or the end-of-text token if it has no BOS."""
+        """The token before a text's first token: the chat template's BOS, or without a BOS the end-of-text token."""
         if self.chat is None:
             name = ""
         else:
@@ -155,7 +155,7 @@ class HarnessModel(TemplateLM):
         return self._scored([(context + continuation, len(continuation)) for _, context, continuation in requests])
 
     def _scored(self, rows: Sequence[tuple[list[int], int]]) -> list[Score]:
-        """Score the last tokens of each row: their log-likelihood, and True if each is the likeliest token."""
+        """Return each row's score: the last tokens' log-likelihood, and True if each is the likeliest token."""
         requests = [Request(self._kept(tokens, self.max_length + 1), scored) for tokens, scored in rows]
         return [(value, bool(greedy)) for value, greedy in self._results(requests)]
 
@@ -201,7 +201,7 @@ class HarnessModel(TemplateLM):
         return tuple(tokens[-most:])
 
     def _results(self, requests: Sequence[Request]) -> list[Any]:
-        """Return the requests' results in order. Requests without a recorded result are run in batches, and recorded.
+        """Return the requests' results in order. First run the requests without a recorded result, and record them.
 
         A batch has requests with equal sampling settings. The longest requests come first, so that the process runs out
         of memory at the start or not at all.
@@ -330,7 +330,7 @@ def run_tasks(model: HarnessModel, tasks: Loaded, chat: bool, samples: int | Non
     chat: format prompts as chats
     samples: largest number of documents for each task; None for all
     """
-    os.environ["DISABLE_MULTIPROC"] = "1"  # no worker processes for standard errors, since this process uses torch
+    os.environ["DISABLE_MULTIPROC"] = "1"  # compute standard errors without workers, since this process uses torch
     random.seed(SEEDS[0])
     np.random.seed(SEEDS[1])
     results = evaluate(
@@ -342,5 +342,5 @@ def run_tasks(model: HarnessModel, tasks: Loaded, chat: bool, samples: int | Non
         fewshot_as_multiturn=chat,
         confirm_run_unsafe_code=run_code,
     )
-    assert results is not None  # the harness returns None on ranks above 0, but takes each of our ranks for rank 0
+    assert results is not None  # the harness returns None only on ranks above 0, and treats each of our ranks as rank 0
     return dict(results)

@@ -1,7 +1,7 @@
 """An evaluation by lm-evaluation-harness ("the harness") from start to end: load the tasks, run them, write results.
 
     samples.jsonl   a line for each request; a killed evaluation continues after the last line
-    results.json    a row for each task and metric; the field `length` has the number of examples in a prompt: `5-shot`
+    results.json    a row for each task and metric; the field `length` is the number of examples, such as `5-shot`
     index.html      the results on one page, with some answers
 
 A task that can't be loaded, usually because its data set is not on this machine, is left out; the results give the
@@ -42,7 +42,7 @@ class HarnessRequest:
     include: folder with additional task files
     samples: maximum number of documents for each task; None for all
     batch: how many requests a batch has
-    max_length: maximum number of tokens in a request; None for the length that config.json of an export would have
+    max_length: maximum number of tokens in a request; None for the maximum that an export's config.json would have
     run_code: allow tasks that run code from the model's answers
     chat: format all tasks' prompts as chats; otherwise only the prompts of tasks whose group sets `chat`
     """
@@ -59,7 +59,7 @@ class HarnessRequest:
 def wanted_tasks(names: Sequence[str], chat: bool = False) -> list[HarnessTask]:
     """Replace each group's name with the group's tasks, and remove duplicates.
 
-    A task may be in the list twice: with prompts as chats and with prompts as plain text.
+    A task may be in the list twice: once with prompts as chats, and once with prompts as plain text.
     """
     groups = (HARNESS_GROUPS.get(name, (HarnessTask(name),)) for name in names)
     tasks = (replace(task, chat=chat or task.chat) for task in chain.from_iterable(groups))

@@ -144,7 +144,7 @@ def _dataset(documents: list[dict[str, Any]]) -> Dataset:
 
 
 def _metrics(names: str) -> list[dict[str, Any]]:
-    """Define metrics from names separated by spaces: averaged over samples, and higher is better."""
+    """Define metrics from names separated by spaces. They are averaged over samples, and higher is better."""
     return [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in names.split()]
 
 
@@ -191,7 +191,7 @@ TINY = [
 
 
 def _tiny(name: str, output_type: str, about: dict[str, Any]) -> dict[str, Any]:
-    """Define a task of the group `tiny`, which is about weekdays."""
+    """Define a task about weekdays, for the group `tiny`."""
     kind = {"output_type": output_type, "custom_dataset": tiny_documents, "test_split": "test", "num_fewshot": 0}
     return {"task": name, **kind, "doc_to_text": "The day after {{day}} is", "metadata": {"version": 1}, **about}
 

@@ -119,7 +119,7 @@ def digest_of_data(data: DataConfig, path: str) -> str:
 def open_sources(data: DataConfig, path: str | None) -> Sources:
     """Open the run's data sources.
 
-    If `path` is given, open all sources in that prepared folder that have held-out documents instead.
+    If `path` is given, open instead all sources with held-out documents in that prepared folder.
     """
     from hybridtron.data.mds.opening import open_folder
     from hybridtron.data.mixture_spec import MixtureSource, mixture_of

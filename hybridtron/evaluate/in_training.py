@@ -40,7 +40,7 @@ BATCH = 16  # samples or rows that are read together
 
 
 class InTraining(Hook):
-    """Hook that evaluates with the suite of `run.evaluate`, every `run.evaluate_every` and at each phase's end.
+    """Hook that evaluates the suite in `run.evaluate`, at the interval `run.evaluate_every` and at each phase's end.
 
     The constructor raises ConfigError if the suite is faulty.
     """
@@ -90,7 +90,7 @@ class InTraining(Hook):
         return self.suite.left_out
 
     def measure(self, engine: Engine, step: int, beat: Callable[[str], None]) -> dict[str, float]:
-        """Measure the suite; return values by `TASK/LENGTH/METRIC`. All processes call this together.
+        """Measure the suite, and return `TASK/LENGTH/METRIC` -> value. All processes call this together.
 
         `beat` is called with progress messages, so that the watchdog does not end the run.
         """

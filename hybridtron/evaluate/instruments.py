@@ -1,4 +1,4 @@
-"""Instruments: measurements of a model on held-out text, which show how far it generalizes beyond its training length.
+"""Instruments: measurements on held-out text that show how far a model generalizes beyond its training length.
 
     positions     loss and perplexity by position
     remembrance   Effective Remembrance: how much the next token's distribution depends on the first tokens
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 STATE_POSITIONS = 64  # number of positions at which states are measured
 TOLERANCE = 0.02  # fraction by which the context beyond the training length may raise perplexity
 Moved = Callable[[int, int], object]
-"""Progress callback: called with the number of tokens of a row that were read so far, and with their total number."""
+"""Progress callback. Its arguments are the number of a row's tokens read so far, and the total number to read."""
 
 
 class InstrumentTable(NamedTuple):
@@ -78,7 +78,7 @@ def table_of(name: str, folder: Path, seq_len: int) -> InstrumentTable:
 
 
 def positions(model: Reader, text: Text, chunk: int, moved: Moved) -> Lines:
-    """Measure the loss by position twice: with all tokens before, and with context limited to the training length."""
+    """Measure the loss by position twice: with full context, and with context limited to the training length."""
     from hybridtron.evaluate.length import position_losses
     from hybridtron.evaluate.short_context import losses_within, short_rows
 
@@ -122,7 +122,7 @@ def positions_table(lines: Lines, seq_len: int) -> InstrumentTable:
 class Rise(NamedTuple):
     """Perplexity over the tokens with `first` to `last` tokens before them in the row.
 
-    perplexity: perplexity with all tokens before as context
+    perplexity: perplexity with all tokens before a token as its context
     within: perplexity with context limited to the training length
     """
 
@@ -148,8 +148,8 @@ def rises(lines: Lines, seq_len: int) -> list[Rise]:
 class Verdict(NamedTuple):
     """Verdict on length generalization.
 
-    most: perplexity with all tokens before as context, divided by perplexity with context limited to the training
-        length; the largest such ratio over all doublings beyond the training length
+    most: the largest ratio over all doublings beyond the training length. A ratio is perplexity with full context,
+        divided by perplexity with context limited to the training length
     """
 
     most: float
@@ -187,7 +187,7 @@ def remembrance(model: Reader, text: Text, chunk: int, moved: Moved) -> Lines:
 
 
 def remembrance_table(lines: Lines, seq_len: int) -> InstrumentTable:
-    """Show the distances between both distributions by t, the number of first tokens that are not read."""
+    """Show the distances between the next token's distributions with and without the first t tokens, by t."""
     distances = ("total_variation", "jensen_shannon", "cosine")
     cells = [
         (str(line["t"]), str(line["length"] - line["t"]), *(f"{line[key]:.3g}" for key in distances)) for line in lines
@@ -226,7 +226,7 @@ def states_table(lines: Lines, seq_len: int) -> InstrumentTable:
 
 
 def entropy(model: Reader, text: Text, chunk: int, moved: Moved) -> Lines:
-    """Measure each layer's entropy: over attention weights or, in a scan, over step sizes."""
+    """Measure each layer's entropy: of its attention weights, or in a scan of its step sizes."""
     from hybridtron.evaluate.entropy import entropies
 
     measured = entropies(model, text.tokens_BT[:, :-1], chunk, advance(moved, text.length))

@@ -74,7 +74,7 @@ class Remembrance(NamedTuple):
 class Deviation(NamedTuple):
     """Standard deviations of a layer's recurrent state after `position` tokens.
 
-    There is one for each head. Layers without heads, such as Mamba-1, have a single standard deviation.
+    `deviations` has an entry for each head. Layers without heads, such as Mamba-1, have a single entry.
     """
 
     position: int
@@ -181,7 +181,7 @@ def perplexity_bins(losses_L: Tensor, seq_len: int, per_doubling: int = 1) -> li
 def remembrance_points(length: int) -> list[int]:
     """Choose values for t, the number of first tokens that are not read, in Effective Remembrance.
 
-    They are length / 32, length / 16, the multiples of length / 8, and length - length / 2**n for n = 0, 1, 2, ...
+    The values are length / 32, length / 16, multiples of length / 8, and length - length / 2**n for n = 0, 1, 2, ...
     """
     halves = (length - (length >> power) for power in range(length.bit_length()))
     return sorted({length // 32, length // 16, *(eighth * length // 8 for eighth in range(8)), *halves})
@@ -202,7 +202,7 @@ def fitting_chunk(arch: Architecture, rows: int, ranks: int = 1) -> int:
 def attention_at_eval(arch: Architecture) -> dict[str, str]:
     """Describe the attention outside training, for each letter in the layer pattern that has attention.
 
-    It is full attention, or a window or span with its size.
+    A description names full attention, or a window or span with its size.
     """
     kinds = {letter: spec.attention_at_eval for letter, spec in zip(arch.letters, arch.specs, strict=True)}
     return {letter: kind for letter, kind in kinds.items() if kind is not None}
@@ -269,7 +269,7 @@ def state_deviation(
 def _moments(h_BX: Tensor) -> Tensor:
     """Compute the mean and variance of each head's state (h is h_BHPN) or channel's state (h_BEN): (H or E, 3).
 
-    The third column is the number of axes in h: `_deviations` distinguishes heads from channels by it.
+    The third column is the number of axes in h, from which `_deviations` sees if h has heads or channels.
     """
     axes = (0, *range(2, h_BX.dim()))
     variance_H, mean_H = torch.var_mean(h_BX.double(), axes, correction=0)

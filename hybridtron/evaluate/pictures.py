@@ -125,7 +125,7 @@ def draw_states(axes: Axes, lines: Lines) -> None:
 def entropy_curves(of_runs: dict[str, Lines], output: Path) -> None:
     """Draw entropy by layer: for attention weights on the left, and for scans' step sizes on the right.
 
-    There is a line for each run. A dotted line has the entropy for equal weights, the largest possible.
+    There is a line for each run. A dotted line shows the largest possible entropy, which equal weights have.
     """
     from matplotlib.figure import Figure
 

@@ -129,8 +129,8 @@ def averages(rows: Sequence[Row]) -> list[Row]:
     """Average each group of at least two RULER tasks, and all eleven tasks, at each length. All tasks weigh equally.
 
     If tasks were measured with options, each distinct option string, such as `[essay=files:DIR]`, has its own averages.
-    If a task of the group has no row with these options, its row without options is used instead. An example is `vt`,
-    which has no option `essay`. There is no average for a length at which a task has neither row.
+    If a task of the group has no row with these options, its row without options is used instead. For example, `vt` has
+    no option `essay`. There is no average for a length at which a task has neither row.
     """
     by_cell = {(row["task"], row["length"]): row for row in rows if row["metric"] == "string_match_all"}
     options = dict.fromkeys(_options(task) for task, _ in by_cell)

@@ -17,7 +17,7 @@ from hybridtron.train.jsonl import read_lines, write_whole
 
 Line = dict[str, Any]
 EQUAL_VERSIONS = ("0.1.0", "0.2.0")
-"""Versions of this package that measure alike: each can continue a file that another of them has begun."""
+"""Versions of this package that measure alike. Each of them can continue a file that another of them has begun."""
 
 
 class Lines:

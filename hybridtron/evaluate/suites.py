@@ -15,8 +15,8 @@ Lengths are in tokens; `4x` is four times the training length. An instrument is 
 the loss by position.
 
 A suite is checked before the model reads anything, including whether the tasks' samples fit into their length. If a
-task can't be asked, a user's suite raises an error. A suite of this package leaves the task out and gives a reason: its
-lengths may not fit a small model, and data sets may be missing.
+task can't be asked, a user's suite raises an error. A suite of this package leaves the task out and reports the reason,
+such as a missing data set, or lengths that do not fit a small model.
 """
 
 from __future__ import annotations

@@ -87,8 +87,8 @@ class Sample:
     def targets(self) -> tuple[int, ...]:
         """Return the target at each position, or IGNORED for positions without a target.
 
-        If the sample has labels, these are the targets. Otherwise the target is the next token, if that token's mask is
-        1.
+        If the sample has labels, these are the targets. Otherwise a position's target is the next token, if the next
+        token's mask is 1.
         """
         if self.labels is not None:
             return self.labels
@@ -130,7 +130,7 @@ class Task(ABC):
 class TokenTask(Task):
     """Base class for tasks on token ids. Such a task has its own vocabulary, and needs no tokenizer.
 
-    Samples are scored with teacher forcing: the model's input for each prediction is the correct tokens before it. Only
+    Samples are scored with teacher forcing: the model predicts each token from the correct tokens before it. Only
     positions with a target count.
     """
 
@@ -142,10 +142,10 @@ class TokenTask(Task):
         """The vocabulary's size."""
 
     def score(self, sample: Sample, answer: str) -> dict[str, float]:
-        """Return the metrics of a generated answer, given as ids separated by spaces.
+        """Return the metrics of a generated answer, which has ids separated by spaces.
 
-        `accuracy` is the fraction of the expected ids that the answer has at the same position. `exact` is 1 if all of
-        them are correct, else 0.
+        `accuracy` is the fraction of the expected ids that the answer has at the same position. `exact` is 1 if this
+        fraction is 1, else 0.
         """
         words = answer.split()
         wanted = sample.answer.split()

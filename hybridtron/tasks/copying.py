@@ -93,7 +93,7 @@ class Copying(TokenTask):
         return shortest, longest
 
     def score(self, sample: Sample, answer: str) -> dict[str, float]:
-        """Return the metrics for generated letters, given as text (`spelled`).
+        """Return the metrics for an answer with generated letters, in the form of `spelled`.
 
         `accuracy` is the fraction of correct letters, and `exact` is 1 if all letters are correct, else 0.
         """

@@ -89,8 +89,8 @@ def download(published: PublishedFile, folder: Path, moved: Callable[[int, int],
 def _receive(published: PublishedFile, path: Path, moved: Callable[[int, int], object]) -> str:
     """Write the server's response to a file, and return its digest.
 
-    At most one byte more than the expected size is read. So a larger file is not read to its end, and its digest is
-    wrong.
+    The function reads at most one byte more than the expected size. So it does not read a larger file to its end, and
+    returns a wrong digest.
     """
     digest = hashlib.sha256()
     size = 0

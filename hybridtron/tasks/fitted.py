@@ -37,8 +37,8 @@ class TaskText:
 class FittedTask(Task):
     """A task whose samples have as many units as fit their length.
 
-    A search with one sample finds how many units fit. For every other sample this number is tried first, and reduced
-    until the sample fits.
+    A search with one sample finds how many units fit. Every other sample first gets this number of units, which is then
+    reduced until the sample fits.
     """
 
     generate: ClassVar[int]  # number of tokens that an evaluation generates
@@ -50,7 +50,7 @@ class FittedTask(Task):
 
     @abstractmethod
     def steps(self, length: int) -> tuple[int, int]:
-        """Return the minimum number of units, and the step by which this number grows."""
+        """Return the minimum number of units, and the number of units to add in a step."""
 
     def most(self, size: Callable[[int], int], tokenizer: TextTokens, length: int) -> int:
         """Return how many units are tried first for a sample.

@@ -21,7 +21,7 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 def cleaned(answer: str) -> str:
-    """Return a text as RULER normalizes it: stripped, control characters replaced by newlines, stripped again."""
+    """Normalize a text like RULER: strip it, replace control characters with newlines, and strip it again."""
     return _CONTROL.sub("\n", answer.strip()).strip()
 
 
@@ -60,7 +60,7 @@ def normalized(text: str) -> list[str]:
 def f1(answer: str, outputs: Sequence[str]) -> float:
     """Return the largest F1 between the answer and any output (LongBench, SQuAD).
 
-    F1 is 2 * shared words / (words in the answer + words in the output), after `normalized`.
+    F1 is 2 * shared words / (words in the answer + words in the output). Both texts are split by `normalized`.
     """
     written = normalized(answer)
     return max(_f1(written, normalized(output)) for output in outputs)

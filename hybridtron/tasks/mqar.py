@@ -37,7 +37,7 @@ class MultiQueryRecall(TokenTask):
     power        a, the exponent in the distribution of gaps, from 1e-6 to 32
     random_rest  fill positions without a key or value with random ids (else with 0)
     noise        number of additional ids, from which `random_rest` draws; if 0, `random_rest` draws from all V ids
-    follows      put the value after the key also at the key's second occurrence, so that targets are next tokens
+    follows      at the key's second occurrence, put the value after the key again, so that targets are next tokens
     """
 
     name: str = "mqar"

@@ -49,7 +49,7 @@ def named(name: str, settings: Sequence[str] = ()) -> Task:
 
 
 def all_named(names: Sequence[str], settings: Sequence[str] = ()) -> list[Task]:
-    """Return the tasks of several names or groups, and set each option in the tasks that have it.
+    """Return the tasks of several names or groups, and set each option in all tasks that have this option.
 
     Raises TaskError for an option that none of the tasks has.
     """

@@ -11,8 +11,8 @@ These options give the settings from papers:
     Buitrago Ruiz & Gu (section 5.2)   trim=left end=.
     Figure 8 in that paper             trim=left end=. digits=4
 
-In figure 8 the filler begins in mid-sentence, hence trim=left. The period that ends the answer is needed because models
-otherwise repeat the key. Landmark Attention itself cuts the filler by characters and draws keys from 1 to 50000, so its
+In figure 8 the filler begins in mid-sentence, as with trim=left. Without a period at the answer's end, models would
+repeat the key. Landmark Attention itself cuts the filler by characters and draws keys from 1 to 50000, so its
 samples have different lengths.
 """
 

@@ -3,8 +3,8 @@
     train/TASK-LENGTH        samples with the seed `training_seed(seed)`
     validation/TASK-LENGTH   samples with the seed `seed`, which an evaluation with this seed generates too
 
-Each sample is a document: the sample's tokens, followed by eos, which does not count in the loss. Token eos has the
-first id that no task uses. The samples for one task and length are distinct, also between the two splits. In the
+A document is a sample's tokens, followed by eos, which does not count in the loss. Token eos has the first id that no
+task uses. The samples for one task and length are distinct, also between the two splits. In the
 folder's tokenizer, a token's text is its id: "17" is token 17.
 """
 
@@ -58,7 +58,7 @@ def prepare(wanted: WrittenSet, folder: Path, moved: Moved) -> TokenFolder:
 
 
 def token_tasks(wanted: WrittenSet) -> Sequence[TokenTask]:
-    """Return the set's tasks, after a check that all can be prepared.
+    """Check that all tasks of the set can be prepared, and return them.
 
     Raises TaskError in three cases: a task is in text, a task's targets are not next tokens, or no training samples are
     requested.

@@ -45,8 +45,8 @@ Table = dict[tuple[int, ...], int]  # path -> value
 class JointRecall(TokenTask):
     """Joint recall: keys whose values depend on contexts.
 
-    sizes    for each level, the range from which its token count is drawn; `5-16,5-16` stands for 5 to 16 contexts and
-             5 to 16 keys
+    sizes    for each level, the range from which the number of its tokens is drawn; `5-16,5-16` stands for 5 to 16
+             contexts and 5 to 16 keys
     symbols  number of different ids for each level's tokens, and for the values; at most 16
     padded   fill samples to the length with PAD, which does not count in the loss
     """

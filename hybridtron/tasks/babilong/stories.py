@@ -80,8 +80,8 @@ def _stream(world: World, *kinds: tuple[str, ...]) -> Steps:
 def _moving_objects(random: Random, ask: Callable[[World], Asked | None]) -> Steps:
     """Yield a story about objects that people get, carry and drop.
 
-    After a question, at least 3 statements come before the next question. From the third statement on, each is followed
-    by a question with probability 1/2, unless `ask` returns None because no question is possible.
+    After a question, at least 3 statements come before the next question. From the third statement on, a question
+    follows each statement with probability 1/2, unless `ask` returns None because no question is possible.
     """
     world = World(random)
     since_question = 0

@@ -1,7 +1,7 @@
 """BABILong's tasks: the facts of a bAbI story, scattered in order between the sentences of a long text, and a question.
 
-The text (background) begins at a random sentence of an essay (in the paper: a book from PG-19) and has as many words as
-fit the length, which is the sample's maximum number of tokens. Every sentence of the background has at least 10 words,
+The text (background) begins at a random sentence of an essay (in the paper: a book from PG-19). It has as many words as
+fit the sample's length, a maximum number of tokens. Every sentence of the background has at least 10 words,
 and does not contain both a person and a place from the stories. Facts are inserted at random gaps between sentences; a
 gap may get several facts. If the story has more than length / 8 facts before its question, or if the sample does not
 fit the length even without background, another story is drawn.
@@ -164,7 +164,7 @@ def in_letters(label: str, text: str) -> bool:
 def judged(
     answer: str, wanted: str, question: str, labels: tuple[str, ...], occurs: Callable[[str, str], bool]
 ) -> float:
-    """Return 1 if the labels in the answer, without those in the question, are exactly the wanted labels, else 0.
+    """Return 1 if the labels that are only in the answer, not in the question, are exactly the wanted labels, else 0.
 
     answer: the text that the model has written
     wanted: the right labels, separated by commas
@@ -184,7 +184,7 @@ def judged(
 def _sentences(provider: str) -> list[str]:
     """Return the sentences that can be background, from the corpus of a provider such as `files:DIR`.
 
-    They have at least MIN_SENTENCE_WORDS words, and do not contain both a person and a place from the stories.
+    A sentence must have MIN_SENTENCE_WORDS words, and must not contain both a person and a place from the stories.
     """
     sentences = []
     for sentence in corpus_sentences(provider):

@@ -37,13 +37,13 @@ class Handling:
 
 @dataclass
 class World:
-    """The world's true state, and the part that statements have revealed.
+    """The world's true state, and the part of it that statements have revealed.
 
-    where    each person's true place
-    lies     true place for each object that no person holds
-    known    place for each person whose place a statement has revealed
-    holder   person who holds the object, for each object that is held
-    trail    each object's known places one after another, oldest first; empty once its place is unknown
+    where    person -> true place
+    lies     object that no person holds -> true place
+    known    person -> place, for people whose place a statement has revealed
+    holder   object that a person holds -> this person
+    trail    object -> its known places, oldest first; the list is emptied when the object's place becomes unknown
     handled  people who took part in an action on an object (get, drop or give)
     """
 

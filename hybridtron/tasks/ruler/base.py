@@ -18,7 +18,7 @@ from hybridtron.tasks.fitted import FittedTask
 from hybridtron.tasks.metrics import string_match_all
 
 SHUFFLE_SEED = 42  # the public generator's seed for shuffling
-SHORT = 4096  # context length in tokens; below it the public generator takes finer steps, or an easier variant
+SHORT = 4096  # context length in tokens; for shorter contexts the public generator has finer steps or easier variants
 
 
 class RulerTask(FittedTask):
@@ -33,7 +33,7 @@ class RulerTask(FittedTask):
         return 0.0  # nearly 0: the possible answers are thousands of words or millions of numbers
 
     def shuffled(self, items: list[Any], random: Random) -> list[Any]:
-        """Return the items in an order that is drawn by `random`, or with `faithful` by one seed for all samples."""
+        """Return the items in an order drawn by `random`. With `faithful`, one seed draws the orders for all samples."""
         items = list(items)
         (Random(SHUFFLE_SEED) if self.faithful else random).shuffle(items)
         return items

@@ -45,10 +45,10 @@ MAX_LIST_BYTES = 2**26  # maximum size of a file with words
 class CommonWords(RulerTask):
     """The common words task; texts grow by distinct words.
 
-    setting   large, small, or auto: large if that fits the length, else small (with `faithful`, as the public generator
-              chooses)
+    setting   large, small, or auto: large if the large setting fits the length, else small. With `faithful`, auto means
+              the setting that the public generator uses
     words     file with one word per line; "" stands for the 8166 words in the package wonderwords
-    faithful  also reproduce accidents in the public generator (base.py)
+    faithful  also reproduce unintended properties of the public generator (base.py)
     """
 
     generate: ClassVar[int] = 120
@@ -73,7 +73,7 @@ class CommonWords(RulerTask):
             )
 
     def most(self, size: Callable[[int], int], tokenizer: TextTokens, length: int) -> int:
-        """Return how many distinct words are tried first; without `faithful` this number is found for each sample.
+        """Return how many distinct words are tried first. Without `faithful` this number is found for each sample.
 
         One number for all samples would fit badly. A word is repeated up to 30 times, so lists with equal numbers of
         words differ by hundreds of letters.

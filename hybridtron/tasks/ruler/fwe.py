@@ -34,7 +34,7 @@ FEWEST = 74
 class FrequentWords(RulerTask):
     """The frequent words task; texts grow by words.
 
-    faithful  also reproduce accidents of the public generator (base.py)
+    faithful  also reproduce unintended properties of the public generator (base.py)
     """
 
     generate: ClassVar[int] = 50

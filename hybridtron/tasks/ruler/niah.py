@@ -41,11 +41,11 @@ class Needles(RulerTask):
 
     haystack      noise (a repeated line), essay, or needle (other keys with values)
     keys, values  words, numbers or uuids
-    num_keys      how many keys are hidden; it is raised to num_queries if it is smaller
+    num_keys      how many keys are hidden; a number below num_queries is raised to num_queries
     num_values    how many values each key has
     num_queries   how many keys the question asks for
     essay         the essay's provider (haystack.py)
-    faithful      also reproduce accidents in the public generator (base.py)
+    faithful      also reproduce unintended properties of the public generator (base.py)
     """
 
     generate: ClassVar[int] = 128
@@ -124,7 +124,7 @@ class Needles(RulerTask):
         return self.asked_about(context, asked_keys, outputs, {"hidden": hidden, "places": places})
 
     def asked_about(self, context: str, asked: Sequence[str], outputs: tuple[str, ...], meta: dict) -> TaskText:
-        """Return a sample's texts, in the singular if there is only one output; `asked` are the keys asked for."""
+        """Return a sample's texts, in the singular if there is one output. `asked` has the keys in the question."""
         kind = self.values
         parts = [INTRODUCTION, QUESTION, PREFIX]
         if len(outputs) == 1:

@@ -57,7 +57,7 @@ class QuestionAnswering(RulerTask):
 
     source    squad or hotpotqa
     data      path of the data set's file; "" stands for the path at which `hybridtron tasks download` stores the file
-    faithful  also reproduce accidents of the public generator (base.py)
+    faithful  also reproduce unintended properties of the public generator (base.py)
     """
 
     generate: ClassVar[int] = 32
@@ -134,7 +134,7 @@ class QuestionAnswering(RulerTask):
 
 
 def question_scores(sample: Sample, answer: str) -> dict[str, float]:
-    """Return RULER's metric of an answer, and two stricter metrics: exact match and F1."""
+    """Return RULER's metric for an answer, and two stricter metrics: exact match and F1."""
     return {
         "string_match_part": string_match_part(answer, sample.outputs),
         "exact": exact_match(answer, sample.outputs),

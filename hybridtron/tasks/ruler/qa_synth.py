@@ -52,7 +52,7 @@ class SyntheticQuestions(RulerTask):
     """A question about invented people. A text is lengthened by adding documents.
 
     hops      1: the question is about a person; 2: it is about a person's partner
-    faithful  also reproduce accidents of RULER's public generator (base.py)
+    faithful  also reproduce unintended properties of RULER's public generator (base.py)
     """
 
     generate: ClassVar[int] = 32

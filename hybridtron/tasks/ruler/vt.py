@@ -3,7 +3,7 @@
     VAR AAAAA = 12345
     VAR BBBBB = VAR AAAAA
 
-A chain's assignments are inserted in this order at random places between noise lines. The prompt begins with a solved
+A chain's assignments are inserted in their order at random places between noise lines. The prompt begins with a solved
 example, which has shorter names and a fixed number of noise lines. (The public generator instead limits the example to
 500 tokens. About 10 noise lines fit with common tokenizers, but no line fits if bytes are tokens.)
 """
@@ -33,7 +33,7 @@ PREFIX = (
 FAITHFUL_LINES = 10  # noise lines in the example with `faithful`
 LETTERS = 5  # letters in a variable's name
 EXAMPLE_LETTERS = 3  # letters in a variable's name in the example
-MAX_LINKS = 2**10  # maximum of chains times hops, and of `example_lines`
+MAX_LINKS = 2**10  # maximum value of num_chains * num_hops, and also of example_lines
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class VariableTracking(RulerTask):
     num_chains     how many chains there are; the question asks for the first chain
     num_hops       how many assignments a chain has after its first assignment
     example_lines  how many noise lines the example has; with `faithful` there are 10
-    faithful       also reproduce accidents in the public generator (base.py)
+    faithful       also reproduce unintended properties of the public generator (base.py)
     """
 
     generate: ClassVar[int] = 30

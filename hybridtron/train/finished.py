@@ -1,7 +1,7 @@
 """Start of a run whose training has already finished.
 
 Such a start logs that nothing is left to train, and repeats failed exports. It compares the configuration with the
-configuration in the run's last checkpoint. A changed value has one of three effects, which depends on the key:
+configuration in the run's last checkpoint. The effect of a changed value depends on its key:
 
     keys in FREE      no effect: these keys say where and how a run is started, or which exports it makes
     keys in UNUSED    a warning: these keys only observe or speed up training steps, and no step is left

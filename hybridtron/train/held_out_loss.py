@@ -1,8 +1,8 @@
 """Held-out loss at the training length and its multiples.
 
-The held-out loss is the mean cross entropy over the learned tokens in held-out text; learned tokens are those that the
-loss mask does not exclude. Every row (sequence) starts from zero states, even if training carries states from one row
-to the next.
+The held-out loss is the mean cross entropy over the learned tokens in held-out text. Learned tokens are all tokens that
+the loss mask does not exclude. Every row (sequence) starts from zero states, even if training carries states from one
+row to the next.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def shared_out(batches: Sequence[HeldOutBatch], rows: int, groups: Groups) -> li
 
 
 def padded(batch: Batch, rows: int) -> Batch:
-    """Return the batch padded to `rows` rows with copies of its first row, which are masked in the loss."""
+    """Return the batch padded to `rows` rows with copies of its first row. The copies are masked in the loss."""
     missing = rows - len(batch.tokens_BL)
     if missing == 0:
         return batch

@@ -57,8 +57,8 @@ class RunContext:
     plan: the configuration, its phases and the last step
     groups: the process groups of this rank
     resumed_step: the step of the checkpoint that this start continues from; 0 if it starts from scratch
-    beat: function that reports to the watchdog that new work begins, with a description of the work; the watchdog ends
-        the process if there is no other call within `run.timeout` seconds
+    beat: function that reports the start of new work to the watchdog; its argument describes the work. The watchdog
+        ends the process unless another call follows within `run.timeout` seconds
     """
 
     plan: RunPlan
@@ -113,16 +113,16 @@ class Hook:
         """Prepare for a phase, at its start or where the run resumes within it; called again after a rollback."""
 
     def on_evaluation(self, context: StepContext, metrics: StepMetrics) -> StepMetrics:
-        """Measure the model after a step at which an evaluation is due: see `run.eval_every`, or a phase's last step.
+        """Measure the model after an evaluation step: a step that `run.eval_every` selects, or a phase's last step.
 
-        Returns the step's metrics. `metrics.adding` adds a hook's numbers to them.
+        Returns the step's metrics. `metrics.adding` adds a hook's numbers to the metrics.
         """
         return metrics
 
     def on_step(self, context: StepContext, metrics: StepMetrics) -> StepMetrics:
         """Work after every step, also after a refused step.
 
-        Returns the step's metrics. `metrics.adding` adds a hook's numbers to them.
+        Returns the step's metrics. `metrics.adding` adds a hook's numbers to the metrics.
         """
         return metrics
 
@@ -135,8 +135,8 @@ class Hook:
     def on_checkpoint(self, step: int, folder: Path) -> None:
         """Work after the checkpoint of `step` was written to `folder`.
 
-        With `checkpoint.asynchronous` the checkpoint is written while training continues. In this case the call takes
-        place later: when the next checkpoint begins, or when the phase ends.
+        With `checkpoint.asynchronous` the checkpoint is written while training continues. Then this method is called
+        later: when the next checkpoint begins, or when the phase ends.
         """
 
     def on_phase_end(self, context: StepContext) -> None:
@@ -148,7 +148,7 @@ class Hook:
     def retry_failed(self, run: RunContext) -> None:
         """Repeat work that failed in an earlier start of the run.
 
-        Called if training had already finished when the run was started; then no other method is called.
+        This method is called instead of all others if training had already finished when the run was started.
         """
 
     def close(self) -> None:
@@ -156,9 +156,9 @@ class Hook:
 
     @property
     def failed(self) -> Mapping[str, str]:
-        """Failed work of this hook on this process, as {name of the work, such as a phase's name: reason}.
+        """Failed work of this hook on this process: name of the work (such as a phase's name) -> reason.
 
-        If this is not empty when training has finished, the process exits with code 1.
+        If any work has failed when training is finished, the process exits with code 1.
         """
         return {}
 

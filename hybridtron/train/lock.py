@@ -11,8 +11,8 @@ The heartbeat decides in two cases in which flock does not suffice:
     - The holder runs on another machine, and the file system applies locks only within a machine.
 
 In both cases a holder is considered dead after STALE_S seconds in which the modification time has not changed. A
-waiting process compares the modification time only with its earlier values. It never compares it with a clock, because
-clocks differ between machines and may jump.
+waiting process compares the modification time only with earlier modification times, never with a clock, because clocks
+differ between machines and may jump.
 
 Only commands that write to the run's folder take the lock.
 """

@@ -46,7 +46,7 @@ class RunLog:
         return self
 
     def write_to(self, run_dir: Path) -> None:
-        """Also write messages from now on to a file in the run's folder, after this run has locked the folder."""
+        """From now on, write messages also to a file in the run's folder, which this run must have locked."""
         file = logging.FileHandler(run_dir / "logs" / f"log-{self.rank}.txt", delay=True)
         file.setFormatter(logging.Formatter(f"%(asctime)s rank {self.rank} %(levelname)s %(name)s: %(message)s"))
         self._add(file)

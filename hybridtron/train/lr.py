@@ -19,7 +19,7 @@ from hybridtron.config.units import parse_share, parse_tokens
 
 
 def learning_rate(phases: Sequence[ResolvedPhase], index: int, tokens: int) -> float:
-    """Return the learning rate of a step in the phase at `index`, after which the phase has read `tokens` tokens."""
+    """Return the learning rate of the step after which the phase at `index` has read `tokens` tokens."""
     settings = phases[index].settings
     if settings.lr_piece is LrPiece.decay:
         assert settings.lr_to is not None
@@ -38,8 +38,8 @@ def weight_decay(phases: Sequence[ResolvedPhase], index: int, lr: float) -> floa
     """Return the weight decay for a step with learning rate `lr` in the phase with this index.
 
     If `optim.weight_decay_schedule` is constant, the weight decay is `optim.weight_decay`. Otherwise it is
-    `optim.weight_decay * lr / peak`. The peak is the phase's setting `lr`, or the `lr` of the last earlier phase that
-    sets it.
+    `optim.weight_decay * lr / peak`. The peak is the phase's setting `lr`. If the phase has no `lr`, the peak is the
+    `lr` of the last earlier phase that has an `lr`.
     """
     optim = phases[index].optim
     if optim.weight_decay_schedule is DecaySchedule.constant:

@@ -23,8 +23,8 @@ class StepMetrics:
     memory_gib: the first process's peak memory so far: device memory if the device reports it, else host memory
     skipped: how many steps were refused in this start of the run; a rollback does not reduce this number
     learned: how many of the step's tokens count in the loss; only if a source has loss masks
-    imbalance: only with context parallelism; the maximum of the sequence shards' forward FLOPs divided by their mean,
-        over the first process's micro-batches
+    imbalance: only with context parallelism; the sequence shards' maximum forward FLOPs divided by their mean forward
+        FLOPs, over the first process's micro-batches
     auxiliary: name -> auxiliary loss, summed over the sub-layers that add it
     routers: only with experts, by layer: `load_max_over_mean`, the largest load of an expert divided by the mean load;
         `idle`, the number of experts without a token; `entropy` of the router's scores divided by its maximum
@@ -69,7 +69,7 @@ class StepMetrics:
         return replace(self, hooks={**(self.hooks or {}), **added})
 
     def line(self) -> dict[str, Any]:
-        """Return the values by name, without those fields in OPTIONAL that are None."""
+        """Return the values by name. Fields in OPTIONAL are left out if they are None."""
         return {key: value for key, value in asdict(self).items() if key in REQUIRED or value is not None}
 
     def numbers(self) -> dict[str, float]:
@@ -86,7 +86,7 @@ REQUIRED = [name for name in StepMetrics.__dataclass_fields__ if name not in OPT
 class Decision:
     """One line of logs/decisions.jsonl: the decision to refuse a step or to roll back, and the reason.
 
-    step: the step that was refused, or from which the run rolled back
+    step: the step that was refused, or the step from which the run rolled back
     what: `refused` for a step whose update was discarded, or `rolled back`
     why: the reason, as a sentence for the user
     loss, norm: the refused step's loss and gradient norm, null if not finite
@@ -112,7 +112,7 @@ class Decision:
     windows: Sequence[Sequence[int]] | None = None
 
     def line(self) -> dict[str, Any]:
-        """Return the values by name, without those that are None; norm and limit are always included."""
+        """Return the values by name. Fields other than norm and limit are left out if they are None."""
         return {key: value for key, value in asdict(self).items() if key in ("norm", "limit") or value is not None}
 
 

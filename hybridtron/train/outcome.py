@@ -19,9 +19,9 @@ logs/error-RANK.txt.
 
 The first rank that fails creates outcome.json, and the other ranks leave the file unchanged. A rank that fails while it
 waits for another rank is seldom the cause: usually the other rank has died, or never joined. So a waiting rank does not
-report its failure immediately. For up to GRACE_S seconds it searches its own machine for a dead or stopped rank, which
-it then reports as the first that failed. Meanwhile a rank on another machine has time to report a failure. If this time
-has passed without result, the waiting rank reports its own failure.
+report its failure immediately. For up to GRACE_S seconds it searches its own machine for a dead or stopped rank, and
+reports such a rank as the first that failed. Meanwhile a rank on another machine has time to report a failure. If
+GRACE_S seconds pass without result, the waiting rank reports its own failure.
 
 Importing this module does not import torch.
 """
@@ -67,7 +67,7 @@ class Preempted(Exception):
 class ExportsFailed(Exception):
     """Raised when training is complete, but work by hooks has failed, such as exports.
 
-    `failed` has the reasons by the work's name; an export has its phase's name.
+    `failed` maps the name of the work to the reason. The name of an export is its phase's name.
     """
 
     def __init__(self, failed: Mapping[str, str]) -> None:

@@ -11,8 +11,8 @@ every step the ranks all-reduce their flags, so that all ranks stop after the sa
 When torchrun dies, the ranks have `launcher.GRACE_S` seconds to save. A process that has not yet done a step has
 nothing to save. It ends immediately, since another start of the run may already wait for the run's folder.
 
-A run stops before the deadline, early enough to save a checkpoint. It reserves the duration of its longest checkpoint
-so far, plus twice the longest time between the ends of two successive steps. Under SLURM, which kills a job at the
+A run stops before the deadline, early enough to save a checkpoint. It reserves the time that its slowest checkpoint so
+far took, plus twice the longest time between the ends of two successive steps. Under SLURM, which kills a job at the
 deadline, the reserve is at least a minute. A large model's first checkpoint may take longer than a minute. For such a
 model let SLURM send a signal earlier, with `#SBATCH --signal=B:USR1@600`.
 

@@ -1,7 +1,7 @@
 """Replay of a refused step on one process: forward and backward passes with the step's batch and earlier weights.
 
 A refused step is a step whose update was discarded, because its loss or gradients were abnormal. The weights come from
-the newest checkpoint before the step; if there is no such checkpoint, they are the run's initial weights. The steps
+the newest checkpoint before the step. If there is no such checkpoint, the run's initial weights are used. The steps
 between that checkpoint and the refused step are not repeated, so the loss differs a little from the recorded loss. If
 the batch itself causes a NaN, an infinity or a spike, the replay shows it.
 """

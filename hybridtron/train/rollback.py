@@ -45,7 +45,7 @@ class RollbackRequested(Exception):
 class Rollback:
     """Finds the checkpoints to which a run may roll back, and limits the number of rollbacks to each checkpoint.
 
-    `start` is the checkpoint from which this start of the run resumed, or None.
+    `start` is the checkpoint from which the run resumed when it was last started, or None if it began from scratch.
     """
 
     def __init__(self, config: Config, run_dir: Path, start: Checkpoint | None) -> None:
@@ -57,9 +57,9 @@ class Rollback:
     def checkpoints(self, request: RollbackRequested, written: set[int]) -> list[Checkpoint]:
         """Return the usable checkpoints before the failed step, newest first. Raises Diverged if there are none.
 
-        A checkpoint is usable if this start of the run has written it, at a step in `written`, or could have resumed
-        from it. The run's folder may have other checkpoints, for example if `run.resume` names a single checkpoint.
-        They are not used.
+        Two kinds of checkpoints are usable: checkpoints written since the run was last started (`written` has their
+        steps), and checkpoints from which the run could have resumed. The run's folder may have other checkpoints, for
+        example if `run.resume` names a single checkpoint.
         """
         written_checkpoints = [
             checkpoint for checkpoint in checkpoints.valid_checkpoints(self.run_dir) if checkpoint.meta.step in written
@@ -78,7 +78,7 @@ class Rollback:
         return sorted(usable.values(), key=lambda checkpoint: checkpoint.meta.step, reverse=True)
 
     def count(self, request: RollbackRequested, to: int) -> int:
-        """Count a rollback to step `to`, and return the number of rollbacks to this step so far.
+        """Count a rollback to step `to`, and return the number of rollbacks to `to` so far.
 
         Raises Diverged if the number exceeds MAX_ROLLBACKS.
         """
@@ -92,8 +92,8 @@ class Rollback:
 def check_refused(step: int, is_last: bool, guard: StepGuard, optim: OptimConfig) -> None:
     """Raise RollbackRequested if this step and too many steps directly before it were refused.
 
-    The limit is `optim.skips` consecutive refused steps. At the run's last step it is at most 2, since no later step
-    can show that training has recovered. If the last phase has no accepted step, the limit at this step is 1.
+    The limit is `optim.skips` consecutive refused steps. At the run's last step the limit is at most 2, since no later
+    step can show that training has recovered. If the last phase has no accepted step, that limit is 1.
     """
     refused = guard.refused
     at_end = is_last and refused > 0 and (refused > 1 or not guard.norms)

@@ -105,8 +105,8 @@ def join_ranks(config: Config, failures: Failures) -> Groups:
             watchdog = watched.enter_context(Watchdog(failures, config.run.timeout))
             watchdog.beat("all ranks joining", START_S)
             watched.enter_context(record_unfinished(failures))
-        # Collectives time out later than the watchdog, because the watchdog's report says more. Their time-out serves
-        # only if the interpreter is stuck, so that the watchdog's thread can't run.
+        # Collectives time out later than the watchdog, because the watchdog's report says more. Their time-out matters
+        # only if the interpreter is stuck and the watchdog's thread can't run.
         groups = start_groups(config.parallel, timeout_s=max(2 * config.run.timeout, START_S))
         failures.processes = host_pids()
     return groups

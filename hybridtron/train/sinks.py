@@ -44,8 +44,8 @@ from hybridtron.train.outcome import clock, finite
 LOG = logging.getLogger(__name__)
 
 MLFLOW_SETTINGS = {
-    "MLFLOW_ALLOW_FILE_STORE": "true",  # otherwise MLflow refuses to write to files, which it no longer develops
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # seconds; with MLflow's defaults an idle server delays for minutes
+    "MLFLOW_ALLOW_FILE_STORE": "true",  # otherwise MLflow refuses to write to files, a store that it no longer develops
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # seconds; by default, a server that does not answer causes a delay of minutes
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
 }
 """Environment variables for MLflow, unless the user has set them."""

@@ -1,7 +1,8 @@
 """Starting point of a run or phase: a checkpoint to resume, weights of another run, or neither.
 
-The functions `check_same_...` raise ConfigError if the configured model, optimizer or data differ from the
-checkpoint's. `check_fp8` and `check_forced_ops` raise ConfigError if this device can't run the configured kernels.
+The functions `check_same_...` raise ConfigError if the configured model, optimizer or data differ from a checkpoint's
+model, optimizer or data. `check_fp8` and `check_forced_ops` raise ConfigError if this device can't run the configured
+kernels.
 """
 
 from __future__ import annotations
@@ -147,9 +148,9 @@ def weights_for(phase: ResolvedPhase) -> Checkpoint | None:
 
 
 def check_same_model(start: Checkpoint, plan: RunPlan) -> None:
-    """Raise ConfigError if the configured model or optimizer differs from that of the checkpoint `start`.
+    """Raise ConfigError if a checkpoint has another model or optimizer than the configuration.
 
-    `start` is the checkpoint that the run resumes from.
+    `start` is the checkpoint from which the run resumes.
     """
     phase = plan.phase_ending_at(start.meta.step)
     differences = _differences(start, phase.model)

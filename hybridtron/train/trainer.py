@@ -213,7 +213,7 @@ class Trainer:
                     self.save(step, loader, metrics)
                     due = False
                 if stop or step == last:
-                    self.check_saved()  # there is no next step, which would check this checkpoint
+                    self.check_saved()  # no further step will check this checkpoint
                 if stop and step < self.last:
                     self.saver.finish()
                     raise Preempted(step, stop)
@@ -356,8 +356,8 @@ class Trainer:
     def loader_of(self, phase: ResolvedPhase) -> Loader:
         """Build this rank's loader.
 
-        The first rank builds its loader before the other ranks do. It is then the only rank that prepares the corpus,
-        since building a loader prepares a corpus only if this has not been done.
+        The first rank builds its loader before the other ranks do. So it is the only rank that prepares the corpus:
+        building a loader prepares a corpus only if the corpus is not prepared yet.
         """
         data = self.groups.data
         build = partial(build_loader, phase, data.rank, data.size, self.groups.shard_index)

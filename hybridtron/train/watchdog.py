@@ -34,8 +34,8 @@ from typing import Self
 from hybridtron.data.loader import STACKS
 from hybridtron.train.outcome import Failures, process_fault, waits_for_others
 
-# Seconds after the time limit at which faulthandler ends the process. The number is small because a launcher that has
-# lost another rank soon kills this process too: the stacks must be written before that.
+# Seconds after the time limit at which faulthandler ends the process. The number is small because the stacks must be
+# written before a launcher that has lost another rank kills this process too.
 BACKSTOP_S = 4.0
 LAST_WORDS_S = 10.0  # seconds in which the watchdog must record a failure and end the process
 WORKERS_S = 0.5  # seconds for worker processes to write their stacks

@@ -109,7 +109,7 @@ def cache_folder(name: str) -> Path:
 
 
 def build(path: Path, make: Callable[[Path], None]) -> None:
-    """Write a file atomically: `make` writes the file to a temporary folder, then it is renamed. Raises NotBuilt."""
+    """Write a file atomically: `make` writes it to a temporary folder, then it is moved to `path`. Raises NotBuilt."""
     try:
         write_whole(path.parent, [path.name], lambda temporary: make(temporary / path.name))
     except OSError as error:

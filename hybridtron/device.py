@@ -297,7 +297,7 @@ def plain_torch() -> Iterator[None]:
     """Disable the context of `megatron_context` in the block, for forward and backward passes of this package.
 
     These passes never name CUDA, so they do not need the context. On a CPU the context costs a few microseconds at each
-    torch call. These added up to a third of a small model's step time.
+    torch call. These costs added up to a third of a small model's step time.
     """
     with nullcontext() if compute_device().type == "cuda" else torch._C.DisableTorchFunction():
         yield

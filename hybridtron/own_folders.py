@@ -185,8 +185,8 @@ def write_whole(folder: Path, names: Sequence[str], fill: Callable[[Path], None]
 def _make_room(path: Path) -> None:
     """Rename a folder that occupies the path of a file to be written, because a file can't replace a folder.
 
-    Call this function before the files are made, which may take long, so that an error comes early. Raises OSError if
-    the folder can't be renamed.
+    Making the files may take long, so call this function before, to get errors early. Raises OSError if the folder
+    can't be renamed.
     """
     if path.is_dir() and not path.is_symlink():
         moved = path.with_name(f"{path.name}.moved")

@@ -132,7 +132,7 @@ class CommandParser(argparse.ArgumentParser):
     """An argument parser that raises UsageError, with the option and a code, for each error."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError for an error that argparse detects; the error names the option if it concerns one."""
+        """Raise UsageError for an error that argparse detects. It names the option that argparse names, if any."""
         fault = sys.exception()
         if isinstance(fault, argparse.ArgumentError):
             self.refuse(fault.argument_name or "", "malformed", message)

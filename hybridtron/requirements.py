@@ -5,7 +5,7 @@
 
 An extra is a named group of optional packages in pyproject.toml. In a checkout the requirements are read from
 pyproject.toml, which may be newer than the metadata for an editable installation. If the package is installed without a
-checkout, they are read from the metadata that pip wrote. Packages are only searched for, not imported;
+checkout, the requirements are read from the metadata that pip wrote. Packages are only searched for, not imported;
 `hybridtron doctor` imports them and compares their versions. This module imports nothing but Python's standard library.
 """
 

@@ -4,8 +4,8 @@ A SLURM array job has elements, which run independently. Here each element train
 from other runs' weights belong to a further array, which is queued after the array with the other runs. Finished runs
 are left out.
 
-An array's script has lines with the array's own values, followed by the text from `array.sh`, which is the same for all
-arrays. Users can read the script, edit it and submit it again.
+An array's script begins with the array's own values. Then follows the text of `array.sh`, which all arrays share. Users
+can read the script, edit it and submit it again.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def last_of(folder: Folder, config: Config, command: str) -> ArrayJob:
 
 
 def _stage(run: SweepRun, runs: Mapping[str, SweepRun]) -> int:
-    """Return a run's stage: 0, or 1 + the stage of the run in this sweep whose weights it starts from."""
+    """Return a run's stage: 0, or if the run starts from another run's weights, 1 + the other run's stage."""
     if run.start is None:
         return 0
     return 1 + _stage(runs[run.start], runs)
@@ -110,9 +110,9 @@ def _job_of(path: Path, name: str, config: Config) -> SlurmJob:
 
 
 def problems(sweep: Sweep, arrays: Sequence[ArrayJob], plans: Mapping[str, RunPlan]) -> list[Problem]:
-    """List all problems with arrays, configurations, data and SLURM. Called before anything is queued.
+    """List all problems with arrays, configurations, data and SLURM. Call this function before anything is queued.
 
-    `plans` has the plans of runs whose configuration is known, by the run's name.
+    `plans` maps names of runs to plans. It lacks runs whose configuration is not known yet.
     """
     all_problems = [problem for run in sweep.runs for problem in password_problems(run.settings)]
     for plan in plans.values():

@@ -56,9 +56,9 @@ def main(arguments: list[str]) -> int:
 
 
 def begin(asked: argparse.Namespace) -> str:
-    """Record a new attempt and answer `go`; or answer `done` or `stop` if an earlier attempt ended with this decision.
+    """Record a new attempt and answer `go`; or answer `done` or `stop` if the last attempt ended with this decision.
 
-    If the last attempt was killed before it could record its end, its end is recorded first.
+    If the last attempt was killed before it could record its end, this function first records the end.
     """
     before = attempts_of(asked)
     if before and before[-1].outcome == "running":
@@ -80,8 +80,8 @@ def begin(asked: argparse.Namespace) -> str:
 def check(asked: argparse.Namespace) -> str:
     """Choose the nodes to train on, from the nodes' reports.
 
-    If the layout needs more nodes than are good, the job is requeued without the bad nodes. If no single node is at
-    fault, but the nodes fail together, the attempt has failed.
+    If too few nodes are good for the layout, the job is requeued without the bad nodes. If no single node is at fault,
+    but the nodes fail together, the attempt has failed.
     """
     reports = {name: report for name in asked.nodes if (report := read_record(asked.reports / f"{name}.json"))}
     for name, report in reports.items():

@@ -1,8 +1,8 @@
 """A SLURM job as an sbatch script that a user can read, edit and submit again.
 
-The script starts with the job's own values: #SBATCH lines and shell variables. Then follows the text from `job.sh`,
-which is the same for all jobs: bash code for host names, requeueing and other parts that need SLURM. `job.sh` calls
-`attempt.py` for decisions, inside the container if there is one.
+The script starts with the job's own values: #SBATCH lines and shell variables. Then follows the text of `job.sh`, which
+all jobs share. It has bash code for host names, requeueing and other parts that need SLURM, and calls `attempt.py` for
+decisions, inside the container if there is one.
 
 Values of shell variables are quoted. #SBATCH lines are read by SLURM and not by a shell, so their values can't be
 quoted and may contain only the characters in `PLAIN`. Python runs with -P, so that it imports the package from the copy
@@ -51,7 +51,7 @@ class SlurmJob:
 
 
 def directives(job: SlurmJob) -> dict[str, str]:
-    """Return {configuration key: the #SBATCH option whose value the key determines}."""
+    """Return a mapping from a configuration key to the #SBATCH option that has the key's value."""
     cluster = job.cluster
     fitting = job.fitting
     elastic = len(fitting) > 1

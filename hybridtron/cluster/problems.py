@@ -32,7 +32,7 @@ def password_problems(settings: Sequence[str]) -> list[Problem]:
 
 
 def cluster_problems(cluster: ClusterConfig) -> Iterator[Problem]:
-    """Yield problems of cluster.time, cluster.stop_before and cluster.environment."""
+    """Yield problems of `cluster.time`, `cluster.stop_before` and `cluster.environment`."""
     limit = scheduler.seconds(cluster.time)
     if limit is None:
         forms = "a limit such as 90 (minutes), 12:00:00 or 2-00:00:00"
@@ -75,7 +75,7 @@ def device_problems(plan: RunPlan) -> Iterator[Problem]:
 
 
 def resume_problems(resume: str) -> Iterator[Problem]:
-    """Yield a problem if run.resume is not `auto`, because its value would apply to every start of the job."""
+    """Yield a problem if `run.resume` is not `auto`, because the value would apply to every start of the job."""
     if resume != "auto":
         if resume == "never":
             does = "train from scratch"
@@ -124,7 +124,7 @@ def partition_problems(cluster: ClusterConfig, nodes: int) -> Iterator[Problem]:
 
 
 def _wanted(cluster: ClusterConfig, known: list[Partition]) -> Partition | None:
-    """Return the partition that cluster.partition names (null: SLURM's default), or None if it does not exist."""
+    """Return the partition that `cluster.partition` names (null: SLURM's default), or None if it does not exist."""
     default = cluster.partition is None
     return next(
         (

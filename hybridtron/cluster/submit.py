@@ -126,8 +126,8 @@ def plan_job(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> 
 def job_of(plan: RunPlan, settings: Sequence[str], nodes: int) -> SlurmJob:
     """Build the job for a number of nodes.
 
-    With cluster.on_lost_node=smaller, the job may also run on any smaller number of nodes that fits the parallel layout
-    of every phase.
+    With `cluster.on_lost_node=smaller`, the job may also run on any smaller number of nodes that fits the parallel
+    layout of every phase.
     """
     config = plan.config
     cluster = config.cluster

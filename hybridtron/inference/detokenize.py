@@ -72,7 +72,7 @@ class Detokenizer:
         return self.decode(self._recent)[len(self.decode(self._recent[: self._complete])) :]
 
     def _released(self, new: str) -> str:
-        """Add `new` to `_undecided`; remove and return the text in `_undecided` that is certain.
+        """Add `new` to `_undecided`; remove and return the text in `_undecided` that is certain to stay.
 
         Text before a stop string is certain. Without a stop string, an end that may be the beginning of a stop string
         is not certain, unless the text has ended; all other text is certain.

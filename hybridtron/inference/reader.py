@@ -31,8 +31,8 @@ class Readout(NamedTuple):
     make         computes the result from the last stage and its output (L, B, D)
     shape        the result's shape
     dtype        the result's dtype
-    of_tokens    returns a Readout for a slice of the tokens, if the result's first axis is tokens. If it is None, the
-                 result must depend only on the last token
+    of_tokens    function from a slice of the tokens to the Readout for this slice, if the result's first axis is
+                 tokens; None if the result depends only on the last token
     """
 
     make: Callable[[LanguageModel, Tensor], Tensor]

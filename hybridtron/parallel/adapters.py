@@ -217,8 +217,8 @@ def adapter_of(layer: nn.Module) -> Adapter | None:
 def _add(layer: nn.Module, given: tuple[Any, ...], out: Any) -> Any:
     """Add the adapter's output to a linear layer's output, as a forward hook.
 
-    A `BranchingLinear` returns two tensors, its input and its output. For such a layer the hook returns its input, and
-    its adapted output.
+    A `BranchingLinear` returns two tensors, its input and its output. For such a layer the hook returns the layer's
+    input and its adapted output.
     """
     adapter = adapter_of(layer)
     assert adapter is not None

@@ -31,7 +31,7 @@ class Rectangle(NamedTuple):
 
 
 def block(key: str, shape: tuple[int, ...], offset: tuple[int, ...], data: Tensor, main: bool) -> ShardedTensor:
-    """Return data as the block at `offset` in a full tensor with the given shape.
+    """Return `data` as the block at `offset` in a full tensor with the shape `shape`.
 
     If several ranks have this block, only the rank on which `main` is True writes it.
     """
@@ -64,9 +64,9 @@ def weight_blocks(
 def lane_blocks(key: str, states: Tensor, part: StatePart, lanes: range, total: int, mesh: Mesh) -> list[ShardedTensor]:
     """Return the blocks for one tensor in the carried states.
 
-    A lane is a sequence's index in the global batch. Its state is carried from step to step. `total` is the number of
-    lanes. `states` has the states in this rank's lanes along axis 0; the range `lanes` has the indices of these lanes.
-    `part` describes the tensor.
+    A lane is a sequence's index in the global batch. A lane's state is carried from step to step. `total` is the number
+    of all lanes, and `lanes` has the indices of this rank's lanes. Along axis 0, `states` has the states in this rank's
+    lanes. `part` describes the tensor.
     """
     shape = [total, *states.shape[1:]]
     cuts = part.active_cuts(mesh.sizes)
@@ -154,16 +154,16 @@ def _in_full(rectangle: Rectangle, axis: int, runs: Sequence[range]) -> Iterator
 
 
 def _within(rectangle: Rectangle, axis: int, entries: range) -> Iterator[Rectangle]:
-    """Yield the part that a rectangle has within an index range on one axis, unless this part is empty.
+    """Yield the intersection of a rectangle with an index range on one axis, unless the intersection is empty.
 
-    The part's offset on this axis is counted from the range's start.
+    The intersection's offset on this axis is counted from the range's start.
     """
     if (overlap := _overlap(rectangle, axis, entries)) is not None:
         yield _moved(overlap, axis, -entries.start)
 
 
 def _overlap(rectangle: Rectangle, axis: int, entries: range) -> Rectangle | None:
-    """Return the part of a rectangle within a range on one axis, or None if they do not overlap."""
+    """Return the intersection of a rectangle with an index range on one axis, or None if it is empty."""
     first = rectangle.offset[axis]
     low = max(first, entries.start)
     high = min(first + rectangle.data.shape[axis], entries.stop)

@@ -1,4 +1,4 @@
-"""Context parallelism: each rank holds one shard of every sequence, and layers exchange the earlier tokens they read.
+"""Context parallelism: each rank holds a shard of each sequence, and layers exchange the earlier tokens that they read.
 
 A row is a sequence in a micro-batch. It is cut into shards of equal length, and rank r holds shard r. The exchange
 depends on the layer:
@@ -6,7 +6,7 @@ depends on the layer:
     recurrences       A shard maps its initial state h to its final state A h + e. A rank receives A and e from earlier
                       shards, computes its own shard's initial state from them, and scans from this state.
     convolutions      A rank gets a halo: the tokens before its shard that the convolution reads.
-    attention         A rank gets all earlier keys and values, or only those in the attention window if there is one.
+    attention         A rank gets all earlier keys and values, or with an attention window only those in the window.
     span attention    A rank gets all earlier keys and values, and a summary for each block of keys in the row. It
                       selects blocks by their summaries.
     sparse attention  A rank gets from every earlier shard those keys that its queries can see
@@ -84,7 +84,7 @@ Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
 
 
 def contiguous_inputs(inputs: Inputs, seq: SeqInfo) -> Inputs:
-    """Make a recurrence's inputs contiguous under context parallelism, which scans them twice.
+    """Make a recurrence's inputs contiguous under context parallelism, because they are then scanned twice.
 
     With inputs that are not contiguous, each of the two scans would make and save a copy. Without context parallelism
     the inputs are returned unchanged.
@@ -120,7 +120,7 @@ def incoming_state(
     `transition` is A_r, where None means the identity. `state` is the row's initial state, or None for zeros.
 
     First, rank r receives A and e from rank r - 1. Then a prefix scan combines the shards 0 to r - 1: in the rounds
-    with hop = 1, 2, 4, ... rank r combines its intermediate result with that from rank r - hop.
+    with hop = 1, 2, 4, ... rank r combines its own and rank (r - hop)'s intermediate results.
     """
     wide = (-1, *[1] * (added.dim() - 1))
     enters = shard.enters_B.view(wide)
@@ -174,7 +174,7 @@ def halo_tokens(x_BLC: Tensor, count: int, carried_BTC: Tensor | None, seq: SeqI
 def halo_parts(
     parts_BLC: Sequence[Tensor], count: int, carried_BTC: Tensor | None, seq: SeqInfo
 ) -> Sequence[Tensor | None]:
-    """Return the halo of each part, as `halo_tokens` does; `carried` holds the channels of all parts.
+    """Return the halo of each part (see `halo_tokens`). `carried_BTC` has the channels of all parts.
 
     One exchange between ranks serves all parts.
     """

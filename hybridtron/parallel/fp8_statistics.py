@@ -83,7 +83,7 @@ def statistics_blocks(statistics: ScalingStatistics, writes: Callable[[str], boo
 
 
 def known_blocks(blocks: Iterable[Any], shapes: Mapping[str, tuple[int, ...]]) -> list[Any]:
-    """Return those blocks whose keys a checkpoint has; `shapes` has the shapes in the checkpoint by key.
+    """Return the blocks whose keys are in a checkpoint. `shapes` maps the checkpoint's keys to shapes.
 
     A projection that was in bf16 has no keys in the checkpoint. Its history starts with zeros. Raises ConfigError if
     the checkpoint's history has another length than `precision.history`.

@@ -3,11 +3,11 @@
     y = x W^T        main_grad += dy^T x        with the option `parallel.gradient_accumulation_fusion`
 
 x is the input, W is the weight, y is the output, and dy is the output's gradient. The buffer accumulates the weights'
-gradients from all micro-batches in a step; `main_grad` is its part for W. Without this option autograd makes a gradient
-in the weight's dtype, and Megatron adds the gradient to the buffer. For bf16 weights with an fp32 buffer this moves 12
-bytes per element and micro-batch: the gradient is written and read (2 bytes each), and the buffer is read and written
-(4 bytes each). With the option and torch 2.13 or newer, only the 8 bytes for the buffer are moved, and on a GPU the
-gradient is not rounded to bf16; older versions of torch multiply, then add. Megatron's own layers have a similar
+gradients from all micro-batches in a step; `main_grad` is the buffer's part for W. Without this option autograd makes a
+gradient in the weight's dtype, and Megatron adds the gradient to the buffer. For bf16 weights with an fp32 buffer this
+moves 12 bytes per element and micro-batch: the gradient is written and read (2 bytes each), and the buffer is read and
+written (4 bytes each). With the option and torch 2.13 or newer, only the 8 bytes for the buffer are moved, and on a GPU
+the gradient is not rounded to bf16; older versions of torch multiply, then add. Megatron's own layers have a similar
 option, with a GPU kernel from Apex or Transformer Engine.
 
 With the option, every use of the weight must go through this module, because Megatron ignores a gradient that autograd
@@ -40,8 +40,8 @@ def weight_gradient(weight: Any, grads_TO: Sequence[Tensor], x_TI: Tensor) -> Te
     """Compute a weight's gradient, and return a tensor for autograd.
 
     `grads_TO` is the output's gradient, split along the output features into one or more parts. The returned tensor is
-    the weight's gradient, unless `is_fused(weight)`. If it is fused, the gradient is added to `weight.main_grad`, and
-    the returned tensor is uninitialized: autograd needs a tensor, but Megatron's hook discards this tensor unread.
+    the weight's gradient, unless `is_fused(weight)`. For a fused weight, the gradient is added to `weight.main_grad`,
+    and the returned tensor is uninitialized: autograd needs a tensor, but Megatron's hook discards this tensor unread.
     """
     gradient = torch.empty_like(weight)
     rows = (weight.main_grad if is_fused(weight) else gradient).split([grad_TO.shape[1] for grad_TO in grads_TO])

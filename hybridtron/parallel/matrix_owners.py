@@ -6,7 +6,7 @@ entries to the owner, the owner computes the matrix's direction, and sends each 
 entries. A weight that is fused from several matrices has an owner for each matrix. If the optimizer takes the heads of
 a projection separately, the owner of the matrix processes all of its heads.
 
-A matrix's cost is that of its product with itself: m n min(m, n) for m rows and n columns, summed over heads. To
+A matrix's cost is the cost of its product with itself: m n min(m, n) for m rows and n columns, summed over heads. To
 balance the owners, the matrices are distributed in decreasing order of cost, each to the rank with the smallest sum so
 far. Every matrix is processed by one rank in full, so the result's bits do not depend on the number of ranks.
 
@@ -42,7 +42,7 @@ class DividedWeight:
     """A weight whose entries are divided among the ranks of a pipeline stage.
 
     name, parameter: the weight's name, and its entry in the parameter table
-    mesh: the ranks that shard and replicate it
+    mesh: the ranks that shard and replicate the weight
     ranges: for each rank in `mesh.copies`, the range in the flattened shard that the rank updates
     everywhere: True if each of these ranks updates the full shard
     by_head: True if the heads of a projection are processed separately

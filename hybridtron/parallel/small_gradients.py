@@ -25,7 +25,7 @@ SMALL = 2**16
 
 
 class KeptGradients:
-    """Weights and their gradients in the current backward pass that Megatron's buffers still lack.
+    """Gradients from the current backward pass that Megatron's buffers still lack, with their weights.
 
     Backward passes must not be nested: a pass that starts inside another would discard the gradients that the outer
     pass has kept. So activations are recomputed with `use_reentrant=False`.

@@ -84,10 +84,10 @@ class Head(nn.Module):
 def linear_cross_entropy(
     x_LBD: Tensor, weight_VD: Tensor, labels_LB: Tensor, mask_LB: Tensor, z_loss: float, tensor: TensorGroup
 ) -> Loss:
-    """Return the loss over the full vocabulary, which is the same on every rank.
+    """Return the loss over the full vocabulary. The loss is the same on every rank.
 
-    `x_LBD` is the residual stream, which under sequence parallelism holds only this rank's tokens. `weight_VD` is this
-    rank's shard of the output head. Labels and mask cover all tokens.
+    `x_LBD` is the residual stream. Under sequence parallelism it holds only this rank's tokens, but labels and mask
+    cover all tokens. `weight_VD` is this rank's shard of the output head.
     """
     x_LBD = gather_input(x_LBD, tensor)
     share = None
@@ -121,8 +121,8 @@ def likeliest(x_LBD: Tensor, weight_VD: Tensor, tensor: TensorGroup) -> Tensor:
 def _joined(own: SoftmaxSums, group: dist.ProcessGroup | None) -> SoftmaxSums:
     """Combine the softmax sums from all vocabulary shards.
 
-    They are, for each token, the largest logit, the sum of exp(logit - largest logit), and the label's logit, which is
-    0 in shards without the label.
+    There are three for each token: the largest logit, the sum of exp(logit - largest logit), and the label's logit,
+    which is 0 in shards without the label.
     """
     greatest_C = own.greatest_C.clone()
     dist.all_reduce(greatest_C, op=dist.ReduceOp.MAX, group=group)

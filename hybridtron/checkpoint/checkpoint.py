@@ -14,8 +14,8 @@ The first part of a name (model, optimizer, ...) is the kind of file. In trainin
 per kind, numbered by the process's rank. Nothing is pickled. If the model fuses projections into one weight, each
 projection is stored as its own tensor (`in_proj.weight.x`, `in_proj.weight.z`).
 
-A chunk is a rectangle in a full tensor, which one process has written. A process that needs a rectangle copies from
-every chunk that overlaps the rectangle. So a run can use another parallel layout than the run that wrote the
+A chunk is a rectangle of a full tensor. Each chunk was written by one process. A process that needs a rectangle copies
+from every chunk that overlaps the rectangle. So a run can use another parallel layout than the run that wrote the
 checkpoint.
 """
 

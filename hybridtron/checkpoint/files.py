@@ -72,7 +72,7 @@ def write_tensors(path: Path, blocks: Sequence[Any]) -> tuple[File, list[StoredS
 def head_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: dict[str, str] | None = None) -> bytes:
     """Return the head of a safetensors file: the bytes before its first tensor.
 
-    `tensors` gives name, dtype and shape of each tensor, in the order in which they are stored without gaps. The head
+    `tensors` gives name, dtype and shape of each tensor, in the file's order. Tensors are stored without gaps. The head
     is padded with spaces to a multiple of 8 bytes, so that the tensors are aligned.
     """
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}

@@ -1,4 +1,4 @@
-"""The checkpoints in a run's folder: find the newest valid checkpoint, rename unusable and remove old checkpoints.
+"""A run's checkpoints: find the newest valid checkpoint, rename unusable checkpoints, and remove old checkpoints.
 
 checkpoints/step-00000100/             a complete checkpoint: it gets this name when all files are on disk
 checkpoints/latest                     the newest checkpoint's name and its manifest's digest
@@ -185,7 +185,7 @@ def apply_retention(
     phase_ends: Collection[int] = (),
     in_use: Collection[Path] = (),
 ) -> list[str]:
-    """Remove old checkpoints; return a message for each broken checkpoint, and for each that can't be removed.
+    """Remove old checkpoints; return a message for each checkpoint that is broken or can't be removed.
 
     These checkpoints are kept:
     - the newest `settings.keep` valid checkpoints

@@ -54,7 +54,7 @@ class Meta:
 
     step: how many steps the run has made so far
     accepted_steps: how many of these steps changed the weights
-    data: name -> description of a property of the training data; a resumed run compares them to notice changed data
+    data: name -> description of a property of the training data; a resumed run compares the descriptions
     layout: the parallel layout, as text
     """
 

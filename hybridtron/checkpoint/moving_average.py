@@ -1,6 +1,6 @@
 """Reads a checkpoint's moving average (`run.ema`) in place of its weights.
 
-Weights without an average, because the phase has not trained them, are read as they are.
+A weight that the phase has not trained has no average, and is read as it is.
 """
 
 from __future__ import annotations

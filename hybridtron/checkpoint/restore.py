@@ -4,8 +4,8 @@ All processes read the same checkpoint. If any process finds that the checkpoint
 older checkpoint.
 
 Within a phase of training the complete training state is restored. At the start of a phase, the model may have another
-precision, other adapters or other frozen weights than the checkpoint. Tensors that the checkpoint has are then loaded,
-and all other tensors get their initial values.
+precision, other adapters or other frozen weights than the checkpoint. Then tensors in the checkpoint are loaded, and
+all other tensors get their initial values.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def differences(left: Checkpoint, right: Checkpoint) -> Iterator[CheckpointDiffe
     """Yield the differences in metadata, settings and tensors between two checkpoints.
 
     If only a tensor's values differ, the left description has the left tensor's norm. The right description has the
-    norm of the tensors' difference, relative to that norm.
+    norm of the tensors' difference, divided by the left tensor's norm.
     """
     for name, left_value, right_value in _settings(left, right):
         if left_value != right_value:

@@ -139,7 +139,8 @@ def adapter_rows(table: Mapping[str, Parameter], adapters: AdaptersConfig | None
         A, B, M = (adapter_key(name, piece) for piece in "ABM")
         rank = adapters.rank
         chosen = [part for part in parts if part.adapted]
-        # by_inputs: tensor-parallel ranks divide the inputs (row-parallel); by_outputs: the outputs (column-parallel)
+        # by_inputs: tensor-parallel ranks divide the inputs (row-parallel)
+        # by_outputs: tensor-parallel ranks divide the outputs (column-parallel)
         by_inputs = any(cut.axis == 1 for cut in weight.cuts)
         by_outputs = any(cut.axis == 0 for cut in weight.cuts)
         treatment = {"fp8": False, "fp32": False, "decay": True, "projection": False, "heads": ()}

@@ -159,8 +159,8 @@ class Parameter(Sharded):
     `lr_factor` multiplies the learning rate of every step. It does not change weight decay: for any factor, a step
     decays the weight by the step's learning rate times the weight decay.
 
-    `grown` says how to initialise the weight if a loaded checkpoint lacks it: by a rule, or by concatenating the
-    weights with these names in the same sub-layer. None means that a checkpoint without the weight is refused.
+    `grown` says how to initialise the weight if a loaded checkpoint lacks it. It is a rule, or the names of weights in
+    the same sub-layer to concatenate. None means that a checkpoint without the weight is refused.
 
     Two more flags say why the gradient on each rank is incomplete if tensor-parallel ranks hold replicas of the weight.
     The ranks must then all-reduce the gradient:
@@ -389,12 +389,12 @@ class MixerSpec(Placement, ABC):
 
     @property
     def growing_sizes(self) -> tuple[str, ...]:
-        """Names of options for muP: their values grow in proportion to the model's width, and are then rounded."""
+        """Names of options with values that muP grows in proportion to the model's width, and then rounds."""
         return ()
 
     @property
     def growing_heads(self) -> tuple[str, ...]:
-        """Names of options for muP: these numbers of heads grow in proportion to the model's width."""
+        """Names of options with numbers of heads that muP grows in proportion to the model's width."""
         return ()
 
     def mup_problems(self, model: ModelSizes, base: Self, base_model: ModelSizes) -> Iterable[Problem]:

@@ -10,18 +10,18 @@ u is the mixer's input, z the output gate, delta the step size, h a head's state
 t. By the trapezoidal rule, it adds to the state a weighted mean of x B^T at these two tokens, times delta_t. The
 weights are 1 - lambda_t for token t - 1 and lambda_t for token t. B and C are rotated in pairs of entries; each head
 has its own angle theta for every pair. All heads in a group share B and C, but each head adds its own biases. The norms
-of B and C are over a group's state entries, the norm of y over a head's channels.
+of B and C are over a group's state entries. The norm of y is over a head's channels.
 
 The outputs depend only on differences between angles. The state that is carried from row to row (sequence to sequence)
-is therefore rotated back to angle 0, and the last token's B is carried without rotation. So both can also precede
-another text. The authors' class keeps its state rotated, and carries the angles in addition.
+is therefore rotated back to angle 0, and the last token's B is carried without rotation. So another text can also start
+from this state and this B. The authors' class keeps its state rotated, and carries the angles in addition.
 
 Two versions of f are published:
 
     used here    1 + a for a >= 0 and 1 / (1 - a) for a < 0, as in state-spaces/mamba's main branch since June 2026
     softplus     softplus(a), as in release 2.3.2 of state-spaces/mamba and in flash-linear-attention's `mamba3`
 
-The authors replaced softplus because with softplus A fell to zero, and a 2B hybrid diverged under a constant-and-decay
+The authors replaced softplus, because it let A fall to zero, and a 2B hybrid then diverged under a constant-and-decay
 schedule. The weights have equal names and shapes in both versions, but a model trained with one version can't run with
 the other. The authors' lower bound 1e-4 on f is left out, because it has an effect only if a is below -9999. The MIMO
 variant is not implemented.

@@ -7,10 +7,10 @@ long:
 
     linear   f_i / factor for all pairs: positions are interpolated. Chen et al. 2023
     yarn     f_i for pairs that rotate more than `fast` times in `original` tokens; f_i / factor for pairs that rotate
-             fewer than `slow` times; for other pairs, interpolated linearly in the pair's index. cos and sin are
-             multiplied by `attention`. Peng et al. 2023
+             fewer than `slow` times; for other pairs, a value between these two, linear in the pair's index. cos and
+             sin are multiplied by `attention`. Peng et al. 2023
     llama3   f_i for pairs that rotate more than `high` times in `original` tokens; f_i / factor for pairs that rotate
-             fewer than `low` times; for other pairs, interpolated linearly in the rotation count. Llama 3.1
+             fewer than `low` times; for other pairs, a value between these two, linear in the rotation count. Llama 3.1
 
 Each scale equals transformers' `rope_type` with the same name. No weight depends on these options, so a training phase
 may change them. `ops/rope` computes the frequencies.

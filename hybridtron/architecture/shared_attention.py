@@ -13,7 +13,7 @@ Each sub-layer has its own `linear` and its own low-rank pairs A and B. All othe
 layer pattern, so a model with two alternating sets of shared weights has two letters. The low-rank pairs belong to the
 model, unlike the adapters (`adapters.py`) that a training phase may add.
 
-No weight in the block is in FP8: whether FP8 is used is decided per layer, but shared weights belong to several layers.
+No weight in the block is in FP8: FP8 is switched on for single layers, but shared weights belong to several layers.
 
 This file has two kinds of mixer with the same weights: `shared_attention` with the attention from `attention.py`, and
 `shared_span` with the attention from `span.py`.

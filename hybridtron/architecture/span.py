@@ -32,7 +32,7 @@ block can be selected.
 With `relevance: previous_chunk`, or if `memory` selects without relevance, a text may be split into rows anywhere, even
 into single tokens for generation: the result is the same as with one row. With `relevance: chunk`, a text may be split
 only at multiples of the chunk size. If only the first tokens in a chunk are known, only their queries select blocks,
-and these may be other blocks than those of the full chunk. This also happens in generation, and at the end of a
+and the selection may differ from the full chunk's selection. This also happens in generation, and at the end of a
 document whose length is not a multiple of the chunk size.
 """
 

@@ -268,7 +268,7 @@ def weight_name(arch: Architecture, index: int, key: str) -> str:
 
 
 def _as_lit_gpt(table: dict[str, Parameter], arch: Architecture) -> dict[str, Parameter]:
-    """Replace projections' initialisation by lit-gpt's, which depends on how many blocks the model has.
+    """Replace projections' initialisation by lit-gpt's initialisation, which depends on the model's number of blocks.
 
     A block in lit-gpt is a sequence mixer with its MLP. Here, a sub-layer counts as a block if it mixes tokens: its
     state has a part other than a convolution's last inputs. Parallel branches do not count.

@@ -1,6 +1,6 @@
 """Parses this package's source files into top-level definitions, and finds the global names that each of them uses.
 
-`shipped_code` copies such definitions into a generated file with all mixers (attention, Mamba, MLP, ...), which is
+`shipped_code` copies such definitions into a generated file with all mixers (attention, Mamba, MLP, ...). This file is
 exported with models of the custom class. Global names are taken from compiled bytecode: there, Python has already
 decided which names are local and which are global.
 """

@@ -78,7 +78,7 @@ class ExportPlan:
     target: Native
     dtype: torch.dtype | None  # None: each tensor keeps the checkpoint's dtype
     shard_bytes: int
-    averaged: bool = False  # True if the source's weights are their moving average
+    averaged: bool = False  # True if `source` reads the weights' moving average in place of the weights
 
     def tensors(self) -> list[Planned]:
         """Return the tensors to write.
@@ -158,8 +158,8 @@ def own_commit() -> str | None:
 def longest_row(source: Checkpoint) -> int:
     """Return the longest `seq_len` in the training phases.
 
-    An imported model has no phases. For such a model, return the max_position_embeddings in the imported config.json,
-    or UNKNOWN_LENGTH if that key was missing.
+    An imported model has no phases. For such a model, return `max_position_embeddings` from the imported config.json,
+    or UNKNOWN_LENGTH if this key was missing.
     """
     lengths = [phase.seq_len for phase in source.config.phases]
     return max(lengths, default=int(source.meta.data.get(MAX_POSITIONS_KEY, UNKNOWN_LENGTH)))
@@ -210,8 +210,8 @@ def dtype_of(folder: Path, settings: Mapping[str, Any]) -> torch.dtype:
 def export(output: Path, plan: ExportPlan, prove: Callable[[Path], None], progress: Progress) -> list[str]:
     """Write a temporary folder, call `prove` with its path, and rename the folder to `output`.
 
-    `prove` raises an error if the folder's model does not compute the same as the checkpoint's. Then the folder is
-    removed. Returns warnings for users of the export.
+    `prove` raises an error if the folder's model does not compute the same as the checkpoint's model. Then the folder
+    is removed. Returns warnings for users of the export.
     """
     with appearing(output) as temporary:
         special = plan.write(temporary, progress)

@@ -46,7 +46,7 @@ from hybridtron.problems import Code, Unusable
 from hybridtron.safe_open import Unreadable, read_regular
 
 MAX_LISTED = 40  # number of faults that a message lists
-PART_BYTES = 2**26  # bytes per tensor file; memory holds two: the next file's tensors are read while a file is written
+PART_BYTES = 2**26  # bytes per tensor file; two files' tensors are in memory, since one is read while one is written
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Native classes (model classes of transformers): translation between their config.json and our configuration.
 
-In names here and in the files `native_*`, `ours` means hybridtron, and `theirs` transformers. This file has the base
-classes, and the classes for models with only Mamba-1 or only Mamba-2 layers (MambaForCausalLM, Mamba2ForCausalLM).
+In names here and in the files `native_*`, `ours` means hybridtron, and `theirs` means transformers. This file has the
+base classes, and the classes for models with only Mamba-1 or only Mamba-2 layers (MambaForCausalLM, Mamba2ForCausalLM).
 Classes with attention or MLPs are in the other `native_*` files. `config/export_class` decides whether a class computes
 a given model exactly.
 
@@ -96,7 +96,7 @@ class Native(ModelFormat):
     norm_eps: ClassVar[str] = "rms_norm_eps"
     tied: ClassVar[bool] = False  # default of tie_word_embeddings
     proven_with: ClassVar[Settings] = {}  # entries to override in config.json when a proof loads the folder
-    fixed: ClassVar[Settings] = {}  # settings for which exports write this value, and imports accept no other value
+    fixed: ClassVar[Settings] = {}  # settings with a single supported value, which exports write and imports require
 
     @abstractmethod
     def settings(self, arch: Architecture, length: int) -> Settings:

@@ -76,8 +76,8 @@ class DeltaHybrid(Llama):
 class OlmoHybrid(DeltaHybrid):
     """OLMo-Hybrid. Exports have the tensor names of the published files.
 
-    If transformers loads and saves a model, some norms get other names. `also` maps the published names to these names.
-    Imports accept both names.
+    If transformers loads and saves a model, some norms get other names. `also` maps the published names to the other
+    names. Imports accept both.
     """
 
     name = "OlmoHybridForCausalLM"
@@ -121,9 +121,9 @@ class OlmoHybrid(DeltaHybrid):
 class Qwen3Next(DeltaHybrid):
     """Qwen3-Next without experts.
 
-    In a fused projection, such as the one for q, k, v and z, the rows are ordered by head: all rows for head 0 in the
-    order q, k, v, z, then all rows for head 1, and so on. For each norm, files store the weight minus 1. The gated norm
-    in Gated DeltaNet is an exception.
+    In a fused projection, such as the projection to q, k, v and z, the rows are ordered by head: all rows for head 0 in
+    the order q, k, v, z, then all rows for head 1, and so on. For each norm except the gated norm in Gated DeltaNet,
+    files store the weight minus 1.
     """
 
     name = "Qwen3NextForCausalLM"

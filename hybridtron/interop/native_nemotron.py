@@ -14,7 +14,7 @@ config.json can have the layer types in two forms. Imports read both. Exports wr
 
 Two settings have two names: `rms_norm_eps` is for llama.cpp, and `mamba_n_groups` for SGLang.
 
-Exports do not write the key `num_experts_per_tok`, because converters take a model with this key for a mixture of
+Exports do not write the key `num_experts_per_tok`, because converters treat a model with this key as a mixture of
 experts.
 """
 

@@ -2,8 +2,8 @@
 
 The base model, to which the adapters belong, is a Hugging Face folder. The exported folder has two files:
 
-    adapter_config.json          rank, alpha, target_modules (modules with adapters), modules_to_save (modules without
-                                 adapters that training has changed)
+    adapter_config.json          rank, alpha, target_modules (modules with adapters), modules_to_save (modules that
+                                 training has changed and that have no adapters)
     adapter_model.safetensors    base_model.model.MODULE.lora_A.weight              (rank, in)
                                  base_model.model.MODULE.lora_B.weight              (out, rank)
                                  base_model.model.MODULE.lora_magnitude_vector      (out,), with DoRA: the norm of each
@@ -127,8 +127,8 @@ def _theirs(base: ImportFolder, rule: TensorRule) -> Tensor:
 def adapter_tensors(source: Checkpoint, rule: TensorRule) -> dict[str, Tensor]:
     """Return name without PREFIX -> tensor for one module's adapter; empty if the module has no adapter.
 
-    `rule` is the conversion rule for the module's weight. In peft a module has a single A. If the module's weight fuses
-    several of our weights, these must all have the same A, else CannotExport is raised.
+    `rule` is the conversion rule for the module's weight. In peft a module has a single A. So if the module's weight
+    fuses several of our weights, they must all have the same A. Otherwise CannotExport is raised.
     """
     shapes = source.shapes
     layer = module_of(rule)

@@ -3,8 +3,8 @@
     hybridtron import ADAPTER --base BASE --output OUTPUT
 
 The base is a folder that could also be imported without an adapter. A low-rank adapter has the matrices A (rank, in)
-and B (out, rank) for a weight (out, in). If the weight fuses several of our weights, each of ours gets a copy of A and
-its own rows of B. Modules that peft saved in full replace the base's modules.
+and B (out, rank) for a weight (out, in). If the weight fuses several of our weights, each of our weights gets a copy of
+A and its own rows of B. Modules that peft saved in full replace the base's modules.
 
 For DoRA, peft stores the learned norm of each row in the weight. Our checkpoints store M, the learned norm minus the
 row's norm in the base. The subtraction is exact in fp32 if the norm has at most doubled or halved.
@@ -258,7 +258,7 @@ def prove_adapter(source: AdaptedFolder, checkpoint: Checkpoint) -> None:
 
     The checkpoint's tensors are converted back. Raises CannotImport if a converted tensor differs from the imported
     tensor. If transformers has a class for the base, the adapter is also merged into the base in transformers. Raises
-    NotTheSame if that model gives other logits or another greedy continuation than the checkpoint's model.
+    NotTheSame if the merged model gives other logits or another greedy continuation than the checkpoint's model.
     """
     same_tensors(source, checkpoint)
     for layer, rule in source.adapted.items():

@@ -1,8 +1,8 @@
 """Exports checkpoints during a run: at the end of each phase with the key `phases.N.export`.
 
 A failed export does not end training. It is logged, and retried when the next phase ends, at the end of the run, and
-when the run is started again. If a process was killed during an export, it may have run out of memory. Then the export
-is retried only after the last training step.
+when the run is started again. If a process was killed during an export, the process may have run out of memory. Then
+the export is retried only after the last training step.
 """
 
 from __future__ import annotations

@@ -63,9 +63,8 @@ OF_MODEL = WeightFiles()
 class Weights:
     """The tensors of a folder. `shapes` maps each tensor's name to its shape, and `read` loads a tensor.
 
-    If a folder has several forms of weights, only one is read: shards with an index if there are any, otherwise a
-    single safetensors file, otherwise a pickled file. Raises CannotImport if the folder has no weights, or if a file
-    can't be read.
+    If a folder has weights in several forms, only the first of these forms is read: shards with an index, a single
+    safetensors file, a pickled file. Raises CannotImport if the folder has no weights, or if a file can't be read.
     """
 
     def __init__(self, folder: Path, names: WeightFiles = OF_MODEL) -> None:

@@ -1,7 +1,8 @@
 """RoPE settings in config.json: `rope_parameters`, or before transformers 5 `rope_scaling` and `rope_theta`.
 
 Imports read both forms; exports write `rope_parameters`. Imports refuse types of scaling that we don't have. They also
-refuse unknown keys, which might change the computation. In names, `ours` means hybridtron, and `theirs` transformers.
+refuse unknown keys, which might change the computation. In names, `ours` means hybridtron, and `theirs` means
+transformers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Rules that convert between checkpoint tensors and another format's tensors, in both directions.
 
-In names, `ours` means hybridtron's checkpoints, and `theirs` the other format (transformers or state-spaces/mamba). Our
-checkpoints store each projection as a separate tensor, but other formats fuse some projections into one tensor. So
-exports concatenate our tensors along dimension 0, and imports split the fused tensor into the same rows.
+In names, `ours` means hybridtron's checkpoints, and `theirs` means the other format (transformers or
+state-spaces/mamba). Our checkpoints store each projection as a separate tensor, but other formats fuse some projections
+into one tensor. So exports concatenate our tensors along dimension 0, and imports split the fused tensor into the same
+rows.
 
 Qwen3-Next is an exception in two ways. In a fused tensor, all projections' rows for head 0 come first, then all rows
 for head 1, and so on. And each norm's weight is stored minus 1.

@@ -138,7 +138,7 @@ def _definition_of_module(file_and_class: str) -> DefinedName:
 
 
 def _resolved(module: str, name: str) -> DefinedName | None:
-    """Return the definition of a name that `module` uses, following imports, or None if it must not be copied.
+    """Follow imports to the definition of a name that `module` uses. Return None if it must not be copied.
 
     Definitions from other packages and from modules in STAND_INS must not be copied.
     """

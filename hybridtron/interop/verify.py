@@ -68,14 +68,15 @@ class Proof:
 
 
 def verify(folder: Path, checkpoint: Checkpoint) -> Proof:
-    """Compare a folder with its checkpoint. Raises NotTheSame if they differ, CannotImport for a bad config.json."""
+    """Compare a folder with its checkpoint. Raises NotTheSame if they differ, or CannotImport for a bad config.json."""
     return same_model(folder, whole_model(checkpoint))
 
 
 def same_model(folder: Path, ours: LanguageModel) -> Proof:
-    """Compare a folder with our model in memory. Raises NotTheSame if they differ, CannotImport for a bad config.json.
+    """Compare a folder with our model in memory.
 
-    The weights of `ours` are rounded to the folder's dtype, except weights that exports always store in fp32.
+    The weights of `ours` are rounded to the folder's dtype, except weights that exports always store in fp32. Raises
+    NotTheSame if the models differ, or CannotImport for a bad config.json.
     """
     settings = settings_of(folder)
     target = class_of(folder, settings)
@@ -269,7 +270,7 @@ def lengths_of(arch: Architecture) -> tuple[int, ...]:
 
 
 def _span_chunks(arch: Architecture) -> set[int]:
-    """Return the chunk sizes of span attention that retrieves blocks at evaluation: the largest size of each layer."""
+    """Return the largest chunk size of each layer with span attention, if the layer retrieves blocks at evaluation."""
     return {
         max(spec.chunks())
         for spec in arch.specs

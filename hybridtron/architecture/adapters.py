@@ -2,8 +2,8 @@
 
     y = W x + (alpha / rank) B A x          A (rank, in), B (out, rank)
 
-x is the projection's input, y its output, W its frozen weight. B starts at zero, so that a model with new adapters
-computes the same as the model without them.
+x is the projection's input, y is its output, and W is its frozen weight. B starts at zero, so that a model with new
+adapters computes the same as the model without them.
 
 A projection whose weight fuses several parts (such as k and v in `kv`) has one pair A, B for each adapted part. In
 memory, the matrices A of all parts are concatenated along their rows into one tensor, and the matrices B into another.
@@ -99,8 +99,8 @@ def adapter_key(key: str, piece: str) -> str:
 class AdaptedPart:
     """A part that is fused into a projection's weight.
 
-    `name` is the part's name, `rows` its row count, and `adapted` is True if it has an adapter. A weight without fused
-    parts counts as a single part with an empty name.
+    `name` is the part's name, `rows` is its row count, and `adapted` is True if it has an adapter. A weight without
+    fused parts counts as a single part with an empty name.
     """
 
     name: str

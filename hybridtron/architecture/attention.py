@@ -4,8 +4,8 @@
     q, k -> RMSNorm [where `qk_norm` is set] -> RoPE, on all channels or on the first `rotary_dim` of each head
     y = out(softmax(scale q k^T) v [* sigmoid(u W_g) where `gate` is set])
 
-u is the mixer's input, y its output. conv is a short causal convolution along the tokens, separate for each channel.
-`scale` is head_dim^-0.5 by default. With a window of w a token sees itself and the w - 1 tokens before it.
+u is the mixer's input, and y is its output. conv is a short causal convolution along the tokens, separate for each
+channel. `scale` is head_dim^-0.5 by default. With a window of w a token sees itself and the w - 1 tokens before it.
 Grouped-query attention has fewer `kv_heads` than `heads`; multi-query attention has a single key/value head.
 
 Published models use the options in these ways:

@@ -384,7 +384,7 @@ class MixerSpec(Placement, ABC):
         return {name: tuple(weight.stored(name)) for name, weight in self.parameters(model).items()}
 
     def exported_options(self, model: ModelSizes) -> dict[str, Any]:
-        """Return all options for an exported model, including those with default values."""
+        """Return all options for an exported model, including options with default values."""
         return asdict(self)
 
     @property

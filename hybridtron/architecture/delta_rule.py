@@ -7,9 +7,9 @@
     out_proj(norm(y) * gate)                                               RMSNorm per head; gate: silu(z) or sigmoid(z)
 
 q, k, v, a, b and z are projections of the mixer's input u. h is a head's state, a matrix with one row per key channel;
-s is the state after the decay. beta is the step size, g the log decay. The two mixers are `gated_deltanet`, where a has
-one number per head, and `kda`, where a has one number per key channel. `linear_attention.py` has the options and
-parameters that these mixers share with other linear attention.
+s is the state after the decay. beta is the step size, and g is the log decay. The two mixers are `gated_deltanet`,
+where a has one number per head, and `kda`, where a has one number per key channel. `linear_attention.py` has the
+options and parameters that these mixers share with other linear attention.
 
 In a step, the old state is multiplied by the matrix (I - beta k k^T) exp(g). If g is one number per head, this matrix
 has the eigenvalue exp(g) (1 - beta) along k, because |k| = 1. The eigenvalue is between 0 and 1 if beta is below 1, and

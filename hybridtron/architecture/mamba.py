@@ -4,8 +4,8 @@
     h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t;  y_t = C_t h_t + D x_t                              A = -exp(A_log)
     out_proj(y * silu(z))
 
-u is the mixer's input, z the output gate. Each inner channel has its own recurrence, with its own h, x, dt (the step
-size), A and D. B and C are common to all channels. h, A, B and C are vectors with `state` entries.
+u is the mixer's input, and z is the output gate. Each inner channel has its own recurrence, with its own h, x, dt (the
+step size), A and D. B and C are common to all channels. h, A, B and C are vectors with `state` entries.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     h_t = exp(delta_t A) h_{t-1} + delta_t x_t B_t^T;  y_t = h_t C_t + D x_t             A = -exp(A_log), one per head
     out_proj(norm(y * silu(z)))                             RMSNorm over each group's channels, one weight per channel
 
-u is the mixer's input, z the output gate, delta the step size, h a head's state. conv is a causal convolution along the
-tokens, separate for each channel. `dt_floor` is a lower bound on delta. Without `norm` the output is
-out_proj(y * silu(z)). With `multipliers` the projected z, x, B, C and dt are scaled (dt before its bias), as in
+u is the mixer's input, z is the output gate, delta is the step size, and h is a head's state. conv is a causal
+convolution along the tokens, separate for each channel. `dt_floor` is a lower bound on delta. Without `norm` the output
+is out_proj(y * silu(z)). With `multipliers` the projected z, x, B, C and dt are scaled (dt before its bias), as in
 Falcon-H1. The heads are divided into groups, and a group's heads share B and C: head h belongs to group
 h // (heads / groups).
 

@@ -3,7 +3,7 @@
 Yang and Hu et al. 2022, "Tensor Programs V". A learning rate that is tuned on a narrow model, the *base model*, then
 fits wider models of the same family. The base model has the width `model.mup.base_width`. Sizes that grow in proportion
 to the width (`MixerSpec.growing_sizes`, `MixerSpec.growing_heads`) are smaller in the base model. All other options are
-those of the model itself.
+the same in both models.
 
 The rules follow from a comparison of two parameter tables: the model's and the base model's. In the table below, r is a
 weight's number of inputs in the model, divided by its number of inputs in the base model:

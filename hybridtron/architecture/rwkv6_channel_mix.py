@@ -3,8 +3,9 @@
     k = x + key_mix (x' - x);   r = x + receptance_mix (x' - x)
     y = sigmoid(receptance(r)) * value(relu(key(k))^2)
 
-x is a token's input, x' the previous token's input, y the output. `key`, `value` and `receptance` are projections. The
-state that is carried to the next row is the last token's input. Weights are initialised as in the authors' code.
+x is a token's input, x' is the previous token's input, and y is the output. `key`, `value` and `receptance` are
+projections. The state that is carried to the next row is the last token's input. Weights are initialised as in the
+authors' code.
 """
 
 from __future__ import annotations

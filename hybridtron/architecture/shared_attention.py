@@ -1,6 +1,6 @@
 """Attention and an MLP, with weights that all sub-layers of a letter share, as in Zamba2. Glorioso et al. 2024.
 
-    u = RMSNorm([x, e])                     x the residual stream, e the token embedding, concatenated
+    u = RMSNorm([x, e])                     x is the residual stream, e is the token embedding; they are concatenated
     q, k, v = u (W_q + A_q B_q), ...        with `adapt_attention`; otherwise u W_q, ...
     a = out(softmax(q k^T / sqrt(head_dim / 2)) v)            with the rotary positions and windows from `attention.py`
     gate, up = RMSNorm(a) (W_gate_up + A B)

@@ -1,6 +1,6 @@
 """Copies of a checkpoint's tensors on the CPU, from which the checkpoint is written while training continues.
 
-The next forward pass changes the recurrent states that are carried between steps, and the random states. These are
+The next forward pass changes the recurrent states that are carried between steps, and the random states. Both are
 copied before training continues. Weights and Adam's moments change only in the next update. Threads copy them during
 the next forward and backward pass. Each copy is checked for NaN and infinity.
 """

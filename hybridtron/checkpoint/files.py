@@ -44,8 +44,8 @@ _BYTES_PER_WRITE = 2**20  # few enough to stay in the CPU's cache between digest
 def write_tensors(path: Path, blocks: Sequence[Any]) -> tuple[File, list[StoredShard]]:
     """Write blocks to a safetensors file and wait until the file is on disk.
 
-    A block is a `ShardedTensor`: a full tensor, or this process's shard of one. Returns the manifest's entries, one for
-    the file and one for each block.
+    A block is a `ShardedTensor`: a full tensor, or this process's shard of a tensor. Returns the manifest's entries: an
+    entry for the file, and an entry for each block.
     """
     head = head_of((_name(block), block.dtype, block.local_shape) for block in blocks)
     chunks = []

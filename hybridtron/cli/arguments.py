@@ -152,7 +152,7 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _in_lines(what: str, console: Console) -> Callable[[int, int], None]:
-    """Return a function that prints progress as plain lines, at most one every REPORT_INTERVAL_S seconds."""
+    """Return a function that prints progress as plain lines, at most one line in REPORT_INTERVAL_S seconds."""
     started = reported = time.monotonic()
 
     def moved(done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""Audit of a parallel layout: every gradient and a full optimizer step are compared with those of a single process.
+"""Audit of a parallel layout: compares every gradient and a full optimizer step with the results of a single process.
 
     hybridtron audit parallel.tensor=2 parallel.pipeline=2
     hybridtron audit recipe=samba_1.7b --layouts all
@@ -17,7 +17,7 @@ The same optimizer step is computed twice:
 
 The step's micro-batches have different numbers of masked tokens, and documents end inside rows. The serial and the
 parallel step must agree in: the loss, the gradient norm, every weight's full gradient, every rank's weights after the
-step, and the loss after the step. They are compared in two precisions:
+step, and the loss after the step. The two steps are compared in two precisions:
 
     float64  tolerance: 1e-9 of a tensor's norm plus 1e-13 of the largest norm. The parallel step uses megatron-core's
              plain data parallelism and plain optimizer.

@@ -77,7 +77,7 @@ The module contains a function with the benchmark's name, which fills the report
 - rehearsal: a simulated GPU step
 - far step: a step late in the data; a new loader must find the step's batch
 - TBTT: truncated backpropagation through time
-- crowded steps: steps by more processes than the machine has cores
+- crowded steps: steps with more processes than the machine has cores
 """
 TAKES_SETTINGS = ("step", "fp8", "llama", "rounding", "optimizer")
 TAKES_MODELS = ("decode", "prefill", "scoring")

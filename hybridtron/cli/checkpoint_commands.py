@@ -45,7 +45,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def open_newest(path: Path) -> Checkpoint:
-    """Open a checkpoint, or a run's newest checkpoint. Raises Unusable if it is missing or broken."""
+    """Open a checkpoint, or a run's newest checkpoint. Raises Unusable if the checkpoint is missing or broken."""
     try:
         return Checkpoint.open(checkpoints_at(path)[-1])
     except BrokenCheckpoint as error:
@@ -241,7 +241,7 @@ def fetch_checkpoint(chosen: argparse.Namespace) -> int:
     if not chosen.url.startswith("s3://"):
         raise Unusable(f"{chosen.url} is not the URL of a mirror: use s3://BUCKET/PREFIX", code="malformed")
     try:
-        with RunLock(chosen.run):  # without it a run in this folder would delete the download's temporary folder
+        with RunLock(chosen.run):  # without the lock, a run in this folder would delete the download's temporary folder
             print(f"{download(chosen.url, chosen.run)}: downloaded; all bytes match the manifest")
     except FileExistsError as error:
         raise Unusable(str(error), code="exists") from error

@@ -16,9 +16,10 @@ An import reads every model class that an export can have, and the format of sta
 that any parallel layout loads.
 
 The output folder is created only after a check that it contains the same model. For the check, transformers loads the
-folder, and its logits and greedy continuation must match those of this package. For an import, conversion back must
-also give every tensor's original bits. The check needs memory for both models at the same time, in fp32. If memory is
-too small, `--verify sample` checks only the first and the last layer of every kind. `--verify none` skips the check.
+folder, and its logits and greedy continuation must match this package's logits and continuation. For an import,
+conversion back must also give every tensor's original bits. The check needs memory for both models at the same time, in
+fp32. If memory is too small, `--verify sample` checks only the first and the last layer of every kind. `--verify none`
+skips the check.
 
 Exit codes: 0 done, 1 the check failed or the checkpoint is broken, 2 wrong arguments, a model that fits no class, or a
 full disk.

@@ -155,6 +155,6 @@ def verify_export(chosen: argparse.Namespace) -> int:
 
 
 def warn_of(folder: Path, proof: Proof) -> None:
-    """Print a proof's caution, if the proof has one."""
+    """Print a proof's caution, unless the caution is empty."""
     if proof.caution:
         print(f"warning: {folder}: {proof.caution}", file=sys.stderr)

@@ -220,7 +220,7 @@ def report_skipped(inputs: FoundInputs) -> None:
 def prepare_embedded(chosen: argparse.Namespace) -> TokenFolder:
     """Prepare the corpus `embedded`, which ships with Python, or open the output folder if it exists.
 
-    Training with data.source=embedded prepares the same tokens. Raises ArgumentError if an existing output folder was
+    Training with `data.source=embedded` prepares the same tokens. Raises ArgumentError if an existing output folder was
     made from another input or with another vocabulary size, or lacks one of the packages.
     """
     from hybridtron.data import pre_tokenizers

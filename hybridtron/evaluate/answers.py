@@ -3,7 +3,7 @@
 - Text tasks: the prompt is continued greedily, up to the end-of-text token or the number of tokens that the sample
   allows. The task's metrics score only the continuation. There are no stop strings and no BOS.
 - Tasks on token ids are scored teacher-forced: the model reads the sample with all right tokens, and at each scored
-  position its likeliest next token is compared with the right token.
+  position the model's likeliest next token is compared with the right token.
 
 A cell has the samples for one task, length and seed. The answer to each sample becomes a line (a dict).
 """
@@ -124,7 +124,7 @@ def forced_line(cell: Cell, task: TokenTask, sample: Sample, predicted: list[int
 
 
 def _line(cell: Cell, sample: Sample, metrics: dict[str, float]) -> Line:
-    """Return the fields that every line has, and the needle's depth if the sample has one."""
+    """Return the fields that every line has. If the sample has a needle, add the needle's depth."""
     fields: dict[str, Any] = {"key": cell.key(sample.index), "task": cell.label, "length": cell.length}
     fields |= {"seed": cell.seed, "index": sample.index, "prompt_tokens": len(sample.prompt_tokens), "metrics": metrics}
     return fields | ({"depth": sample.meta["depth"]} if "depth" in sample.meta else {})

@@ -97,7 +97,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end-of-text token. Raises Unusable if the checkpoint does not name one."""
+        """The end-of-text token. Raises Unusable if the checkpoint names no such token."""
         if self.model.end is None:
             raise Unusable(
                 f"{self.model.folder} names no end-of-text token, which the harness needs before the first token",

@@ -144,7 +144,7 @@ def _dataset(documents: list[dict[str, Any]]) -> Dataset:
 
 
 def _metrics(names: str) -> list[dict[str, Any]]:
-    """Define metrics from names separated by spaces. They are averaged over samples, and higher is better."""
+    """Define metrics from names separated by spaces. The metrics are averaged over samples, and higher is better."""
     return [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in names.split()]
 
 

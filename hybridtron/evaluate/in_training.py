@@ -1,9 +1,9 @@
 """Evaluation during training (`run.evaluate`): the tasks and perplexities of a suite, on the run's processes.
 
 A second model is evaluated. It shares the weights of the model that is trained, but uses no FP8, no sequence
-parallelism and no recomputation. So the results equal those of `hybridtron evaluate` on a checkpoint of the same step.
-The second model has its own recurrent states and draws no random numbers. So training gives the same bits with and
-without evaluation.
+parallelism and no recomputation. So the results equal the results of `hybridtron evaluate` on a checkpoint of the same
+step. The second model has its own recurrent states and draws no random numbers. So training gives the same bits with
+and without evaluation.
 
 A suite's instruments (such as the loss by position) are not measured during training, since they write files instead of
 metrics. `hybridtron evaluate` measures them.

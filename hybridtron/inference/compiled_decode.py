@@ -1,8 +1,8 @@
 """Generate each token with a single call of compiled code (`ops/native/steps.cpp`), for small models on a CPU.
 
-In a small model, calling a torch operation takes as long as computing it. So one call to compiled C++ code computes a
-token for every row (sequence) through the full model. C structs describe the model by the addresses of its weights and
-states.
+In a small model, calling a torch operation takes as long as computing it. So one call to compiled C++ code runs the
+full model, and computes a token for every row (sequence). C structs describe the model by the addresses of its weights
+and states.
 
 Supported models contain only Mamba, windowed attention and gated MLPs (`unsupported_reason`); `reader.py` runs all
 other models with torch. The states after the prompt are copied once and then updated in place. The keys and values in
@@ -167,7 +167,7 @@ class CompiledDecode:
     """
 
     def __init__(self, model: LanguageModel, states: States, positions_B: Tensor) -> None:
-        self._kept: list[Tensor] = []  # keeps tensors alive whose addresses the structs hold
+        self._kept: list[Tensor] = []  # keeps the tensors alive whose addresses are in the structs
         self.dtype, rows, width = model.norm.weight.dtype, len(positions_B), len(model.norm.weight)
         self._seen_B = positions_B.clone()
         layers = [_task(self, layer, states[index]) for index, layer in residuals(model).items()]

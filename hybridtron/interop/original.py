@@ -7,8 +7,8 @@ These models are published; config.json describes their layers:
     mamba2attn-2.7b   Mamba-2 and attention    attn_layer_idx lists the attention layers; attn_cfg.d_conv is the size of
                                                a convolution over q, k and v
 
-config.json has no model_type, and its keys differ from those in transformers. In an MLP's first matrix, the rows for up
-come before the rows for gate; other formats have gate before up. The vocabulary size is rounded up to a multiple of
+config.json has no model_type, and its keys differ from the keys in transformers. In an MLP's first matrix, the rows for
+up come before the rows for gate; other formats have gate before up. The vocabulary size is rounded up to a multiple of
 pad_vocab_size_multiple.
 """
 

@@ -6,11 +6,11 @@ depends on the layer:
     recurrences       A shard maps its initial state h to its final state A h + e. A rank receives A and e from earlier
                       shards, computes its own shard's initial state from them, and scans from this state.
     convolutions      A rank gets a halo: the tokens before its shard that the convolution reads.
-    attention         A rank gets all earlier keys and values, or with an attention window only those in the window.
+    attention         A rank gets all earlier keys and values. With an attention window, it gets only the keys and
+                      values in the window.
     span attention    A rank gets all earlier keys and values, and a summary for each block of keys in the row. It
                       selects blocks by their summaries.
-    sparse attention  A rank gets from every earlier shard those keys that its queries can see
-                      (`ops/sparse/memory.py`).
+    sparse attention  A rank gets from every earlier shard the keys that its queries can see (`ops/sparse/memory.py`).
 
 Gradients flow back through the same exchanges. If states are carried from one row to the next, all ranks get the row's
 initial states and its final states. A document may cross shard boundaries. A shard receives nothing from documents that

@@ -7,8 +7,8 @@ gradients from all micro-batches in a step; `main_grad` is the buffer's part for
 gradient in the weight's dtype, and Megatron adds the gradient to the buffer. For bf16 weights with an fp32 buffer this
 moves 12 bytes per element and micro-batch: the gradient is written and read (2 bytes each), and the buffer is read and
 written (4 bytes each). With the option and torch 2.13 or newer, only the 8 bytes for the buffer are moved, and on a GPU
-the gradient is not rounded to bf16; older versions of torch multiply, then add. Megatron's own layers have a similar
-option, with a GPU kernel from Apex or Transformer Engine.
+the gradient is not rounded to bf16. Older versions of torch first multiply, and then add. Megatron's own layers have a
+similar option, with a GPU kernel from Apex or Transformer Engine.
 
 With the option, every use of the weight must go through this module, because Megatron ignores a gradient that autograd
 makes for the weight.

@@ -87,8 +87,8 @@ def start(
 ) -> Groups:
     """Join the other processes, form the layout's process groups, and return them.
 
-    `launch` has this process's rank and the number of processes. By default both come from the environment. With
-    `fake` a single process acts as one among many ranks, without communication. `timeout_s` limits how long the other
+    `launch` has this process's rank and the number of processes. By default both come from the environment. With `fake`
+    a single process acts as one among many ranks, without communication. `timeout_s` limits how long the other
     processes may take to join. It also limits how long a collective may take, rounded up to full minutes.
     """
     launch = launch or launched()

@@ -61,7 +61,7 @@ def join(shards: Sequence[Tensor], parameter: Parameter, over: Cut) -> Tensor:
 def held_runs(sharded: Sharded, over: Cut, ranks: RankGroup) -> list[range]:
     """Return the runs that a rank holds along the axis of the cut `over`, in the order within the shard."""
     sizes = sharded.fused_sizes(over.axis)
-    if over.readers is not None:  # the axis has key-value heads: a rank holds those that its query heads read
+    if over.readers is not None:  # the axis has key-value heads: a rank holds the heads that its query heads read
         used = ranks.groups_used(over.readers, *sizes)
         if isinstance(used, slice):
             return [range(used.start, used.stop)]

@@ -10,8 +10,8 @@
 A round is a number of programs that run at the same time: as many as fit on the multiprocessors, or all programs of the
 grid if these are fewer. A kernel that moves few bytes may therefore be slow: if it has few programs, or if its programs
 are long chains of loads and products. Instructions are counted in the compiled code, and multiplied by their loops'
-trip counts. If resident programs wait for the same unit, only the unit's rate is modelled, so the times are
-lower bounds.
+trip counts. If resident programs wait for the same unit, only the unit's rate is modelled, so the times are lower
+bounds.
 """
 
 from __future__ import annotations

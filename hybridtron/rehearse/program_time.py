@@ -10,7 +10,7 @@ of the program execute the same instruction at the same time, so they share each
     float64     64 results a cycle, which is half the rate of float32
     tensor      tensor cores: 4096 bf16 FLOPs a cycle, or 2048 in TF32
 
-These rates are those of one multiprocessor with compute capability 9.0, from the CUDA C++ programming guide and the
+These are the rates of one multiprocessor with compute capability 9.0, from the CUDA C++ programming guide and the
 H100's data sheet. Latencies in cycles:
 
     SHARED_CYCLES   28.6, measured on an H100 SXM by a chain of dependent loads from shared memory

@@ -6,7 +6,7 @@ For the package's functions in SOURCES, the command reads the signatures from FO
 the command prints a diff between the stored and the new signatures, and stores the new signatures in signatures.json.
 Only parameters and their defaults (as text) are read; the package's code is not imported or run.
 
-Where a package is not installed, stubs with the stored signatures replace its functions (`package_stubs`).
+If a package is not installed, stubs with the stored signatures replace its functions (`package_stubs`).
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ few    a step with just enough micro-batches to fill the pipeline
 many   a step with twice this number of micro-batches
 
 Neither step has more micro-batches than a step of the run. The difference between the two steps is the cost of the
-additional micro-batches. The remaining cost arises once in a step. From these two costs follows the cost of a step with
-any number of micro-batches.
+additional micro-batches. The remaining cost arises once in a step. These two costs give the cost of a step with any
+number of micro-batches.
 
 If gradients are reduced over ranks, another step is taken first and not counted, because in a run's first step Megatron
 overlaps no gradient reduction with computation.
@@ -74,7 +74,7 @@ class RankStep:
     passes_of_few: CountedPart
     passes_of_many: CountedPart
     update: CountedPart
-    timeline: MemoryTimeline  # of the step with `many` micro-batches
+    timeline: MemoryTimeline  # memory in the step with `many` micro-batches
     launches: Launches
     other_lanes: int = 0  # bytes of carried states that are missing in the counted step (`_Steps.other_lanes`)
 

@@ -12,8 +12,8 @@ These options give the settings from papers:
     Figure 8 in that paper             trim=left end=. digits=4
 
 In figure 8 the filler begins in mid-sentence, as with trim=left. Without a period at the answer's end, models would
-repeat the key. Landmark Attention itself cuts the filler by characters and draws keys from 1 to 50000, so its
-samples have different lengths.
+repeat the key. Landmark Attention itself cuts the filler by characters and draws keys from 1 to 50000, so its samples
+have different lengths.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     validation/TASK-LENGTH   samples with the seed `seed`, which an evaluation with this seed generates too
 
 A document is a sample's tokens, followed by eos, which does not count in the loss. Token eos has the first id that no
-task uses. The samples for one task and length are distinct, also between the two splits. In the
-folder's tokenizer, a token's text is its id: "17" is token 17.
+task uses. The samples for one task and length are distinct, also between the two splits. In the folder's tokenizer, a
+token's text is its id: "17" is token 17.
 """
 
 from __future__ import annotations

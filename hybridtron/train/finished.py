@@ -24,7 +24,7 @@ from hybridtron.train.hooks import Hook, RunContext, failures_of
 from hybridtron.train.outcome import ExportsFailed, record_exports
 
 LOG = logging.getLogger(__name__)
-# Keys that may change without a warning. If phases.N.export has changed, this start makes the export.
+# Keys that may change without a warning. If `phases.N.export` has changed, this start makes the export.
 FREE = re.compile(
     r"(cluster|parallel)\..*|phases\.\d+\.export"
     r"|run\.(dir|plan|resume|max_minutes|timeout|log_every|accept_data_changes|tunes|hooks.*)"
@@ -84,7 +84,7 @@ def _changed(start: Checkpoint, plan: RunPlan) -> dict[str, tuple[str, str]]:
     step = start.meta.step
     trained = values_by_key(start.config)
     configured = values_by_key(plan.phase_ending_at(step).config)
-    if plan.last_step == step:  # a changed run.max_steps that does not change the last step is ignored
+    if plan.last_step == step:  # a new value of `run.max_steps` with the same last step is ignored
         configured["run.max_steps"] = trained.get("run.max_steps")
     return {
         key: (_shown(configured, key), _shown(trained, key))

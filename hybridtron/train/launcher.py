@@ -22,7 +22,7 @@ POLL_INTERVAL_S = 0.5  # seconds between checks whether torchrun is alive
 class Launcher:
     """Watches the torchrun that started this process, directly or through a wrapper such as a shell script.
 
-    If another program has started this process, such as a shell, nothing is watched: that program may end while this
+    If another program, such as a shell, has started this process, nothing is watched: that program may end while this
     process continues.
     """
 

@@ -120,8 +120,8 @@ def rates_of(phases: Sequence[ResolvedPhase], phase: ResolvedPhase) -> list[floa
 def source_table(plan: RunPlan) -> Table:
     """Build a table with one row for each source in each phase.
 
-    Learned tokens are those that count in the loss. Their share, and the epochs, are shown only if the source's folder
-    is on this machine.
+    Learned tokens are the tokens that count in the loss. Their share, and the epochs, are shown only if the source's
+    folder is on this machine.
     """
     table = table_of("phase", "source", "share", "tokens", "epochs", "learned", "folder", numbers_from=2)
     table.columns[-1].justify = "left"

@@ -1,6 +1,7 @@
 """Batches of refused steps, kept in the run's folder so that `hybridtron replay` can repeat the step.
 
-A refused step is a step whose update was discarded, because its loss or gradients were abnormal. Its files are:
+A refused step is a step whose update was discarded, because its loss or gradients were abnormal. A refused step's files
+are:
 
     refused/phase-0-batch-00000121/            named by the phase's index, and the batch's index in the phase's data
         about.json                             the step, the reason for the refusal, the loss and the gradient norm

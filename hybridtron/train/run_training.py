@@ -41,7 +41,7 @@ from hybridtron.train.trainer import Trainer
 from hybridtron.train.watchdog import Watchdog
 
 LOG = logging.getLogger(__name__)
-START_S = 300.0  # seconds for all ranks to join; if run.timeout is longer, it is used instead
+START_S = 300.0  # seconds for all ranks to join, or `run.timeout` if that is longer
 
 
 def run_training(plan: RunPlan, requests: StopRequests, hooks: Sequence[Hook] = ()) -> None:

@@ -256,8 +256,8 @@ class Trainer:
         lr = learning_rate(self.phases, phase.index, phase.phase_tokens_at(step))
         number = step - phase.start_step - 1
         guard = self.engine.guard
-        # The carried states do not fit this step's rows (sequences) if the last step was refused, because its final
-        # states were discarded. They do not fit either if data was skipped directly before this step.
+        # The carried states do not fit this step's rows (sequences) in two cases: if the last step was refused, because
+        # that step's final states were discarded, and if data was skipped directly before this step.
         if guard.refused or self.skipped_data.jumps(phase.index, number):
             self.engine.invalidate_states()
         self.engine.forward_backward(batches, number)

@@ -1,10 +1,10 @@
 """BABILong's tasks: the facts of a bAbI story, scattered in order between the sentences of a long text, and a question.
 
 The text (background) begins at a random sentence of an essay (in the paper: a book from PG-19). It has as many words as
-fit the sample's length, a maximum number of tokens. Every sentence of the background has at least 10 words,
-and does not contain both a person and a place from the stories. Facts are inserted at random gaps between sentences; a
-gap may get several facts. If the story has more than length / 8 facts before its question, or if the sample does not
-fit the length even without background, another story is drawn.
+fit the sample's length, a maximum number of tokens. Every sentence of the background has at least 10 words, and does
+not contain both a person and a place from the stories. Facts are inserted at random gaps between sentences; a gap may
+get several facts. If the story has more than length / 8 facts before its question, or if the sample does not fit the
+length even without background, another story is drawn.
 
 Labels are a task's possible answers; only in qa8, an answer may be several labels, separated by commas. There are three
 metrics. The first two read the model's answer only up to its first period:

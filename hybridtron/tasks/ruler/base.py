@@ -33,7 +33,7 @@ class RulerTask(FittedTask):
         return 0.0  # nearly 0: the possible answers are thousands of words or millions of numbers
 
     def shuffled(self, items: list[Any], random: Random) -> list[Any]:
-        """Return the items in an order drawn by `random`. With `faithful`, one seed draws the orders for all samples."""
+        """Return the items in an order drawn by `random`, or with `faithful` by the same seed for all samples."""
         items = list(items)
         (Random(SHUFFLE_SEED) if self.faithful else random).shuffle(items)
         return items

@@ -70,7 +70,7 @@ class Entropy(NamedTuple):
 
 
 class Looked(NamedTuple):
-    """Each query's entropy, and how many keys the query sees."""
+    """Each query's entropy, and the number of keys that the query sees."""
 
     entropy_BHQ: Tensor
     keys_BHQ: Tensor
@@ -160,7 +160,7 @@ class Attending:
 
     read: how many tokens in each row were read so far
     sums: shift -> (H, 3): for each head with this shift, the sum of entropies, the sum of upper bounds and the number
-        of queries. In span attention a head's shift is the shift of its span chunks. In other attention it is 0.
+        of queries. In span attention a head's shift is the shift of its span chunks. In other attention the shift is 0.
     """
 
     first: int
@@ -200,7 +200,7 @@ class Attending:
         return {str(shift): sums_H3 for shift, sums_H3 in self.sums.items()}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Attending:
-        """Return a copy with other tensors: sums over all ranks, with the names from `tensors()`."""
+        """Return a copy with the sums over all ranks, which `tensors` holds by the names from `tensors()`."""
         return replace(self, sums={int(shift): sums_H3 for shift, sums_H3 in tensors.items()})
 
     def means(self) -> Tensor:
@@ -239,7 +239,7 @@ class Selecting:
         return {"tokens": torch.tensor(self.tokens), **sums}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Selecting:
-        """Return a copy with other tensors: sums over all ranks, with the names from `tensors()`."""
+        """Return a copy with the sums over all ranks, which `tensors` holds by the names from `tensors()`."""
         return Selecting(int(tensors["tokens"]), tensors["sum"], tensors["logs"])
 
     def means(self) -> Tensor:

@@ -163,9 +163,9 @@ class Verdict(NamedTuple):
 def verdict(lines: Lines, seq_len: int) -> Verdict | None:
     """Compare perplexity beyond the training length with the same tokens' perplexity in limited context.
 
-    Buitrago Ruiz & Gu (definition 3.2) compare the perplexities at different positions. That needs enough text, so that
-    all positions have equally difficult tokens on average. The comparison here needs less text, since it uses the same
-    tokens twice. Returns None if no position is beyond the training length.
+    Buitrago Ruiz & Gu (definition 3.2) compare the perplexities at different positions. Their comparison needs enough
+    text, so that all positions have equally difficult tokens on average. The comparison here needs less text, since it
+    uses the same tokens twice. Returns None if no position is beyond the training length.
     """
     if len(lines) > seq_len:
         beyond = rises(lines, seq_len)[1:]

@@ -63,7 +63,7 @@ class Bin(NamedTuple):
 
 
 class Remembrance(NamedTuple):
-    """Distances between two distributions over the next token: after all tokens, and after all but the first `t`."""
+    """Distances between two distributions over the next token: after all tokens, and after all except the first `t`."""
 
     t: int
     total_variation: float
@@ -143,7 +143,7 @@ def label_losses(labels_CB: Tensor, stage: LanguageModel, x_CBD: Tensor) -> Tens
 
 @torch.no_grad()
 def likeliest_tokens(model: Reader, tokens_BL: Tensor, chunk: int) -> Tensor:
-    """Return the likeliest next token at each position, given the tokens up to there: (B, L) on the CPU."""
+    """Return the likeliest next token after the tokens up to each position: (B, L) on the CPU."""
     chunk_tokens = []
 
     def wanted(start: int, end: int) -> Readout:
@@ -269,7 +269,7 @@ def state_deviation(
 def _moments(h_BX: Tensor) -> Tensor:
     """Compute the mean and variance of each head's state (h is h_BHPN) or channel's state (h_BEN): (H or E, 3).
 
-    The third column is the number of axes in h, from which `_deviations` sees if h has heads or channels.
+    The third column is the number of axes in h, from which `_deviations` sees whether h has heads or channels.
     """
     axes = (0, *range(2, h_BX.dim()))
     variance_H, mean_H = torch.var_mean(h_BX.double(), axes, correction=0)

@@ -72,7 +72,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """The task's name, followed by the options whose values differ from the registered task's."""
+        """The task's name, followed by the options whose values differ from the registered task's values."""
         defaults = options_of(named(self.task.name))
         changed = [f"{key}={value}" for key, value in options_of(self.task).items() if value != defaults[key]]
         return self.task.name + (f"[{','.join(changed)}]" if changed else "")

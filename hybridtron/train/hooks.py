@@ -56,7 +56,7 @@ class RunContext:
 
     plan: the configuration, its phases and the last step
     groups: the process groups of this rank
-    resumed_step: the step of the checkpoint that this start continues from; 0 if it starts from scratch
+    resumed_step: the step of the checkpoint that this start continues from; 0 if the run starts from scratch
     beat: function that reports the start of new work to the watchdog; its argument describes the work. The watchdog
         ends the process unless another call follows within `run.timeout` seconds
     """

@@ -60,7 +60,7 @@ class Launcher:
 
 
 def _torchrun_above(process: int) -> int | None:
-    """Search a process and then its ancestors, and return the first that may be torchrun, or None."""
+    """Search a process and then its ancestors, and return the first process that may be torchrun, or None."""
     while process > 1:
         if _may_be_torchrun(process):
             return process

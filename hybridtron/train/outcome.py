@@ -20,7 +20,7 @@ logs/error-RANK.txt.
 The first rank that fails creates outcome.json, and the other ranks leave the file unchanged. A rank that fails while it
 waits for another rank is seldom the cause: usually the other rank has died, or never joined. So a waiting rank does not
 report its failure immediately. For up to GRACE_S seconds it searches its own machine for a dead or stopped rank, and
-reports such a rank as the first that failed. Meanwhile a rank on another machine has time to report a failure. If
+reports such a rank as the first rank that failed. Meanwhile a rank on another machine has time to report a failure. If
 GRACE_S seconds pass without result, the waiting rank reports its own failure.
 
 Importing this module does not import torch.
@@ -127,7 +127,7 @@ class Failures:
         """Write a failure to outcome.json unless the file exists; return the rank that failed first and the reason.
 
         `waiting` is True if this rank failed while it waited for other ranks. In this case, if a rank on this machine
-        is dead or stopped, that rank is reported as the first that failed.
+        is dead or stopped, that rank is reported as the first rank that failed.
         """
         rank = self.rank
         if waiting and (failed := self._find_faulty_rank()) is not None:

@@ -81,7 +81,7 @@ class Babilong(FittedTask):
     def most(self, size: Callable[[int], int], tokenizer: TextTokens, length: int) -> int:
         """Return the number of background words that fit this sample.
 
-        Other tasks search for this number once and not per sample. Here stories differ too much in length for that.
+        Other tasks search for this number once, not for each sample. Here stories differ too much in length for that.
         """
         if self.essay == "none":
             return 0
@@ -123,7 +123,7 @@ class Babilong(FittedTask):
     def background(self, random: Random, words: int) -> list[str]:
         """Return consecutive sentences with `words` words in total, from a random sentence on.
 
-        The last sentence may be cut. After the essay's last sentence, the first follows.
+        The last sentence may be cut. After the essay's last sentence, its first sentence follows.
         """
         if self.essay == "none" or words == 0:
             return []

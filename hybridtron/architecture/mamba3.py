@@ -6,11 +6,11 @@
     h_t = exp(delta_t A_t) (h_{t-1} + (1 - lambda_t) delta_t x_{t-1} B_{t-1}^T) + lambda_t delta_t x_t B_t^T
     y_t = h_t C_t + D x_t;   out_proj(y * silu(z)), and with `norm` out_proj(norm(y) * silu(z))
 
-u is the mixer's input, z is the output gate, delta is the step size, and h is a head's state. Step t goes from token t
-- 1 to token t. By the trapezoidal rule, it adds to the state a weighted mean of x B^T at these two tokens, times
-delta_t. The weights are 1 - lambda_t for token t - 1 and lambda_t for token t. B and C are rotated in pairs of entries;
-each head has its own angle theta for every pair. All heads in a group share B and C, but each head adds its own biases.
-The norms of B and C are over a group's state entries. The norm of y is over a head's channels.
+u is the mixer's input, z is the output gate, delta is the step size, and h is a head's state. Step t goes from the
+previous token to token t. By the trapezoidal rule, it adds to the state a weighted mean of x B^T at these two tokens,
+times delta_t. The previous token has the weight 1 - lambda_t, and token t has the weight lambda_t. B and C are rotated
+in pairs of entries; each head has its own angle theta for every pair. All heads in a group share B and C, but each head
+adds its own biases. The norms of B and C are over a group's state entries. The norm of y is over a head's channels.
 
 The outputs depend only on differences between angles. The state that is carried from row to row (sequence to sequence)
 is therefore rotated back to angle 0, and the last token's B is carried without rotation. So another text can also start

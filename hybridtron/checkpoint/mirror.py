@@ -44,7 +44,7 @@ class Mirror:
     def offer(self, folder: Path) -> None:
         """Upload a checkpoint in the background, now or after the checkpoint that is being uploaded.
 
-        If another checkpoint waits already, that checkpoint is not uploaded.
+        A checkpoint that waits already is replaced, and is not uploaded.
         """
         with self._lock:
             if self._waiting is not None:
@@ -70,7 +70,7 @@ class Mirror:
             return {folder for folder in (self.busy, self._waiting) if folder is not None}
 
     def _work(self, folder: Path | None) -> None:
-        """Upload a checkpoint, and then each checkpoint that waits by then. Runs in the background thread.
+        """Upload a checkpoint, and then checkpoints that wait meanwhile. Runs in the background thread.
 
         The thread sets `busy` to None under the lock when no checkpoint waits, and ends. After that, `offer` starts a
         new thread.

@@ -1,7 +1,7 @@
 """The command `hybridtron` and its sub-commands.
 
 `COMMANDS` maps each sub-command to a function. The function takes the remaining arguments and returns the exit code.
-Its module is imported only when the sub-command runs, so that packages of other sub-commands cost no time. A
+The function's module is imported only when the sub-command runs, so that packages of other sub-commands cost no time. A
 sub-command raises Unusable for a user's mistake, such as a wrong configuration or a missing folder. `main` then prints
 the exception's message and returns exit code 2.
 """

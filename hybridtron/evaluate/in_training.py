@@ -61,7 +61,7 @@ class InTraining(Hook):
     def on_phase_start(self, context: StepContext) -> None:
         """Prepare the suite for a phase: check that its samples fit, and read the held-out rows.
 
-        The first process logs the tasks that are left out because the model can't be asked.
+        The first process logs the tasks that are left out, each with the reason.
         """
         sources = context.loader.sources
         self.phase = context.phase

@@ -1,8 +1,8 @@
 """Parses this package's source files into top-level definitions, and finds the global names that each of them uses.
 
-`shipped_code` copies such definitions into a generated file with all mixers (attention, Mamba, MLP, ...). This file is
-exported with models of the custom class. Global names are taken from compiled bytecode: there, Python has already
-decided which names are local and which are global.
+`shipped_code` copies such definitions into a generated file with all mixers (attention, Mamba, MLP, ...). The generated
+file is exported with models of the custom class. Global names are taken from compiled bytecode: there, Python has
+already decided which names are local and which are global.
 """
 
 from __future__ import annotations

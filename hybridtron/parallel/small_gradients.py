@@ -3,7 +3,7 @@
 Megatron adds a weight's gradient to its buffer as soon as autograd has computed the gradient. On a GPU, this is one
 kernel for every weight in every micro-batch, and most weights in a recurrent mixer are vectors, whose kernels take
 longer to launch than to run. Here, small gradients are kept until the backward pass ends, and are then added together.
-The sums have the same bits.
+The sums' bits do not change.
 
 With `parallel.overlap_grad_reduce`, Megatron starts to reduce a bucket of gradients during the backward pass. Kept
 gradients are added before that.

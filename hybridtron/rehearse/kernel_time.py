@@ -56,8 +56,8 @@ def _keys_of_queries(named: Mapping[str, Any]) -> int:
 def _queries_of_keys(named: Mapping[str, Any]) -> int:
     """Return the average trip count for a loop over the queries that see a key tile, in sparse attention.
 
-    `most` is the maximum number of keys that a query sees. With KEPT, some keys are seen by more queries than others.
-    The estimate then counts `most` twice.
+    `most` is the maximum number of keys that a query sees. With KEPT, some keys are seen by more queries than others,
+    so the estimate counts `most` twice.
     """
     range_length = named["KEYS"] + (1 + named["KEPT"]) * named["most"]
     return -(-range_length * named["length"] // (named["total"] * named["QUERIES"]))

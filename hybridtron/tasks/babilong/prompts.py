@@ -1,7 +1,7 @@
 """BABILong's prompts: an instruction, examples, and the required answer format.
 
-The wording, including misspellings, is that of the public prompts. Only a misplaced `<context>` in qa10's examples is
-left out. In a sample, the long text and the question follow the prompt.
+The wording, including misspellings, is copied from the public prompts. Only a misplaced `<context>` in qa10's examples
+is left out. In a sample, the long text and the question follow the prompt.
 """
 
 from __future__ import annotations

@@ -51,6 +51,7 @@ FAST_BUGS = {
     "adapter_gradient",
     "lengths_of_rank",
     "document_at_cut",
+    "micro_batch_scale",
 }
 
 

@@ -6,8 +6,10 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 import pytest
+from rich.table import Table
 
 from hybridtron.architecture.table import Architecture, architecture
 from hybridtron.cli.main import main
@@ -17,11 +19,12 @@ from hybridtron.config.load import load
 from hybridtron.config.resolve import RunPlan, resolve
 from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.ops.documents import document_starts
-from hybridtron.parallel.pool import Pool
+from hybridtron.parallel.pool import Pool, WorkerError
 from hybridtron.proving.audit import audit as audit_module
 from hybridtron.proving.audit import table as audit_table
-from hybridtron.proving.audit.audit import micro_batches
-from hybridtron.proving.audit.cases import ARCHITECTURES, LAYOUTS, MICRO_BATCH, Layout, shrunk
+from hybridtron.proving.audit.audit import Audit, micro_batches
+from hybridtron.proving.audit.cases import ARCHITECTURES, LAYOUTS, MICRO_BATCH, Layout, shrunk, table
+from hybridtron.proving.audit.differences import PRECISIONS
 from tests import distributed
 from tests.recipes import RECIPES
 
@@ -108,6 +111,21 @@ def test_failed_run_exits_with_1_and_its_reason(
     monkeypatch.setattr(audit_table, "PRECISIONS", audit_table.PRECISIONS[:1])
     assert audit([*SMALL, "--layouts", "pp2", "--timeout", "0.01"]) == 1
     assert "finish" in capsys.readouterr().out
+
+
+class StoppedAudit(Audit):
+    """Stands in for an audit whose parallel step raises an exception."""
+
+    def compare(self, *_: object) -> NoReturn:
+        raise WorkerError("TypeError")
+
+
+def test_planted_bug_that_stops_the_step_does_not_count_as_a_difference() -> None:
+    case = next(table())
+    stopped = StoppedAudit(distributed.pool())
+    assert audit_table.compare(stopped, case, PRECISIONS[0], None, Table(*"123456789"))
+    with pytest.raises(WorkerError):
+        audit_table.compare(stopped, case, PRECISIONS[0], "micro_batch_scale", Table(*"123456789"))
 
 
 @pytest.mark.parametrize(

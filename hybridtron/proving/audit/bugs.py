@@ -169,10 +169,8 @@ def _multiplied_on_every_stage(self: Stage, received: list[Tensor | None]) -> No
 MULTIPLIED_STAGES: Replaced = {"hybridtron.engine.stage.Stage.set_input_tensor": _multiplied_on_every_stage}
 
 
-def _scaled(
-    stages: Any, batches: Sequence[Batch], *rest: Any, forward_only: bool = False, auxiliary: Sequence[str] = ()
-) -> StepLoss:
-    loss = run_schedule(stages, batches, *rest, forward_only=forward_only, auxiliary=auxiliary)
+def _scaled(stages: Any, batches: Sequence[Batch], *rest: Any, **options: Any) -> StepLoss:
+    loss = run_schedule(stages, batches, *rest, **options)
     for stage in stages:
         stage.scale_gradients(1 / len(batches))
     return loss

@@ -178,11 +178,14 @@ def compare(comparison: Audit, case: Case, precision: AuditPrecision, bug: str |
     """Compare one case in one precision, and add a row to the table.
 
     Return a list with one description if the case failed or has a difference above its limit, else an empty list.
+    Raises WorkerError if a planted bug stops the parallel step: its wrong gradients have not been seen then.
     """
     label = f"{case.name} {case.layout} {precision.name}"
     try:
         differences = comparison.compare(case, precision, bug)
     except WorkerError as error:
+        if bug is not None:
+            raise
         rows.add_row(case.name, case.layout, case.options(), precision.name, "", "", "[red]failed[/red]", "", "")
         return [f"{label}: the parallel step failed: {error}"]
     worst = differences[0]

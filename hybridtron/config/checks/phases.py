@@ -191,7 +191,7 @@ def _weights(arch: Architecture) -> dict[str, tuple[object, object]]:
 
 
 def _trained(where: str, phase: ResolvedPhase) -> Iterator[Problem]:
-    """Report patterns in `train` that match no weight, and an empty `train`."""
+    """Report an empty `train`, and patterns in `train` that match no weight or only weights that never learn."""
     if (patterns := phase.settings.train) is None:
         return
     if not patterns:
@@ -202,9 +202,15 @@ def _trained(where: str, phase: ResolvedPhase) -> Iterator[Problem]:
         )
     if phase.parsed is None:
         return
-    names = list(phase.parsed.table)
+    table = phase.parsed.table
+    names = [name for name, weight in table.items() if weight.trained]
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        matches = [name for name in table if fnmatchcase(name, pattern)]
+        if matches and not any(table[name].trained for name in matches):
+            what = f"has {pattern!r}, which matches only weights without a gradient, such as {matches[0]}"
+            cure = f"leave it out, and name weights that learn, such as {names[0]}"
+            yield Problem(f"{where}.train", "no-effect", f"{what}: {cure}")
+        if not matches:
             cure = f"{did_you_mean(pattern, names)}; names of weights are {names[0]}, {names[1]} and so on"
             yield Problem(f"{where}.train", "unknown-name", f"has {pattern!r}, which matches no weight{cure}")
 

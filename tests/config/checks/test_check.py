@@ -336,3 +336,16 @@ def test_carried_rows_end_at_chunk_boundaries() -> None:
 def test_surprising_span_options_are_warned_of(settings: tuple[str, ...], keys: list[str]) -> None:
     noted = warnings(RunPlan.of(load(["recipe=samba_span_laptop", *settings])))
     assert [warning.split()[0] for warning in noted] == [f"model.layers.X.{key}" for key in keys]
+
+
+@pytest.mark.parametrize("patterns", [["*.correction"], ["*.correction", "*.router"]])
+def test_train_refuses_a_pattern_that_matches_only_weights_without_a_gradient(patterns: list[str]) -> None:
+    """A step moves the corrections of routers by the experts' loads, whatever `train` names."""
+    settings = ("recipe=moe_bias_laptop", f"phases.0.train={patterns}")
+    assert reported(*settings) == {"phases.0.train": "no-effect"}
+    assert "mixer.correction: leave it out" in cures(*settings)
+
+
+@pytest.mark.parametrize("pattern", ["*.router", "layers.*.mixer.*"])
+def test_train_accepts_a_pattern_that_also_matches_weights_with_a_gradient(pattern: str) -> None:
+    assert reported("recipe=moe_bias_laptop", f"phases.0.train=['{pattern}']") == {}

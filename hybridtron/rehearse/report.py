@@ -15,6 +15,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from hybridtron.config.checks.experts import expert_problems
+from hybridtron.config.checks.parallel import parallel_problems
+from hybridtron.config.checks.precision import precision_problems
+from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.planning.rates import UNSEEN
 from hybridtron.rehearse.rehearsal import Rehearsed
 from hybridtron.rehearse.step_time import PartTime, Work
@@ -168,8 +172,18 @@ def launch_line(rehearsed: Rehearsed) -> str:
     )
     if step.host <= step.device:
         return text
-    phase = f"phases.{rehearsed.phase.index}.micro_batch"
-    return f"{text} Set a larger {phase}, or run.compile=true, so that each launch does more work."
+    cure = f"Set a larger phases.{rehearsed.phase.index}.micro_batch"
+    if _can_compile(rehearsed.phase):
+        cure = f"{cure}, or run.compile=true"
+    return f"{text} {cure}, so that each launch does more work."
+
+
+def _can_compile(phase: ResolvedPhase) -> bool:
+    """Return False if the phase has settings that `check` refuses together with run.compile=true, such as experts."""
+    run = dataclasses.replace(phase.config.run, compile=True)
+    compiled = dataclasses.replace(phase, config=dataclasses.replace(phase.config, run=run))
+    problems = (*expert_problems(compiled), *precision_problems(compiled), *parallel_problems(compiled, None))
+    return not problems
 
 
 def tables(rehearsed: Rehearsed) -> Iterable[Table]:

@@ -21,7 +21,7 @@ from hybridtron.architecture.adapters import AdaptersConfig, adapter_problems
 from hybridtron.architecture.model import ModelConfig, Start
 from hybridtron.architecture.pattern import parse
 from hybridtron.architecture.table import architecture
-from hybridtron.config.checks.experts import expert_problems
+from hybridtron.config.checks.experts import expert_problems, expert_warnings
 from hybridtron.config.checks.export import export_folder_problems, export_problems
 from hybridtron.config.checks.parallel import parallel_problems
 from hybridtron.config.checks.phases import phase_problems
@@ -148,6 +148,7 @@ def warnings(plan: RunPlan) -> list[str]:
         *texts,
         *states_warnings(plan.phases),
         *precision_warnings(config.precision),
+        *expert_warnings(plan.phases),
         *update_rule_warnings(plan.phases),
         *fresh_state_warnings(plan.phases),
     ]

@@ -6,12 +6,15 @@ import io
 import logging
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from hybridtron.architecture.moe import MoESpec
 from hybridtron.architecture.table import Architecture
+from hybridtron.config.choices import Precision
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.schema import Config, RunConfig
 from hybridtron.config.units import readable
@@ -30,12 +33,22 @@ from hybridtron.model.lm import LanguageModel
 from hybridtron.model.stack import Residual
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.dropout import dropout
+from hybridtron.ops.experts import (
+    expert_choice,
+    expert_linear,
+    expert_order,
+    from_experts,
+    mlp_of_rows,
+    to_experts,
+)
 from hybridtron.ops.loss import linear_cross_entropy
 from hybridtron.ops.native.library import missing
 from hybridtron.ops.registry import choices
 from hybridtron.ops.softmax import softmax_gradients, softmax_sums
 from hybridtron.train.outcome import Progress, clock
 
+# the ops that routing and the op `experts` call
+EXPERTS = (expert_choice, expert_linear, expert_order, from_experts, mlp_of_rows, to_experts)
 LOSS = (linear_cross_entropy, softmax_sums, softmax_gradients)  # the ops that compute the loss
 SAMPLING = Sampling(temperature=0.8, seed=0)
 LOG = logging.getLogger(__name__)
@@ -59,16 +72,29 @@ def announce_run(config: Config, engine: Engine, first: int, last: int) -> None:
             f"{groups.world_size} processes: tensor {parallel.tensor}{' with sequence' * parallel.sequence}, "
             f"pipeline {parallel.pipeline} x {parallel.virtual_pipeline}, data {groups.data.size}"
         )
-    if parallel.offload and engine.device.type == "cpu":
-        LOG.warning("parallel.offload has no use on a CPU: it saves no memory there, and only adds copies")
-    if engine.device.type == "cpu" and (reason := missing()):
-        LOG.warning(f"ops run without their C++ implementations for the CPU, several times slower: {reason}")
+    for text in device_warnings(engine.arch, engine.config, engine.device.type):
+        LOG.warning(text)
     table = Table("op", "runs", "why", box=None, title="kernels", title_justify="left")
     used = ops_of(engine.arch)
     for name, implementation, reason in choices(engine.device.type):
         if name in used:
             table.add_row(name, implementation, reason)
     LOG.info(as_text(table))
+
+
+def device_warnings(arch: Architecture, config: Config, device: str) -> Iterator[str]:
+    """Yield a sentence for each setting without a use on this type of device, and each reason for slow ops."""
+    if config.parallel.offload and device == "cpu":
+        yield "parallel.offload has no use on a CPU: it saves no memory there, and only adds copies"
+    if device == "cpu" and (reason := missing()):
+        yield f"ops run without their C++ implementations for the CPU, several times slower: {reason}"
+    if device == "cuda" and config.precision.name is Precision.fp32 and has_experts(arch):
+        yield "precision.name is fp32: experts run one after the other, and the host waits in each layer: use bf16"
+
+
+def has_experts(arch: Architecture) -> bool:
+    """Return True if a layer is a mixture of experts."""
+    return any(isinstance(spec, MoESpec) for spec in arch.specs)
 
 
 def as_text(table: Table) -> str:
@@ -82,12 +108,14 @@ def as_text(table: Table) -> str:
 def ops_of(arch: Architecture) -> set[str]:
     """Return the names of the ops that a model may call.
 
-    These are the ops that the layers' files import, the ops that compute the loss, and the dropout op if the model has
-    adapters with dropout.
+    These are the ops that the layers' files import, the ops that compute the loss, the ops that routing and experts
+    consist of if the model has experts, and the dropout op if the model has adapters with dropout.
     """
     mixers = [cls for spec in arch.specs for cls in mixer_class(spec).__mro__]
     files = {sys.modules[cls.__module__] for cls in (*mixers, Residual, RMSNorm)}
     named = {value.name for file in files for value in vars(file).values() if isinstance(value, Op)}
+    if has_experts(arch):
+        named |= {op.name for op in EXPERTS}
     adapters = arch.model.adapters
     if adapters is not None and adapters.dropout:
         dropped = {dropout.name}

@@ -5,7 +5,7 @@ The weights of all routed experts are one three-dimensional parameter, which no 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hybridtron.architecture.moe import MoESpec
 from hybridtron.config.choices import FP8_MULTIPLES
@@ -13,6 +13,8 @@ from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.update_rule import update_rule
 from hybridtron.optimizers import OPTIMIZERS
 from hybridtron.problems import Problem
+
+GROUPED_MULTIPLE = 8  # grouped products take bf16 channels in multiples
 
 
 def expert_problems(phase: ResolvedPhase) -> Iterator[Problem]:
@@ -32,3 +34,25 @@ def expert_problems(phase: ResolvedPhase) -> Iterator[Problem]:
     if phase.config.run.compile:
         message = f"is true, {has}, whose routing can't be compiled: use run.compile=false"
         yield Problem("run.compile", "unsupported", message)
+
+
+def expert_warnings(phases: Sequence[ResolvedPhase]) -> list[str]:
+    """Return a sentence for each size with which a GPU computes the experts' products one after the other.
+
+    The host then waits for the experts' loads in each layer. The phases must have passed `check`.
+    """
+    sizes: dict[str, int] = {}
+    for phase in phases:
+        tensor = phase.config.parallel.tensor
+        if phase.precision.name != "bf16":
+            continue
+        for letter, spec in phase.arch.by_letter.items():
+            if isinstance(spec, MoESpec):
+                sizes["model.width"] = phase.model.width
+                sizes[phase.key(f"model.layers.{letter}.hidden") + " / parallel.tensor"] = spec.hidden // tensor
+    return [
+        f"{name} is {size}, not a multiple of {GROUPED_MULTIPLE}: on a GPU, experts run one after the other, "
+        "and the host waits in each layer with experts"
+        for name, size in sizes.items()
+        if size % GROUPED_MULTIPLE
+    ]

@@ -349,3 +349,19 @@ def test_train_refuses_a_pattern_that_matches_only_weights_without_a_gradient(pa
 @pytest.mark.parametrize("pattern", ["*.router", "layers.*.mixer.*"])
 def test_train_accepts_a_pattern_that_also_matches_weights_with_a_gradient(pattern: str) -> None:
     assert reported("recipe=moe_bias_laptop", f"phases.0.train=['{pattern}']") == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        (["precision=bf16"], []),
+        (["model.layers.-.hidden=252"], []),
+        (["precision=bf16", "model.layers.-.hidden=252"], ["model.layers.-.hidden"]),
+        (["precision=bf16", "parallel.tensor=4", "model.layers.-.hidden=240"], ["model.layers.-.hidden"]),
+        (["precision=bf16", "phases.0.layers.-.hidden=252"], ["phases.0.layers.-.hidden"]),
+        (["precision=bf16", "model.layers.W={heads: 2, kv_heads: 2}", "model.width=252"], ["model.width"]),
+    ],
+)
+def test_sizes_with_which_a_gpu_runs_experts_one_after_the_other(settings: list[str], warned: list[str]) -> None:
+    texts = warnings(RunPlan.of(load(["recipe=moe_laptop", *settings])))
+    assert [text.partition(" ")[0] for text in texts if "experts run one after the other" in text] == warned

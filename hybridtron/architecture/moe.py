@@ -18,7 +18,8 @@ Training keeps the experts' loads even by one of two rules. A load is the number
     bias        after each accepted step, the correction of each expert moves by `speed`: up if the expert's load in
                 the step was below the mean load, down if it was above (Wang et al., 2024). Its gradient is not used
 
-`z_loss` adds z_loss * mean(logsumexp(z)^2), as in ST-MoE (Zoph et al., 2022).
+`z_loss` adds z_loss * mean(logsumexp(z)^2) for each row, as in ST-MoE (Zoph et al., 2022). A row's losses count once
+for each of its loss tokens.
 """
 
 from __future__ import annotations

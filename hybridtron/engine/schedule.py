@@ -180,11 +180,12 @@ def _forward_step(
 def _chunk_output(out: ModelOut, batch: Batch) -> ChunkOutput:
     """Return a stage's output for a batch, with the batch's auxiliary losses attached to the output's gradient.
 
-    An auxiliary loss is a mean over the batch. It is multiplied by the batch's number of loss tokens, because gradients
-    are later divided by the step's number of loss tokens.
+    An auxiliary loss is a mean over each row (B,), or a scalar, a mean over the batch. It is multiplied by the number
+    of loss tokens in each row, because gradients are later divided by the step's number of loss tokens. Rows may have
+    different numbers: a mean over rows would depend on which rows share a micro-batch.
     """
-    tokens = batch.mask_BL.sum()
-    losses = {name: loss * tokens for name, loss in out.aux.items()}
+    tokens_B = batch.mask_BL.sum(1)
+    losses = {name: (loss * tokens_B).sum() for name, loss in out.aux.items()}
     output = with_auxiliary_losses(out.output, list(losses.values()))
     return ChunkOutput(output, {name: loss.detach() for name, loss in losses.items()}, out.routed)
 

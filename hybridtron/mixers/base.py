@@ -6,8 +6,9 @@ x and y have the tokens first, as Megatron's parallel linears need it: L tokens,
 width. `forward` never modifies its argument `state`, but returns a new state. A state that is None stands for zeros, as
 at a document's start. A part that is missing in a state stands for zeros too.
 
-`aux` maps each name in the spec's `auxiliary` to a scalar loss. Each tensor-parallel rank returns its own value for
-such a loss; the mean of these values is added to the training loss.
+`aux` maps each name in the spec's `auxiliary` to a loss: a scalar, or one loss for each row (B,). A loss counts once
+for each loss token: a scalar for those of the batch, a row's loss for those of the row. Each tensor-parallel rank
+returns its own value for such a loss; the mean of these values is added to the training loss.
 
 `routed` counts a router's choices in training. Counts are results, not attributes of the module: a forward pass that is
 repeated in the backward pass (`parallel.recompute`) would count twice.

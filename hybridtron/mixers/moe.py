@@ -84,12 +84,12 @@ class MoE(Mixer):
         return self.shared_down(inner_LBC)
 
     def _losses(self, logits_TE: Tensor, routing: Routing, seq: SeqInfo) -> dict[str, Tensor]:
-        """Return the auxiliary losses, means over rows and tokens."""
+        """Return the auxiliary losses of each row (B,), which are means over the row's tokens."""
         losses = {}
         if self.spec.balance == "auxiliary":
             losses["balance"] = self.spec.coefficient * balance_of_rows(routing, seq)
         if self.spec.z_loss:
-            losses["router_z"] = self.spec.z_loss * mean_over_shards(z_loss(logits_TE), seq)
+            losses["router_z"] = self.spec.z_loss * z_loss_of_rows(logits_TE, seq)
         return {name: loss / self.ranks + (loss - loss / self.ranks).detach() for name, loss in losses.items()}
 
 
@@ -105,10 +105,10 @@ def shares(scores_TE: Tensor) -> Tensor:
 
 
 def balance_of_rows(routing: Routing, seq: SeqInfo) -> Tensor:
-    """Return E sum_e f_e p_e, a mean over the rows; each row counts all of its tokens, on every rank that has some.
+    """Return E sum_e f_e p_e of each row (B,), over all tokens of the row, on every rank that has some of them.
 
-    f_e is the fraction of choices that fell on expert e, p_e the mean of the scores' shares. Counts within rows make
-    the loss independent of the layout: it does not matter which rows share a micro-batch or a rank.
+    f_e is the fraction of choices that fell on expert e, p_e the mean of the scores' shares. A loss of each row is
+    independent of the layout: it does not matter which rows share a micro-batch or a rank.
     """
     (rows, length) = seq.positions_BL.shape
     sums_BE = shares(routing.scores_TE).unflatten(0, (length, rows)).sum(0)
@@ -121,11 +121,13 @@ def balance_of_rows(routing: Routing, seq: SeqInfo) -> Tensor:
         loads_BE = all_reduce_shards(loads_BE, seq.shard)
     top_k = routing.experts_TK.shape[1]
     count = sums_BE.shape[1]
-    return count * (loads_BE * sums_BE).sum(1).mean() / (length * length * top_k)
+    return count * (loads_BE * sums_BE).sum(1) / (length * length * top_k)
 
 
-def mean_over_shards(mean: Tensor, seq: SeqInfo) -> Tensor:
-    """Return the mean over all tokens of the rows, from the mean over this rank's tokens."""
+def z_loss_of_rows(logits_TE: Tensor, seq: SeqInfo) -> Tensor:
+    """Return the z-loss of each row (B,), over all tokens of the row, on every rank that has some of them."""
+    (rows, length) = seq.positions_BL.shape
+    loss_B = z_loss(logits_TE.unflatten(0, (length, rows)).transpose(0, 1))
     if seq.shard is None:
-        return mean
-    return all_reduce_shards(mean, seq.shard) / seq.shard.size
+        return loss_B
+    return all_reduce_shards(loss_B, seq.shard) / seq.shard.size

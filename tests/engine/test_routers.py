@@ -48,6 +48,16 @@ def engine_of(config: Config, alone: Groups) -> Engine:
     return engine
 
 
+def unevenly_masked(micro_batch: int) -> list[Batch]:
+    """Return the same four rows in every division; they have 2 or 12 loss tokens, in turn."""
+    torch.manual_seed(3)
+    batch = random_batch(rows=LANES, length=LENGTH)
+    learned = torch.tensor([2, 12, 2, 12])
+    mask_BL = torch.arange(LENGTH) < learned[:, None]
+    batch = dataclasses.replace(batch, mask_BL=mask_BL, continues_B=torch.zeros(LANES, dtype=torch.bool))
+    return batch.split(micro_batch)
+
+
 def batches_of(chunks: int = 1) -> list[Batch]:
     torch.manual_seed(3)
     batches = [random_batch(rows=ROWS, length=LENGTH * chunks) for _ in range(LANES // ROWS)]
@@ -142,6 +152,24 @@ def test_frozen_router_keeps_its_correction(alone: Groups) -> None:
     _, accepted = engine.step(1e-3)
     assert accepted
     assert torch.equal(correction(engine), before)
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+def test_losses_do_not_depend_on_rows_in_a_micro_batch(recompute: str, alone: Groups) -> None:
+    """Rows have different numbers of loss tokens, so that a mean over the rows of a micro-batch would differ."""
+    steps = []
+    for micro_batch in (1, 2, 4):
+        engine = engine_of(config_of(recompute), alone)
+        engine.forward_backward(unevenly_masked(micro_batch))
+        gradients = dict(engine.optimizer.gradients())
+        engine.step(1e-3)
+        steps.append((gradients, dict(engine.auxiliary)))
+    expected, losses = steps[0]
+    assert set(losses) == {"balance", "router_z"}
+    for gradients, other_losses in steps[1:]:
+        assert other_losses == pytest.approx(losses, rel=1e-5)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_evaluation_counts_nothing(alone: Groups) -> None:

@@ -395,7 +395,7 @@ def test_auxiliary_losses_are_named_by_the_spec(spec: MixerSpec) -> None:
 def test_every_weight_gets_a_gradient(spec: MixerSpec) -> None:
     mixer = build(spec)
     out = mixer(torch.randn(LENGTH, 2, spec.input_width(SIZES), dtype=torch.float64), None, seq_info(2, LENGTH))
-    loss = out.y_LBD.square().sum() + sum(out.aux.values())
+    loss = out.y_LBD.square().sum() + sum(loss.sum() for loss in out.aux.values())
     table = spec.parameters(SIZES)
     trained = [weight for name, weight in mixer.named_parameters() if table[name].trained]
     for gradient in torch.autograd.grad(loss, trained):

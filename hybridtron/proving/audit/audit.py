@@ -191,14 +191,15 @@ def _add_up(
     for batch in batches:
         out = model(batch.tokens_BL, None, batch.seq)
         loss = cross_entropy(CrossEntropyInputs(out.output, batch.labels_BL.T, batch.mask_BL.T, z_loss))
-        batch_tokens = int(batch.mask_BL.sum())
-        (loss.total + sum(out.aux.values()) * batch_tokens).backward()
+        tokens_B = batch.mask_BL.sum(1)
+        weighted = {name: (added * tokens_B).sum() for name, added in out.aux.items()}
+        (loss.total + sum(weighted.values())).backward()
         total = total + float(loss.cross_entropy)
-        tokens = tokens + batch_tokens
+        tokens = tokens + int(tokens_B.sum())
         for index, routed in out.routed.items():
             loads[index] = loads.get(index, 0) + routed.loads_E
-        for name, added in out.aux.items():
-            sums[name] = sums.get(name, 0.0) + added.item() * batch_tokens
+        for name, added in weighted.items():
+            sums[name] = sums.get(name, 0.0) + added.item()
     return total / tokens, tokens, {name: weighted_sum / tokens for name, weighted_sum in sums.items()}, loads
 
 

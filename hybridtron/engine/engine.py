@@ -173,7 +173,8 @@ class Engine:
     def step(self, lr: float, weight_decay: float | None = None) -> tuple[float, bool]:
         """Update the weights, and adopt the step's final states and its FP8 statistics (amax history).
 
-        The corrections of routers move by the step's loads. A refused step changes none of these values.
+        The corrections of routers move by the step's loads, if the step has loss tokens. A refused step changes none
+        of these values.
 
         weight_decay: None for the phase's value
 
@@ -197,7 +198,7 @@ class Engine:
         wait(self.pending_copies)  # the update changes weights and moments, so a checkpoint must have copied them
         accepted = self.optimizer.apply_update(lr, grad_norm, acceptable, weight_decay)
         self.statistics.settle(accepted)
-        if accepted:
+        if accepted and self.learned:  # the tokens of a step that learns nothing do not count
             move_corrections([stage.model for stage in self.stages], self._loss.choices)
         if accepted and self.carrier is not None:
             self.carrier.commit()

@@ -143,6 +143,20 @@ def test_refused_step_moves_no_correction(alone: Groups, monkeypatch: pytest.Mon
     assert torch.equal(engine._loss.choices[3].loads_E, loads_E)
 
 
+def test_step_without_loss_tokens_moves_no_correction(alone: Groups) -> None:
+    engine = engine_of(config_of(), alone)
+    before = correction(engine)
+    engine.forward_backward([dataclasses.replace(b, mask_BL=torch.zeros_like(b.mask_BL)) for b in batches_of()])
+    _, accepted = engine.step(1e-3)
+    assert accepted
+    assert torch.equal(correction(engine), before)
+
+
+def test_tokens_without_loss_count_in_loads(alone: Groups) -> None:
+    choices = engine_of(config_of(), alone).forward_backward(unevenly_masked(ROWS)).choices
+    assert int(choices[3].loads_E.sum()) == LANES * LENGTH * TOP_K[3]
+
+
 def test_frozen_router_keeps_its_correction(alone: Groups) -> None:
     config = config_of()
     adapters = AdaptersConfig(preset=Adapting.lora, weights=["*"], rank=3)

@@ -24,7 +24,7 @@ from hybridtron.data.batch import Batch, step_key
 from hybridtron.data.order.phase_order import phase_seed
 from hybridtron.device import DTYPES, compute_device
 from hybridtron.engine.optimizer import Optimizer
-from hybridtron.engine.routers import ChoiceValues, RouterMetrics, move_corrections, routers_of
+from hybridtron.engine.routers import ChoiceValues, RouterMetrics, auxiliary_names, move_corrections, routers_of
 from hybridtron.engine.schedule import BatchParts, StepLoss, run_schedule
 from hybridtron.engine.stage import build_stages, data_parallel
 from hybridtron.engine.states import StateCarrier, state_blocks
@@ -85,8 +85,8 @@ class Engine:
         # values of the last step, whether it was accepted or refused
         self.mean_loss = 0.0  # cross entropy per loss token; nan if there was no loss token
         self.learned = 0  # number of loss tokens
-        names = {name for spec in arch.specs for name in spec.auxiliary}
-        self.auxiliary = dict.fromkeys(sorted(names), 0.0)  # the mixers' auxiliary losses per loss token, by name
+        # the mixers' auxiliary losses per loss token, by name
+        self.auxiliary = dict.fromkeys(auxiliary_names(self.phase), 0.0)
         self.routers = routers_of(arch)
         self.router_metrics: dict[str, RouterMetrics] = {}  # by the layer's name; empty without experts
         self.carrier: StateCarrier | None = None

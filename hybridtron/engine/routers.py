@@ -27,6 +27,7 @@ from torch import Tensor
 
 from hybridtron.architecture.moe import MoESpec
 from hybridtron.architecture.table import Architecture
+from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.mixers.base import Routed
 from hybridtron.model.lm import LanguageModel
 from hybridtron.parallel.groups import Groups
@@ -35,6 +36,15 @@ from hybridtron.parallel.groups import Groups
 def routers_of(arch: Architecture) -> dict[int, MoESpec]:
     """Return the specs of the model's sub-layers with experts, by the sub-layer's index."""
     return {index: spec for index, spec in enumerate(arch.specs) if isinstance(spec, MoESpec)}
+
+
+def auxiliary_names(phase: ResolvedPhase) -> list[str]:
+    """Return the sorted names of the mixers' auxiliary losses in a phase. A frozen router has no losses."""
+    names: set[str] = set()
+    for index, spec in enumerate(phase.arch.specs):
+        if not isinstance(spec, MoESpec) or phase.learns(f"layers.{index}.mixer.router"):
+            names.update(spec.auxiliary)
+    return sorted(names)
 
 
 def no_choices(routers: Mapping[int, MoESpec], device: torch.device) -> dict[int, Routed]:

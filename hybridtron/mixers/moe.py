@@ -84,7 +84,12 @@ class MoE(Mixer):
         return self.shared_down(inner_LBC)
 
     def _losses(self, logits_TE: Tensor, routing: Routing, seq: SeqInfo) -> dict[str, Tensor]:
-        """Return the auxiliary losses of each row (B,), which are means over the row's tokens."""
+        """Return the auxiliary losses of each row (B,), which are means over the row's tokens.
+
+        A frozen router has none: they could only change what the router reads.
+        """
+        if not self.router.requires_grad:
+            return {}
         losses = {}
         if self.spec.balance == "auxiliary":
             losses["balance"] = self.spec.coefficient * balance_of_rows(routing, seq)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -184,6 +185,37 @@ def test_losses_do_not_depend_on_rows_in_a_micro_batch(recompute: str, alone: Gr
         assert other_losses == pytest.approx(losses, rel=1e-5)
         for name, gradient in expected.items():
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_frozen_router_adds_no_loss(alone: Groups) -> None:
+    """With every router frozen, coefficients change no gradient."""
+    gradients = []
+    choices: list[dict[str, Any]] = [{}, {"coefficient": 0.0, "z_loss": 0.0}]
+    for options in choices:
+        config = config_of()
+        config.model.layers = config.model.layers | {"e": config.model.layers["e"] | options}
+        config.phases[0].train = ["embedding.weight", "layers.*.mixer.down"]
+        engine = engine_of(config, alone)
+        engine.forward_backward(batches_of())
+        gradients.append(dict(engine.optimizer.gradients()))
+        engine.step(1e-3)
+        assert engine.auxiliary == {}
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name])
+
+
+def test_one_frozen_router_leaves_the_losses_of_others(alone: Groups) -> None:
+    config = config_of()
+    config.model.pattern = "Mexe"
+    whole = engine_of(config, alone)
+    whole.forward_backward(batches_of())
+    whole.step(1e-3)
+    config.phases[0].train = ["layers.1.*"]
+    engine = engine_of(config, alone)
+    engine.forward_backward(batches_of())
+    engine.step(1e-3)
+    assert set(engine.auxiliary) == {"balance", "router_z"}
+    assert all(0 < loss < whole.auxiliary[name] for name, loss in engine.auxiliary.items())
 
 
 def test_evaluation_counts_nothing(alone: Groups) -> None:

@@ -49,7 +49,7 @@ class MoESpec(MixerSpec):
     width_option: ClassVar[str] = "hidden"
 
     # number of experts; must be set
-    experts: Annotated[int, at_least(1, "8 to 128 is usual")] = 0
+    experts: Annotated[int, at_least(2, "8 to 128 is usual")] = 0
     # experts that compute each token; must be set
     top_k: Annotated[int, at_least(1, "2 to 8 is usual")] = 0
     # inner channels of an expert; must be set
@@ -60,8 +60,8 @@ class MoESpec(MixerSpec):
     scores: Annotated[str, one_of(SCORES)] = "softmax"  # function from the router's logits to scores
     normalise: bool = True  # divide a token's weights by their sum
     scale: Annotated[float, above(0)] = 1.0  # factor of the weights
-    groups: Annotated[int, at_least(1)] = 1  # groups of consecutive experts
-    group_limit: Annotated[int | None, at_least(1)] = None  # groups from which a token may choose; null: all
+    groups: Annotated[int, at_least(1)] = 1  # groups of consecutive experts; 1: none
+    group_limit: Annotated[int | None, at_least(1)] = None  # groups from which a token may choose; set with groups
     # rule that keeps loads even. auxiliary: a loss; bias: a correction of the scores, which each step moves
     balance: Annotated[str, one_of(BALANCES)] = "auxiliary"
     coefficient: Annotated[float, at_least(0)] = 0.01  # factor of the loss, for balance: auxiliary
@@ -150,11 +150,14 @@ class MoESpec(MixerSpec):
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
         if self.top_k > self.experts:
             yield Problem("top_k", "out-of-range", f"is {self.top_k}, must be at most experts, {self.experts}")
+        if self.top_k == 1 and self.normalise:
+            what = "is true with top_k=1: weights would always be 1, so the router would not learn"
+            yield Problem("normalise", "no-effect", f"{what}: use normalise=false")
         if self.experts % self.groups:
             what = f"is {self.groups}, which does not divide {self.experts} experts"
             yield Problem("groups", "not-divisible", f"{what}: use a divisor of experts, or 1")
-        elif self.group_limit is not None:
-            yield from self._group_problems(self.group_limit)
+        else:
+            yield from self._group_problems()
         if self.shared_gate and not self.shared:
             yield Problem("shared_gate", "no-effect", "is true without a shared expert: set shared, or leave it out")
         if self.balance != "auxiliary" and self.coefficient != MoESpec.coefficient:
@@ -164,9 +167,20 @@ class MoESpec(MixerSpec):
             what = f"is {self.speed}, but balance is {self.balance}"
             yield Problem("speed", "no-effect", f"{what}: leave it out, or use balance=bias")
 
-    def _group_problems(self, limit: int) -> Iterator[Problem]:
+    def _group_problems(self) -> Iterator[Problem]:
+        limit = self.group_limit
+        if limit is None and self.groups == 1:
+            return
+        if limit is None:
+            what = f"is {self.groups}, but a token may choose from all groups"
+            yield Problem("groups", "no-effect", f"{what}: set a group_limit below {self.groups}, or leave groups out")
+            return
         if limit > self.groups:
             yield Problem("group_limit", "out-of-range", f"is {limit}, must be at most groups, {self.groups}")
+            return
+        if limit == self.groups:
+            what = f"is {limit}, the number of groups, so a token may choose from all experts"
+            yield Problem("group_limit", "no-effect", f"{what}: use less than groups, or leave both out")
             return
         left = limit * (self.experts // self.groups)
         if left < self.top_k:

@@ -72,9 +72,14 @@ def test_lit_gpt_initialisation_reaches_experts() -> None:
         ({"top_k": 9}, "top_k", "out-of-range"),
         ({"top_k": 0}, "top_k", "out-of-range"),
         ({"experts": 0}, "experts", "out-of-range"),
+        ({"experts": 1, "top_k": 1, "normalise": False}, "experts", "out-of-range"),
+        ({"top_k": 1}, "normalise", "no-effect"),
         ({"groups": 3}, "groups", "not-divisible"),
         ({"groups": 4, "group_limit": 5}, "group_limit", "out-of-range"),
         ({"groups": 8, "group_limit": 1}, "group_limit", "does-not-fit"),
+        ({"groups": 4}, "groups", "no-effect"),
+        ({"groups": 4, "group_limit": 4}, "group_limit", "no-effect"),
+        ({"group_limit": 1}, "group_limit", "no-effect"),
         ({"shared_gate": True}, "shared_gate", "no-effect"),
         ({"balance": "bias", "coefficient": 0.1}, "coefficient", "no-effect"),
         ({"balance": "none", "speed": 0.1}, "speed", "no-effect"),
@@ -86,6 +91,11 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], key: str, 
     with pytest.raises(ConfigError) as refused:
         architecture(model_of(**options))
     assert [(problem.key, problem.code) for problem in refused.value.problems] == [(f"model.layers.E.{key}", code)]
+
+
+@pytest.mark.parametrize("options", [{"top_k": 1, "normalise": False}, {"experts": 2}, {"groups": 4, "group_limit": 2}])
+def test_options_at_the_limit_are_allowed(options: dict[str, Any]) -> None:
+    assert architecture(model_of(**options)).table
 
 
 @pytest.mark.parametrize(

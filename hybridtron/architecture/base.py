@@ -147,13 +147,14 @@ class Parameter(Sharded):
     checkpoint stores each part under its own name, and a layout cuts each part separately. `heads` has for each part
     the number of heads among which the part's rows are divided: 1 for a part without heads. If no part has heads,
     `heads` is empty. `family` selects the ranks that shard or replicate the weight. `active` is the fraction of the
-    elements with which a token is computed: less than 1 for the weights of experts. Six fields are flags:
+    elements with which a token is computed: less than 1 for the weights of experts. Seven fields are flags:
 
         decay         weight decay applies to the weight
         trained       gradients change the weight; False for values that a training step sets by a rule of its own
         fp32          the weight stays in fp32 in a bf16 model
         fp8           a large projection, whose matmuls are in FP8 if the run uses FP8
         projection    a linear layer's weight, which can have an adapter
+        inner         a projection that reads another projection's output, and not the mixer's input
         shared        all sub-layers with the same pattern letter share the weight
 
     `lr_factor` multiplies the learning rate of every step. It does not change weight decay: for any factor, a step
@@ -186,6 +187,7 @@ class Parameter(Sharded):
     sequence_partial: bool = False
     fp8: bool = False
     projection: bool = False
+    inner: bool = False
     shared: bool = False
     lr_factor: float = 1.0
     grown: Init | tuple[str, ...] | None = None
@@ -238,6 +240,7 @@ def linear(
     cut: Cut = Cut(0),
     fp8: bool = True,
     heads: tuple[int, ...] = (),
+    inner: bool = False,
 ) -> Parameter:
     """Return a projection's weight, initialised uniformly on +-1/sqrt(in_features), like torch's nn.Linear.
 
@@ -245,7 +248,7 @@ def linear(
     """
     start = Projection(in_features**-0.5)
     return Parameter(
-        (out_features, in_features), start, parts=parts, cuts=(cut,), fp8=fp8, projection=True, heads=heads
+        (out_features, in_features), start, parts=parts, cuts=(cut,), fp8=fp8, projection=True, inner=inner, heads=heads
     )
 
 
@@ -332,7 +335,6 @@ class MixerSpec(Placement, ABC):
     module: ClassVar[str]  # the mixer's class as "package.file:Class", because importing it would need torch
     width_option: ClassVar[str | None] = None  # option to name in errors about sizes that don't divide evenly
     projects_input: ClassVar[bool] = False  # the mixer reads its input only through `project_all` (parallel/linear.py)
-    inner_projections: ClassVar[tuple[str, ...]] = ()  # projections that read the output of another projection
     supports_context_parallel: ClassVar[bool] = False  # ranks may divide a row's tokens (parallel/context.py)
     supports_mup: ClassVar[bool] = False  # muP can transfer the mixer between widths (mup.py)
 

@@ -25,7 +25,6 @@ class GLASpec(LinearAttentionSpec):
 
     kind: ClassVar[str] = "gla"
     module: ClassVar[str] = "hybridtron.mixers.gla:GLA"
-    inner_projections: ClassVar[tuple[str, ...]] = ("gate_up",)
     chunk: ClassVar[int] = 64
 
     expand_k: Annotated[float, above(0)] = 0.5  # key channels of all heads, in multiples of the model's width
@@ -44,7 +43,7 @@ class GLASpec(LinearAttentionSpec):
         down = replace(linear(self.gate_rank, model.width, fp8=False), cuts=(), partial_gradient=True)
         return super().parameters(model) | {
             "gate_down.weight": down,
-            "gate_up.weight": linear(keys, self.gate_rank, fp8=False),
+            "gate_up.weight": linear(keys, self.gate_rank, fp8=False, inner=True),
             "gate_bias": Parameter((keys,), Constant(0.0), decay=False, fp32=True, cuts=(Cut(0),)),
         }
 

@@ -23,7 +23,6 @@ class KDASpec(DeltaRuleSpec):
 
     kind: ClassVar[str] = "kda"
     module: ClassVar[str] = "hybridtron.mixers.kda:KDA"
-    inner_projections: ClassVar[tuple[str, ...]] = ("decay_up", "gate_up")
 
     def decays(self, model: ModelSizes) -> int:
         return self.channels(model)[0]
@@ -41,10 +40,10 @@ class KDASpec(DeltaRuleSpec):
         down = replace(linear(rank, model.width, fp8=False), cuts=(), partial_gradient=True)
         return super().parameters(model) | {
             "decay_down.weight": down,
-            "decay_up.weight": linear(keys, rank, fp8=False),
+            "decay_up.weight": linear(keys, rank, fp8=False, inner=True),
             "b_proj.weight": linear(self.heads, model.width, fp8=False),
             "gate_down.weight": down,
-            "gate_up.weight": linear(values, rank, fp8=False),
+            "gate_up.weight": linear(values, rank, fp8=False, inner=True),
         }
 
     def exported_names(self, model: ModelSizes) -> Names:

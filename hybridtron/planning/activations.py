@@ -124,7 +124,7 @@ def _adapted_values(layer: int, phase: ResolvedPhase, table: Mapping[str, Parame
             continue
         is_adapted = adapter_key(name, "A") in table
         keeps_input = is_adapted or phase.learns(name)
-        reads_inside = not reads_mixer_input(name, weight, arch.specs[layer])
+        reads_inside = not reads_mixer_input(weight)
         if reads_inside and not keeps_input:
             more -= shared(weight.shape[1], parallel.tensor if is_row_parallel(weight) else 1)
         elif keeps_input and not reads_inside:
@@ -226,18 +226,15 @@ def gathers_in_backward(layer: int, phase: ResolvedPhase) -> bool:
     if not gathers_again(phase.arch.specs[layer], phase.config):
         return False
     weights = phase.arch.mixer_weights(layer)
-    spec = phase.arch.specs[layer]
-    names = [
-        name for name, weight in weights.items() if weight.is_mixer_projection and reads_mixer_input(name, weight, spec)
-    ]
+    names = [name for name, weight in weights.items() if weight.is_mixer_projection and reads_mixer_input(weight)]
     if any(adapter_key(name, "A") in phase.table for name in names):
         return False
     return any(phase.learns(name) for name in names)
 
 
-def reads_mixer_input(name: str, weight: Parameter, spec: MixerSpec) -> bool:
+def reads_mixer_input(weight: Parameter) -> bool:
     """Return whether a projection reads the mixer's input, instead of what the mixer computes from the input."""
-    return not is_row_parallel(weight) and name.split(".")[-2] not in spec.inner_projections
+    return not is_row_parallel(weight) and not weight.inner
 
 
 def is_row_parallel(weight: Parameter) -> bool:

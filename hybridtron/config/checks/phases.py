@@ -191,7 +191,7 @@ def _weights(arch: Architecture) -> dict[str, tuple[object, object]]:
 
 
 def _trained(where: str, phase: ResolvedPhase) -> Iterator[Problem]:
-    """Report an empty `train`, and patterns in `train` that match no weight or only weights that never learn."""
+    """Report an empty `train`, and patterns in `train` that match no weight with a gradient."""
     if (patterns := phase.settings.train) is None:
         return
     if not patterns:

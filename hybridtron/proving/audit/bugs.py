@@ -18,9 +18,10 @@ Letters in names of tensors:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -31,6 +32,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybridtron.architecture.base import Cut, Parameter
+from hybridtron.architecture.moe import MoESpec
 from hybridtron.architecture.table import Architecture
 from hybridtron.config.pipeline_layout import stages_of
 from hybridtron.config.schema import Config
@@ -169,8 +171,15 @@ def _multiplied_on_every_stage(self: Stage, received: list[Tensor | None]) -> No
 MULTIPLIED_STAGES: Replaced = {"hybridtron.engine.stage.Stage.set_input_tensor": _multiplied_on_every_stage}
 
 
-def _scaled(stages: Any, batches: Sequence[Batch], *rest: Any, **options: Any) -> StepLoss:
-    loss = run_schedule(stages, batches, *rest, **options)
+def _scaled(
+    stages: Any,
+    batches: Sequence[Batch],
+    *rest: Any,
+    forward_only: bool = False,
+    auxiliary: Sequence[str] = (),
+    routers: Mapping[int, MoESpec] = MappingProxyType({}),
+) -> StepLoss:
+    loss = run_schedule(stages, batches, *rest, forward_only=forward_only, auxiliary=auxiliary, routers=routers)
     for stage in stages:
         stage.scale_gradients(1 / len(batches))
     return loss

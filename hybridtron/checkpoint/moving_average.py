@@ -1,6 +1,8 @@
 """Reads a checkpoint's moving average (`run.ema`) in place of its weights.
 
-A weight that the phase has not trained has no average, and is read as it is.
+Weights without an average are read as they are: weights that the phase has frozen, and corrections of routers with
+`balance: bias`. The optimizer does not train a correction, so it has no average although steps move it. It is read with
+its last value, beside a router that is an average.
 """
 
 from __future__ import annotations

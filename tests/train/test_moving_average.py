@@ -97,6 +97,22 @@ def test_average_can_not_be_added_or_removed(train_small: Train, refused: Refuse
     assert train_small("run.ema=0.5", f"run.dir={tmp_path / '0'}", "run.max_steps=3") == 0  # another decay is accepted
 
 
+def test_correction_of_a_router_is_read_as_it_is(train_small: Train, tmp_path: Path) -> None:
+    experts = "{kind: moe, experts: 4, top_k: 2, hidden: 16, balance: bias, speed: 0.5}"
+    assert train_small(*AVERAGING, f"model.layers.-={experts}", "run.max_steps=3") == 0
+    checkpoint = Checkpoint.open(newest_checkpoint(tmp_path / "run"))
+    averaged = moving_average(checkpoint)
+    corrections = [key for key in weight_shapes(checkpoint) if key.endswith("mixer.correction")]
+    routers = [key for key in weight_shapes(checkpoint) if key.endswith("mixer.router")]
+    assert corrections
+    assert not set(corrections) & set(averages(checkpoint))
+    for key in corrections:
+        assert torch.equal(averaged.whole(key), checkpoint.whole(key))
+        assert checkpoint.whole(key).any()
+    for key in routers:
+        assert not torch.equal(averaged.whole(key), checkpoint.whole(key))
+
+
 @pytest.mark.parametrize("decay", ["0", "1", "-0.5", "nan"])
 def test_decays_outside_zero_and_one_are_refused(decay: str, refused: Refused) -> None:
     assert refused(f"run.ema={decay}")["run.ema"].code == "out-of-range"

@@ -45,7 +45,6 @@ from hybridtron.ops.loss import Loss
 from hybridtron.ops.rotations import angles
 from hybridtron.ops.sparse import hash_matrix, ranking_loss
 from hybridtron.ops.ssd import decay_scan
-from hybridtron.ops.token_mix import TokenMixInputs, token_mix
 from hybridtron.ops.transition import StateTransition
 from hybridtron.parallel.context import _exchanged, _halo, _shifted, incoming_state, local_shard
 from hybridtron.parallel.groups import Groups
@@ -55,7 +54,16 @@ from hybridtron.parallel.overlapped_linear import InputComm, _gathered
 from hybridtron.parallel.sharding import cut
 from hybridtron.parallel.vocabulary import linear_cross_entropy
 from hybridtron.proving.audit.expert_bugs import EXPERT_BUGS
-from hybridtron.proving.audit.layer_bugs import ADAPTER_BUGS, BESIDE_BUGS, SHARING_BUGS, Bug, Replaced, marked
+from hybridtron.proving.audit.layer_bugs import (
+    ADAPTER_BUGS,
+    BESIDE_BUGS,
+    CHANNEL_SHIFT_BORDER,
+    SHARING_BUGS,
+    SHIFT_BORDER,
+    Bug,
+    Replaced,
+    marked,
+)
 
 
 @contextmanager
@@ -101,21 +109,6 @@ HASH_OF_RANK: Replaced = {
 RANKING_OF_EVERY_RANK: Replaced = {
     "hybridtron.mixers.sparse.ranking_loss": lambda *scored: torch.distributed.get_world_size() * ranking_loss(*scored)
 }
-
-
-def _inside_shares(inputs: TokenMixInputs) -> tuple[Tensor, ...]:
-    """Mix tokens as if a document began in the middle of the sequence: the token there then has no predecessor.
-
-    With two sequence-parallel ranks, the middle is the boundary between the ranks' tokens.
-    """
-    length, rows, _ = inputs.x_LBD.shape
-    halves_BL = (torch.arange(length, device=inputs.x_LBD.device) >= length // 2).int().expand(rows, -1)
-    documents_BL = halves_BL if inputs.documents_BL is None else 2 * inputs.documents_BL + halves_BL
-    return token_mix(inputs._replace(documents_BL=documents_BL))
-
-
-SHIFT_BORDER: Replaced = {"hybridtron.mixers.rwkv6.token_mix": _inside_shares}
-CHANNEL_SHIFT_BORDER: Replaced = {"hybridtron.mixers.rwkv6_channel_mix.token_mix": _inside_shares}
 LINEAR = "hybridtron.parallel.linear"
 UNSUMMED_VALUES: Replaced = {
     f"{LINEAR}.reduce_scatter_last_dim_to_tensor_parallel_region": mappings.scatter_to_tensor_model_parallel_region

@@ -1,4 +1,4 @@
-"""The class `Bug`, and planted bugs in adapters, parallel branches, multipliers and shared weights.
+"""The class `Bug`, and planted bugs in adapters, token mixing, parallel branches, multipliers and shared weights.
 
 A planted bug replaces attributes of the package, to test whether the audit finds the resulting wrong gradients. The
 dictionaries ADAPTER_BUGS, BESIDE_BUGS and SHARING_BUGS describe each bug's effect.
@@ -24,6 +24,7 @@ from hybridtron.model.lm import LanguageModel, ModelOut
 from hybridtron.model.stack import ParallelBranch, Residual, ResidualOut, Stack, StackOut, States, SubLayerInputs
 from hybridtron.ops.dropout import channel_numbers, token_numbers
 from hybridtron.ops.swiglu import SwiGLUInputs, swiglu
+from hybridtron.ops.token_mix import TokenMixInputs, token_mix
 from hybridtron.parallel.adapters import adapter_of
 from hybridtron.parallel.dora import row_lengths
 from hybridtron.parallel.linear import RowParallel, TensorGroup
@@ -62,6 +63,19 @@ def marked(substring: str, mark: str, value: bool | float) -> Replaced:
     return {"hybridtron.engine.stage.mark_for_megatron": set_mark}
 
 
+def _inside_shares(inputs: TokenMixInputs) -> tuple[Tensor, ...]:
+    """Mix tokens as if a document began in the middle of the sequence: the token there then has no predecessor.
+
+    With two sequence-parallel ranks, the middle is the boundary between the ranks' tokens.
+    """
+    length, rows, _ = inputs.x_LBD.shape
+    halves_BL = (torch.arange(length, device=inputs.x_LBD.device) >= length // 2).int().expand(rows, -1)
+    documents_BL = halves_BL if inputs.documents_BL is None else 2 * inputs.documents_BL + halves_BL
+    return token_mix(inputs._replace(documents_BL=documents_BL))
+
+
+SHIFT_BORDER: Replaced = {"hybridtron.mixers.rwkv6.token_mix": _inside_shares}
+CHANNEL_SHIFT_BORDER: Replaced = {"hybridtron.mixers.rwkv6_channel_mix.token_mix": _inside_shares}
 ADAPTERS = "hybridtron.parallel.adapters"
 
 

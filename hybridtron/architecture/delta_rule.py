@@ -79,7 +79,7 @@ class DeltaRuleSpec(LinearAttentionSpec):
         return super().flops(model, seq_len) | {self.kind: self.heads * one_head}
 
     def activation_values(self, model: ModelSizes) -> int:
-        # normalized q and k for every head; logits of step sizes and decays, and in fp32 step sizes and log decays
+        # normalized q and k for every head; the logits of step sizes and decays; step sizes and log decays in fp32
         of_length_1 = 2 * self.heads * self.head_sizes(model)[0]
         return super().activation_values(model) + of_length_1 + (1 + model.wide) * (self.heads + self.decays(model))
 

@@ -1,4 +1,4 @@
-"""Mixture of experts: an MLP of which each token uses a few experts, chosen by a router, and a shared expert.
+"""Mixture of experts: a router chooses a few experts for each token, and a shared expert computes every token.
 
     z = W u                                     the router's logits, in fp32
     s = softmax(z) or sigmoid(z)
@@ -18,8 +18,8 @@ Training keeps the experts' loads even by one of two rules. A load is the number
     bias        after each accepted step, the correction of each expert moves by `speed`: up if the expert's load in
                 the step was below the mean load, down if it was above (Wang et al., 2024). Its gradient is not used
 
-`z_loss` adds z_loss * mean(logsumexp(z)^2) for each row, as in ST-MoE (Zoph et al., 2022). A row's losses count once
-for each of its loss tokens.
+`z_loss` adds z_loss * mean(logsumexp(z)^2) for each row, as in ST-MoE (Zoph et al., 2022). The losses of a row
+are weighted by its number of loss tokens.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class MoESpec(MixerSpec):
 
     @property
     def matrices(self) -> int:
-        """Number of matrices with the width of an expert's input: gate and up, or up alone."""
+        """Number of matrices that an expert applies to its input: gate and up, or up alone."""
         return 2 if self.activation == "swiglu" else 1
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
@@ -142,7 +142,7 @@ class MoESpec(MixerSpec):
 
     def activation_values(self, model: ModelSizes) -> int:
         inner = (self.matrices + 1) * self.hidden
-        # every tensor-parallel rank saves a token's copy for each of its experts, their outputs, and the router's input
+        # Every tensor-parallel rank saves the router's input, and for each of a token's experts its input and output.
         copies = 2 * self.top_k * model.width
         router = model.wide * (model.width + 3 * self.experts)
         return self.top_k * inner + (self.matrices + 1) * self.shared + model.tensor * (copies + router)

@@ -121,7 +121,7 @@ class ChoiceValues:
 
     def metrics(self, values: Sequence[float]) -> dict[str, RouterMetrics]:
         """Return each router's metrics, by the layer's index as in the names of weights, from the values of `flat`."""
-        found = {}
+        metrics = {}
         at = 0
         for index, routed in self.choices.items():
             experts = len(routed.loads_E)
@@ -131,7 +131,7 @@ class ChoiceValues:
             total = sum(loads)
             tokens = total / self.top_k[index]
             if total:
-                found[f"layers.{index}"] = RouterMetrics(
+                metrics[f"layers.{index}"] = RouterMetrics(
                     max(loads) * experts / total, loads.count(0), entropy / tokens / math.log(max(2, experts))
                 )
-        return found
+        return metrics

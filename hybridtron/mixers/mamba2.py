@@ -75,8 +75,8 @@ class Mamba2(Mixer):
         self.bc_conv_weight = nn.Parameter(torch.empty(own_bc_channels, spec.conv))
         self.bc_conv_bias = nn.Parameter(torch.empty(own_bc_channels))
         self.dt_bias = nn.Parameter(torch.empty(self.heads))
-        # The step size is softplus(dt + dt_bias). It is at least `dt_floor` if dt + dt_bias is at least the inverse
-        # softplus of `dt_floor`, which `least_dt` holds.
+        # The step size is softplus(dt + dt_bias). `least_dt` is the inverse softplus of `dt_floor`: with a sum
+        # dt + dt_bias below `least_dt`, the step size would be below `dt_floor`.
         if spec.dt_floor:
             self.least_dt = spec.dt_floor + math.log(-math.expm1(-spec.dt_floor))
         else:

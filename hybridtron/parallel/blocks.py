@@ -102,8 +102,8 @@ def _written_runs(part: StatePart, over: Cut, ranks: RankGroup) -> Iterator[tupl
 def writes(name: str, mesh: Mesh, cuts: Sequence[Cut], copied: bool = True) -> bool:
     """Return True on the rank that writes the tensor called `name`; other ranks may hold the same data.
 
-    A hash of the name picks the rank, so that tensors are spread evenly over the ranks. If `copied` is False, the ranks
-    in `mesh.copies` hold different data, and each rank writes its data.
+    A hash of the name picks the rank, so that tensors are spread evenly over the ranks. If `copied` is False,
+    each rank in `mesh.copies` holds data of its own, and writes it.
     """
     holders = 1
     own_number = 0

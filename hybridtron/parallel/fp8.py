@@ -20,8 +20,8 @@ s is 1 if the largest |t| is zero or infinite. Matrix products are summed in fp3
 and dW is rounded to W's dtype. A GPU's tensor core sums in another order, so its results may differ slightly. Rounded
 tensors are saved for the backward pass with one byte per element. The emulation is slow, and uses no FP8 hardware.
 
-Legend: T tokens in all rows (sequences), I input features, O output features, 3 the roles x, W and dy, H steps in a
-history.
+Legend: T tokens in all rows (sequences), I input features, O output features, H steps in a history. An axis 3 has
+the roles x, W and dy.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class _Product(torch.autograd.Function):
         else:
             weight = kept
         y_TO = x.floats() @ weight.floats().T
-        # x is saved only for W's gradient. For fp8_block it is rounded again in tiles along the tokens, so that the
+        # x is saved only for W's gradient. For fp8_block it is rounded again in tiles along the tokens, so the
         # number of tokens must be a multiple of the tile size. A frozen W does not need this.
         if rounding.training:
             learns = ctx.needs_input_grad[1]

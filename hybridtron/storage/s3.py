@@ -111,7 +111,7 @@ class Bucket:
 
     @contextmanager
     def _convert_errors(self, name: str) -> Iterator[None]:
-        """Convert the store's errors: for a missing object to FileNotFoundError, for no access to PermissionError.
+        """Convert the store's errors: FileNotFoundError for a missing object, PermissionError if access is denied.
 
         `with_retries` does not repeat an attempt after these two errors. It converts FileNotFoundError to
         ObjectMissingError, and PermissionError to StorageError. Other errors are raised here unchanged, and

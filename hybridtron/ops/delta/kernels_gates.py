@@ -94,7 +94,7 @@ def _arguments(inputs: DeltaGateInputs) -> tuple[Any, ...]:
 
 
 def _sizes(inputs: DeltaGateInputs) -> tuple[Any, ...]:
-    """Return the kernels' last arguments before the tile's sizes: reach, all tokens, L, X, H and G."""
+    """Return arguments of both kernels: reach, the number of tokens in all rows, L, X, H and G."""
     rows, length, decays = inputs.a_BLX.shape
     heads = len(inputs.A_log_H)
     return inputs.reach, rows * length, length, decays, heads, decays // heads

@@ -1,4 +1,4 @@
-"""The router's choice, its order, and rows to and from experts by C++ compiled for this CPU (`native/experts.cpp`).
+"""C++ forms of the ops that choose experts, order the choices, and move rows (`native/experts.cpp`), for this CPU.
 
 A token's scores are compared while they are in the CPU's cache. Rows are read and written once, without copies in
 fp32 on the way.
@@ -162,7 +162,7 @@ class _NativeFromExperts(torch.autograd.Function):
 
 
 def _summed(rows_ND: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """Return each token's sum of rows, or of weighted rows, in the dtype of the rows; k = 0 is added first."""
+    """Return each token's sum of rows, weighted if there are weights, added in the order of its choices."""
     wide = wide_type(rows_ND)
     if weights_TK is not None:
         weights_TK = weights_TK.to(wide).contiguous()

@@ -71,7 +71,7 @@ def call(name: str, task: ctypes.Structure, threads: int) -> None:
     If the function can't allocate its scratch memory, raise MemoryError.
     """
     functions = library().functions
-    assert functions is not None, "missing() says whether there is a library"
+    assert functions is not None, "the library is not built, so this implementation must not be called"
     if getattr(functions, name)(ctypes.byref(task), threads) != 0:
         raise MemoryError(f"{name} found no memory for its scratch space")
 
@@ -80,7 +80,7 @@ def call(name: str, task: ctypes.Structure, threads: int) -> None:
 def constant(name: str) -> int:
     """Return a constant from the C++ sources, such as `chunk_tokens`, `token_block` or `attention_piece`."""
     functions = library().functions
-    assert functions is not None, "missing() says whether there is a library"
+    assert functions is not None, "the library is not built, so this implementation must not be called"
     return getattr(functions, name)()
 
 

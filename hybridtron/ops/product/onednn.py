@@ -39,7 +39,7 @@ def missing() -> str | None:
         about = ""
     if "AuthenticAMD" in about and "avx512f" in about:
         return None
-    return "for AMD's CPUs with AVX-512: others have MKL's"
+    return "for AMD's CPUs with AVX-512; torch uses MKL on other CPUs"
 
 
 def _unsupported_reason(inputs: LinearInputs | ProductInputs) -> str | None:
@@ -47,18 +47,18 @@ def _unsupported_reason(inputs: LinearInputs | ProductInputs) -> str | None:
     if torch.compiler.is_compiling():
         return "torch.compile chooses products itself"
     if left.dtype != torch.float32 or right.dtype != torch.float32:
-        return "for fp32: torch uses it for bf16 by itself"
+        return "for fp32: torch itself uses oneDNN for bf16"
     if isinstance(inputs, LinearInputs):
         outside = len(right)
     else:
         outside = right.shape[1]
     if left.numel() * outside >= LEAST:
         return None
-    return f"gains nothing on products of fewer than {LEAST:,} factors"
+    return f"gains nothing on products with fewer than {LEAST:,} multiplications"
 
 
 def matrix_product(inputs: ProductInputs) -> Tensor:
-    """Return the matrix product left right in a new tensor, even if `room_MN` is given."""
+    """Return the matrix product `left @ right` in a new tensor, even if `room_MN` is given."""
     return _times(inputs.left_MK, inputs.right_KN.t())
 
 

@@ -1,7 +1,7 @@
 """Rotations of keys and queries by data-dependent angles, as in Mamba-3 (Lahoti et al. 2026).
 
     angles:      theta_t = theta_{t-1} + step_t rate_t   modulo 2 pi; theta starts from 0 in each row and document
-    turn_pairs:  x of a head = x of its group + the head's bias; its channels 2 * s and 2 * s + 1 are rotated as a pair:
+    turn_pairs:  x (key or query) of a head = x of its group + the head's bias; channels 2 * s and 2 * s + 1 rotate:
                  (x1, x2) -> (x1 cos theta_s - x2 sin theta_s, x1 sin theta_s + x2 cos theta_s)
 
 Each head has its own steps; all heads share the rates. Because keys and queries are both rotated, a score depends only

@@ -71,11 +71,11 @@ class KernelPart(NamedTuple):
         keys      stretch: all keys, sorted (R, S), of which a query tile reads a range
                   kept part: a list of keys for each query tile (R, T, W)
         grouped   all keys, sorted; consecutive keys form key tiles
-        from, to  key grouped[p] is seen only by queries at positions from[p] to to[p] - 1 in `queries`
+        from, to  key grouped[p] is seen only by the queries in `queries[from[p] : to[p]]`
         first,
         end       stretch: query l sees the keys at positions first[l] to end[l] - 1 in `keys`
-        until     kept part: key s is seen by the queries at tokens s to until[s] - 1, where a token's index is its
-                  key's index
+        until     kept part: key s is seen by the queries of the tokens s to until[s] - 1; tokens are numbered like
+                  their keys
 
     Kernels read neither `until` of a stretch, nor `first` and `end` of the kept part.
     """
@@ -101,7 +101,7 @@ def sparse_attention(inputs: SparseInputs) -> Tensor:
         parts = [of_stretch(part, most) for part, most in stretches_of(seen, q.shape[1])]
         if seen.scores_RS is not None:
             parts.append(of_best(seen, q.shape[1], block.queries))
-        # The launch for a second part reads the ranks, to skip the pairs that are in the first part.
+        # The launch for a second part reads each key's place in the first part's order, to skip pairs of that part.
         rank_RS = inverse(parts[0].grouped_RS.long()).int()
     return _TritonSparse.apply(*(t.to(shared).contiguous() for t in (q, k, v)), parts, rank_RS).to(v.dtype)
 

@@ -1,7 +1,7 @@
 """RULER's common words: find the 10 most frequent words in a numbered list. The prompt begins with a solved example.
 
-In a list 10 words are common; each appears more often than any other word. There are two settings, which say how often
-words appear:
+In a list, 10 words are common: each of them appears more often than each word that is not common. Two settings say how
+often words appear:
 
               list:                     example:
     setting   common words   others     common words   others    different words
@@ -43,7 +43,7 @@ MAX_LIST_BYTES = 2**26  # maximum size of a file with words
 
 @dataclass(frozen=True)
 class CommonWords(RulerTask):
-    """The common words task; texts grow by distinct words.
+    """The common words task. The number of distinct words sets the length of a text.
 
     setting   large, small, or auto: large if the large setting fits the length, else small. With `faithful`, auto means
               the setting that the public generator uses
@@ -73,7 +73,7 @@ class CommonWords(RulerTask):
             )
 
     def most(self, size: Callable[[int], int], tokenizer: TextTokens, length: int) -> int:
-        """Return how many distinct words are tried first. Without `faithful` this number is found for each sample.
+        """Return the number of distinct words with which the search for the length begins, for one sample.
 
         One number for all samples would fit badly. A word is repeated up to 30 times, so lists with equal numbers of
         words differ by hundreds of letters.

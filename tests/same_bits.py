@@ -95,6 +95,15 @@ UNTIMED = (".json", ".jsonl", ".md", ".txt")
 """Files of names, versions and texts: they are read by the cases that load a folder, not compared as bytes."""
 
 
+OWN_CODE = """
+from pathlib import Path
+from hybridtron.interop.shipped_code import shipped_code
+for name, content in shipped_code().items():
+    Path("written/exported", name).write_bytes(content)
+"""
+"""Program that replaces the code in an export by the reader's own, since an import refuses that of no release."""
+
+
 def write(code: Path, folder: Path) -> Results:
     """Run the cases that start from nothing with the code of one checkout."""
     (KEPT / "data").mkdir(parents=True, exist_ok=True)
@@ -123,6 +132,7 @@ def read(code: Path, folder: Path, written: Path) -> Results:
     train_together(code, folder, CONTINUED)
     places = {"resumed": folder / "written" / "laptop"}
     results: Results = {f"read: {name}": logged(places.get(name, folder / name)) for name in CONTINUED}
+    run(code, folder, ["-c", OWN_CODE])
     hybridtron(code, folder, ["import", "written/exported", "--output", "imported"])
     hybridtron(code, folder, ["export", "imported", "--output", "exported"])
     results["read: imported"] = digests(folder / "exported")

@@ -44,7 +44,7 @@ NAMES = {"adamw": "AdamW", "muon": "Muon"}
 
 
 @dataclass
-class Found:
+class ModelResults:
     """A model's results by optimizer: losses by rate, losses by seed at equal tokens and at equal time, and step times.
 
     `steps` is the number of steps at equal tokens, and `time_steps` has those at equal time.
@@ -93,13 +93,13 @@ def write(sizes: Sizes, kept: Path, measured: Measured, more: list[str], output:
     (output / "optimizers.md").write_text(report, encoding="utf-8")
 
 
-def gathered(sizes: Sizes, kept: Path, measured: Measured) -> dict[str, Found]:
+def gathered(sizes: Sizes, kept: Path, measured: Measured) -> dict[str, ModelResults]:
     """Group the results by model. At equal time, the optimizer with the shorter step has its runs of equal tokens."""
-    models: dict[str, Found] = {}
+    models: dict[str, ModelResults] = {}
     for part, of_part in measured.items():
         for run, result in of_part:
             name, _, optimizer = run.variant.rpartition("-")
-            model = models.setdefault(name, Found(result.trained.parameters, result.trained.steps))
+            model = models.setdefault(name, ModelResults(result.trained.parameters, result.trained.steps))
             add(model, part, optimizer, run.values, result)
     for name, model in models.items():
         model.medians = medians_of(times_of(name, kept))
@@ -113,7 +113,7 @@ def gathered(sizes: Sizes, kept: Path, measured: Measured) -> dict[str, Found]:
     return {name: models[name] for name in sizes.models if name in models}
 
 
-def add(model: Found, part: str, optimizer: str, values: Mapping[str, str], result: Result) -> None:
+def add(model: ModelResults, part: str, optimizer: str, values: Mapping[str, str], result: Result) -> None:
     """Add a run's loss to the results of its part."""
     if part == "rates":
         model.rates.setdefault(optimizer, {})[values[RATE]] = result.measured
@@ -138,7 +138,7 @@ def described(trained: Trained, sizes: Sizes) -> list[str]:
     ]
 
 
-def page(models: Mapping[str, Found], notes: Sequence[str]) -> str:
+def page(models: Mapping[str, ModelResults], notes: Sequence[str]) -> str:
     """Return the full page in Markdown."""
     report = BenchReport("AdamW and Muon on a laptop", notes=list(notes))
     comparison_rows(report, "Loss at equal tokens", {name: model.tokens for name, model in models.items()})
@@ -168,7 +168,7 @@ def comparison_rows(report: BenchReport, title: str, losses: Mapping[str, Mappin
     report.table(title, header, cells)
 
 
-def time_rows(report: BenchReport, models: Mapping[str, Found]) -> None:
+def time_rows(report: BenchReport, models: Mapping[str, ModelResults]) -> None:
     """Add the table of step times, and of the steps that the optimizers take in equal time."""
     header = ("model", "parameters", "Muon's step / AdamW's", "steps of AdamW", "steps of Muon")
     cells = [
@@ -184,7 +184,7 @@ def time_rows(report: BenchReport, models: Mapping[str, Found]) -> None:
     report.table("Steps in equal time", header, cells)
 
 
-def rate_rows(report: BenchReport, models: Mapping[str, Found]) -> None:
+def rate_rows(report: BenchReport, models: Mapping[str, ModelResults]) -> None:
     """Add the table of losses by rate."""
     columns = [rate for rate in LADDER if any(rate in losses for m in models.values() for losses in m.rates.values())]
     cells = []
@@ -197,7 +197,7 @@ def rate_rows(report: BenchReport, models: Mapping[str, Found]) -> None:
     report.table(f"Loss by rate, seed {TUNED}", header, cells, "optimizers.png")
 
 
-def draw(models: Mapping[str, Found], path: Path) -> None:
+def draw(models: Mapping[str, ModelResults], path: Path) -> None:
     """Draw the loss by rate, a panel for each model, with the losses of further seeds as crosses."""
     from matplotlib.figure import Figure
 

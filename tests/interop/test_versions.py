@@ -47,10 +47,10 @@ def results(folder: Path, file: Path, packages: Path | None) -> dict[str, Any]:
     return torch.load(file, weights_only=True)
 
 
-def equal(here: Any, there: Any) -> bool:
-    if isinstance(here, str) or isinstance(there, str):
+def equal(newest: Any, older: Any) -> bool:
+    if isinstance(newest, str) or isinstance(older, str):
         return False
-    return bool((here[0] - there[0]).abs().max() <= 1e-5 * here[0].abs().max()) and torch.equal(here[1], there[1])
+    return bool((newest[0] - older[0]).abs().max() <= 1e-5 * newest[0].abs().max()) and torch.equal(newest[1], older[1])
 
 
 @pytest.mark.slow
@@ -67,12 +67,12 @@ def test_a_version_computes_the_same_exactly_if_the_rules_say_so(
     if installed.returncode:
         pytest.skip(f"pip can't install {wanted}: {installed.stderr[-200:]}")
     exports(stored, tmp_path / "exports")
-    here = results(tmp_path / "exports", tmp_path / "here.pt", None)
-    there = results(tmp_path / "exports", tmp_path / "there.pt", packages)
-    assert (Version(here["version"]).release[:2], there["version"]) == (Version(NEWEST_TRANSFORMERS).release, version)
+    newest = results(tmp_path / "exports", tmp_path / "here.pt", None)
+    older = results(tmp_path / "exports", tmp_path / "there.pt", packages)
+    assert (Version(newest["version"]).release[:2], older["version"]) == (Version(NEWEST_TRANSFORMERS).release, version)
     for name in NAMES:
         config = json.loads((tmp_path / f"exports/{name}/config.json").read_text())
         allowed = Version(oldest_transformers(config)) <= Version(version)
-        assert equal(here[name], there[name]) == allowed, (name, there[name])
+        assert equal(newest[name], older[name]) == allowed, (name, older[name])
     for name in CODE:
-        assert (here[f"{name}: use"], there[f"{name}: use"]) == ("", "")
+        assert (newest[f"{name}: use"], older[f"{name}: use"]) == ("", "")

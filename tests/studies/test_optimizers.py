@@ -27,7 +27,7 @@ from studies.optimizers.runs import (
     steps_of,
     variants,
 )
-from studies.optimizers.study import Found, draw, main, page
+from studies.optimizers.study import ModelResults, draw, main, page
 from studies.optimizers.welch import compared, two_sided
 from studies.results import Results
 
@@ -142,16 +142,16 @@ def test_welch_of_a_textbook_sample() -> None:
     assert result.p == pytest.approx(0.0316, abs=5e-4)
 
 
-def made_up(muon: tuple[float, ...]) -> Mapping[str, Found]:
+def made_up(muon: tuple[float, ...]) -> Mapping[str, ModelResults]:
     by_rate = {"1.5e-3": 3.4, "3e-3": 3.3, "6e-3": 3.5}
     adamw = {"2": 3.3, "3": 3.31, "4": 3.32}
-    found = Found(2_400_000, 489)
-    found.rates = {"adamw": by_rate, "muon": {**by_rate, "6e-3": 3.2}}
-    found.tokens = {"adamw": adamw, "muon": dict(zip("234", muon, strict=True))}
-    found.time = {"adamw": adamw}  # Muon's shorter runs have not finished
-    found.medians = {"adamw": 0.5, "muon": 0.6}
-    found.time_steps = {"adamw": 489, "muon": 408}
-    return {"samba": found}
+    results = ModelResults(2_400_000, 489)
+    results.rates = {"adamw": by_rate, "muon": {**by_rate, "6e-3": 3.2}}
+    results.tokens = {"adamw": adamw, "muon": dict(zip("234", muon, strict=True))}
+    results.time = {"adamw": adamw}  # Muon's shorter runs have not finished
+    results.medians = {"adamw": 0.5, "muon": 0.6}
+    results.time_steps = {"adamw": 489, "muon": 408}
+    return {"samba": results}
 
 
 @pytest.mark.parametrize(

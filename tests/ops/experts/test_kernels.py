@@ -55,8 +55,8 @@ def test_triton_rows_equal_the_reference(
     weights = torch.rand(tokens, top_k)
     expected = results("reference", *(v.double() for v in (x, rows, weights)), order, slopes.double())
     device = compute_device()
-    there = ExpertOrder(*(v.to(device) for v in order))
-    actual = results("triton", *(v.to(device) for v in (x, rows, weights)), there, slopes.to(device))
+    order_on_device = ExpertOrder(*(v.to(device) for v in order))
+    actual = results("triton", *(v.to(device) for v in (x, rows, weights)), order_on_device, slopes.to(device))
     for ours, theirs, wanted in zip(actual, expected, (dtype, dtype, dtype, dtype, torch.float32), strict=True):
         assert ours.dtype == wanted
         assert (ours.cpu().double() - theirs).norm() <= close * theirs.norm()
@@ -74,8 +74,8 @@ def test_triton_choice_equals_the_reference_at_ties_too(options: Router, values:
     for correction in (None, torch.randint(-values, values, (12,)).float() / values):
         expected = expert_choice.reference.function(ChoiceInputs(scores, correction, options))
         device = compute_device()
-        there = None if correction is None else correction.to(device)
-        actual = expert_choice.named("triton").function(ChoiceInputs(scores.to(device), there, options))
+        correction_on_device = None if correction is None else correction.to(device)
+        actual = expert_choice.named("triton").function(ChoiceInputs(scores.to(device), correction_on_device, options))
         assert torch.equal(actual.cpu(), expected)
 
 

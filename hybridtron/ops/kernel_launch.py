@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridtron.ops.dispatch import Implementation, untraced
+from hybridtron.ops.dispatch import Implementation, left_to_torch_compile, untraced
 
 PROCESSORS = 132  # multiprocessors of an H100; used for all GPUs, so that all GPUs add partial sums in the same order
 TRITON = "triton"  # name of the package, and of the implementations that run this project's kernels
@@ -41,6 +41,19 @@ def own_kernels(
         return unsupported_reason(inputs)
 
     return Implementation(TRITON, call, "cuda", TRITON, reason)
+
+
+def refused_above(most: int, size: int, what: str) -> str | None:
+    """Return why elementwise kernels do not compute inputs of this size; return None if they compute them.
+
+    torch.compile computes such ops by itself. `most` is the largest size that the kernels take, and `what` describes
+    the input.
+    """
+    if size <= most:
+        too_large = None
+    else:
+        too_large = f"{what}; the kernels take {most}"
+    return left_to_torch_compile() or too_large
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, registers: int | None = None) -> None:

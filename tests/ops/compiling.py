@@ -139,3 +139,16 @@ def described(compiled: Any, name: str, grid: tuple[int, ...]) -> Launch:
 
 if __name__ == "__main__":
     Path(sys.argv[3]).write_text(json.dumps(record(sys.argv[1], sys.argv[2])))
+
+
+def assert_gates_fit(launches: list[Launch], resident_warps: int) -> None:
+    """Assert that kernels of gates fit an H100 without spills and atomics.
+
+    A multiprocessor must hold `resident_warps` warps of the backward kernel.
+    """
+    assert {launch.kernel for launch in launches} == {"forward_gates", "backward_gates", "_sum_of_parts"}
+    assert [fault for launch in launches for fault in launch.faults()] == []
+    assert all(launch.stack == 0 for launch in launches)
+    assert not any(launch.instructions["atom"] + launch.instructions["red"] for launch in launches)
+    registers = [launch.registers for launch in launches if launch.kernel == "backward_gates"]
+    assert max(registers) * 32 * resident_warps <= 65536  # a multiprocessor's registers

@@ -36,9 +36,8 @@ from hybridtron.ops.sum_kernels import sum_of_parts
 
 TILE = 512  # decays per tile; a token with more is a tile of its own
 WARP_DECAYS = 128  # decays per warp: 4 per thread
-RESIDENT_WARPS = (
-    16  # warps of the backward kernel that a multiprocessor runs at a time, with at most 128 registers a thread
-)
+# warps of the backward kernel that a multiprocessor runs at a time, with at most 128 registers a thread
+RESIDENT_WARPS = 16
 
 
 def delta_gates(inputs: DeltaGateInputs) -> tuple[Tensor, Tensor]:

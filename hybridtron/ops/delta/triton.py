@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from hybridtron.ops.delta.gates import DeltaGateInputs
 from hybridtron.ops.delta.reference import DeltaInputs
-from hybridtron.ops.dispatch import left_to_torch_compile
-from hybridtron.ops.kernel_launch import own_kernels
+from hybridtron.ops.kernel_launch import own_kernels, refused_above
 
 MOST_KEYS = 128  # maximum key channels per head: one program of `walk` keeps all of them in registers
 MOST_VALUES = 256  # maximum value channels per head
@@ -27,11 +26,7 @@ def _unsupported_reason(inputs: DeltaInputs) -> str | None:
 
 def _unsupported_decays(inputs: DeltaGateInputs) -> str | None:
     decays = inputs.a_BLX.shape[2]
-    if decays <= MOST_DECAYS:
-        too_many = None
-    else:
-        too_many = f"{decays} decays per token; the kernels take {MOST_DECAYS}"
-    return left_to_torch_compile() or too_many
+    return refused_above(MOST_DECAYS, decays, f"{decays} decays per token")
 
 
 TRITON = own_kernels("hybridtron.ops.delta.kernels:delta_scan", _unsupported_reason)

@@ -6,14 +6,13 @@ earlier version, which had fewer warps per group. `norm_before_gate` has run in 
 
 from __future__ import annotations
 
-from hybridtron.ops.dispatch import left_to_torch_compile
 from hybridtron.ops.gated_norm.reference import (
     GatedNormInputs,
     GatedScaleInputs,
     GatedSquaresInputs,
     NormBeforeGateInputs,
 )
-from hybridtron.ops.kernel_launch import own_kernels
+from hybridtron.ops.kernel_launch import own_kernels, refused_above
 
 MOST_CHANNELS = 1024  # maximum channels per head
 MOST_OF_A_GROUP = 8192  # maximum channels per group: a program keeps all of them in registers
@@ -21,20 +20,12 @@ MOST_OF_A_GROUP = 8192  # maximum channels per group: a program keeps all of the
 
 def _of_heads(inputs: GatedSquaresInputs | GatedScaleInputs | NormBeforeGateInputs) -> str | None:
     size = inputs.y_BLHP.shape[3]
-    if size <= MOST_CHANNELS:
-        too_large = None
-    else:
-        too_large = f"heads of {size} channels; the kernels take {MOST_CHANNELS}"
-    return left_to_torch_compile() or too_large
+    return refused_above(MOST_CHANNELS, size, f"heads of {size} channels")
 
 
 def _of_groups(inputs: GatedNormInputs) -> str | None:
     size = len(inputs.weight_E) // inputs.groups
-    if size <= MOST_OF_A_GROUP:
-        too_large = None
-    else:
-        too_large = f"groups of {size} channels; the kernels take {MOST_OF_A_GROUP}"
-    return left_to_torch_compile() or too_large
+    return refused_above(MOST_OF_A_GROUP, size, f"groups of {size} channels")
 
 
 NORM = own_kernels("hybridtron.ops.gated_norm.kernels:gated_norm", _of_groups)

@@ -7,10 +7,9 @@ kernels are deterministic. The scan was compared with the reference in Triton's 
 
 from __future__ import annotations
 
-from hybridtron.ops.dispatch import left_to_torch_compile
 from hybridtron.ops.gla.gates import GLAGateInputs
 from hybridtron.ops.gla.reference import GLAInputs
-from hybridtron.ops.kernel_launch import own_kernels
+from hybridtron.ops.kernel_launch import own_kernels, refused_above
 
 KEYS = 256  # maximum key channels per head
 VALUES = 512  # maximum value channels per head
@@ -27,11 +26,7 @@ def _unsupported_reason(inputs: GLAInputs) -> str | None:
 
 def _unsupported_decays(inputs: GLAGateInputs) -> str | None:
     channels = inputs.a_BLK.shape[2]
-    if channels <= MOST_DECAYS:
-        too_many = None
-    else:
-        too_many = f"{channels} key channels; the kernels take {MOST_DECAYS}"
-    return left_to_torch_compile() or too_many
+    return refused_above(MOST_DECAYS, channels, f"{channels} key channels")
 
 
 TRITON = own_kernels("hybridtron.ops.gla.kernels:gla_scan", _unsupported_reason)

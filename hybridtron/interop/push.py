@@ -86,16 +86,15 @@ def push(files: list[Upload], repository: str, private: bool, endpoint: str | No
 
     endpoint: address of the server; None for huggingface_hub's default
     """
-    import httpx
     from huggingface_hub import CommitOperationAdd, HfApi
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+    from huggingface_hub.errors import HTTPError, LocalTokenNotFoundError  # of httpx, from release 2.0 of httpx2
 
     hub = HfApi(endpoint=endpoint)
     operations = [CommitOperationAdd(path_in_repo=file.name, path_or_fileobj=file.source) for file in files]
     try:
         hub.create_repo(repository, private=private, exist_ok=True)
         commit = hub.create_commit(repository, operations, commit_message="Upload an export of hybridtron")
-    except (HfHubHTTPError, LocalTokenNotFoundError, httpx.HTTPError) as error:
+    except (HTTPError, LocalTokenNotFoundError) as error:
         cure = "check the name and the network, and run hf auth login with a token that may write"
         raise CannotPush(f"{repository} was not uploaded: {first_line(error)}; {cure}", code="unavailable") from error
     return str(commit.commit_url)

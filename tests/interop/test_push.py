@@ -135,6 +135,14 @@ def test_a_token_that_may_not_write_is_refused(exported: Path, hub: Hub, monkeyp
     assert not hub.files
 
 
+def test_a_hub_that_does_not_answer_is_named(exported: Path, hub: Hub) -> None:
+    hub.shutdown()
+    hub.server_close()
+    with pytest.raises(CannotPush, match=r"was not uploaded: .*; check the name and the network") as refused:
+        push(uploads(exported, None), REPOSITORY, False, hub.address)
+    assert refused.value.code == "unavailable"
+
+
 @pytest.mark.parametrize("name", ["samba", "a/b/c", "mary/", "../samba", "mary/sam ba", "mary/a--b"])
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(CannotPush) as refused:

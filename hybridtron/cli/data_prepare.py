@@ -29,6 +29,7 @@ from hybridtron.problems import CommandParser
 
 if TYPE_CHECKING:
     from hybridtron.data.folder import TokenFolder
+    from hybridtron.data.manifest import SourceSplit
     from hybridtron.data.prepare.input_files import FoundInputs
 
 EMBEDDED = "embedded"
@@ -251,6 +252,13 @@ def prepare_embedded(chosen: argparse.Namespace) -> TokenFolder:
     return folder
 
 
+def _learned_cells(source: SourceSplit) -> list[str]:
+    """Return a cell with the fraction of learned tokens, or no cell for a source without masks."""
+    if source.learned is None:
+        return []
+    return [f"{source.learned / source.tokens:.1%}"]
+
+
 def show(folder: TokenFolder) -> None:
     """Print tokens and documents by source and split, counts of omitted documents, and warnings about empty splits."""
     from rich.console import Console
@@ -266,10 +274,8 @@ def show(folder: TokenFolder) -> None:
         table.add_column(title, justify="right")
     for split, sources in manifest.splits.items():
         for name, source in sources.items():
-            cells = [name, split, f"{source.tokens:,}", f"{source.documents:,}", f"{len(source.shards):,}"]
-            if source.learned is not None:
-                cells.append(f"{source.learned / source.tokens:.1%}")
-            table.add_row(*cells)
+            counts = (source.tokens, source.documents, len(source.shards))
+            table.add_row(name, split, *(f"{count:,}" for count in counts), *_learned_cells(source))
         shards = sum(len(source.shards) for source in sources.values())
         documents = sum(source.documents for source in sources.values())
         table.add_row("all", split, f"{manifest.tokens(split):,}", f"{documents:,}", f"{shards:,}", style="bold")

@@ -3,7 +3,9 @@
 Without a folder, all runs below runs/ are shown. The table has each run's state, jobs, phase, step, speed, loss, number
 of starts, remaining time, and expected end time. The values are read from the run's folder, and from SLURM's queue if
 the machine has SLURM. The remaining time is the remaining token count divided by the speed in recent steps, without
-time in the queue, evaluations and checkpoints. The command writes nothing and does not import torch.
+time in the queue, evaluations and checkpoints. For runs that are named, lines below show their time by section
+(`train/time_log.py`), and the interval between checkpoints that loses the least time. The command writes nothing and
+does not import torch.
 
 Exit codes: 0 shown, 2 a folder is missing or contains no run.
 """
@@ -27,9 +29,11 @@ from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
 from hybridtron.limits import path_of
+from hybridtron.planning.checkpoint_interval import best_interval, lost_fraction, seconds_between_failures
 from hybridtron.problems import CommandParser, ConfigError, Unusable
 from hybridtron.train.jsonl import read_lines, read_record
 from hybridtron.train.outcome import clock
+from hybridtron.train.time_log import read_time
 
 RECENT = 20  # the speed is averaged over this number of last steps
 TAIL = 2**20  # bytes read from the end of metrics.jsonl; enough for RECENT lines
@@ -124,12 +128,19 @@ def main(arguments: list[str]) -> int:
     parser = CommandParser(prog="hybridtron status", description="State, speed and remaining time of runs.")
     parser.add_argument("folders", nargs="*", type=path_of, metavar="RUN_FOLDER", help="default: all below runs/")
     folders: list[Path] = parser.parse_args(arguments).folders
+    named = bool(folders)
     folders = folders or sorted(path.parent for path in Path("runs").glob("*/config.yaml"))
     if not folders:
         raise Unusable("there is no run below ./runs: name a run's folder", code="no-file")
     statuses = [status(folder) for folder in folders]
     console = Console()
-    show(statuses, console if console.is_terminal else Console(width=WIDTH))
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    show(statuses, console)
+    if named:
+        for run in statuses:
+            for line in time_lines(run):
+                console.print(line, highlight=False, soft_wrap=True, markup=False)
     return 0
 
 
@@ -171,6 +182,25 @@ def show(statuses: Sequence[Status], console: Console) -> None:
     for run in statuses:
         if run.why:
             console.print(f"{run.folder}: {run.why}", highlight=False, soft_wrap=True, markup=False)
+
+
+def time_lines(run: Status) -> list[str]:
+    """Return lines on the time that a run took by section, and on the best interval between its checkpoints."""
+    spent = read_time(run.folder)
+    if spent is None:
+        return []
+    starts = "1 start" if spent.starts == 1 else f"{spent.starts} starts"
+    lines = [f"{run.folder}: {clock(spent.total)} in {starts}: {spent.words()}"]
+    if spent.save_s:
+        failure_s = seconds_between_failures(spent.processes)
+        interval_s = best_interval(spent.save_s, failure_s)
+        lost = lost_fraction(interval_s, spent.save_s, spent.start_s, failure_s)
+        lines.append(
+            f"{run.folder}: a checkpoint stops training for {spent.save_s:.2g} s, a start takes {spent.start_s:.2g} s; "
+            f"at Llama 3's rate of failures, one in {failure_s / 3600:,.0f} h on {spent.processes} devices, "
+            f"a checkpoint every {clock(interval_s)} is best and {lost:.2%} of the time is lost"
+        )
+    return lines
 
 
 def _state(

@@ -46,6 +46,7 @@ from hybridtron.ops.native.library import missing
 from hybridtron.ops.registry import choices
 from hybridtron.ops.softmax import softmax_gradients, softmax_sums
 from hybridtron.train.outcome import Progress, clock
+from hybridtron.train.time_log import TimeSpent
 
 # the ops that routing and the op `experts` call
 EXPERTS = (expert_choice, expert_linear, expert_order, from_experts, mlp_of_rows, to_experts)
@@ -137,11 +138,16 @@ def announce_reading(loader: Loader, phase: ResolvedPhase) -> None:
     LOG.info(f"mean length of uninterrupted text: {readable(loader.mean_stretch)} tokens; rows are fully packed")
 
 
-def announce_end(progress: Progress, run_dir: Path, checkpoint: Path) -> None:
+def announce_end(progress: Progress, run_dir: Path, checkpoint: Path, spent: TimeSpent) -> None:
     """Log a run's duration, its held-out losses, its last checkpoint, and commands that usually come next."""
+    if spent.starts > 1:
+        starts = f"{clock(spent.total)} in {spent.starts} starts"
+    else:
+        starts = clock(spent.total)
     losses = "".join(f", held-out loss {loss:.4f} at {length}" for length, loss in (progress.validation or {}).items())
     LOG.info(
         f"finished at step {progress.step} after {clock(time.monotonic() - progress.began)}{losses}\n"
+        f"time: {starts}: {spent.words()}\n"
         f"checkpoint: {checkpoint}\n\nnext:\n"
         f'  hybridtron generate {run_dir} --prompt "def main("\n'
         f"  hybridtron plot {run_dir}\n"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
+from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.config.load import to_yaml
 from hybridtron.config.pipeline_layout import launched
@@ -37,6 +39,7 @@ from hybridtron.train.start import (
     initial_weights,
     starting_point,
 )
+from hybridtron.train.time_log import TimeLog
 from hybridtron.train.trainer import Trainer
 from hybridtron.train.watchdog import Watchdog
 
@@ -77,25 +80,41 @@ def run_training(plan: RunPlan, requests: StopRequests, hooks: Sequence[Hook] = 
                 initial = initial_weights(config)
             else:
                 initial = None
-            if initial is None:
-                changed = []
-            else:
-                changed = check_same_weights(initial, plan.phases[0].arch, "run.weights", True)
+            changed = changes_of_model(initial, plan)
             if groups.is_first:
                 open_folder(start, initial, config, changed)
             barrier()  # the first rank has prepared the folder, and now all ranks may write logs into it
             log.write_to(failures.run_dir)
             with Watchdog(failures, config.run.timeout) as watchdog, record_unfinished(failures):
+                time_log = open_time_log(config, start, groups, failures)
                 trainer = Trainer(
-                    plan, groups, start=start, initial=initial, hooks=hooks, requests=requests, watchdog=watchdog
+                    plan,
+                    groups,
+                    start=start,
+                    initial=initial,
+                    hooks=hooks,
+                    requests=requests,
+                    watchdog=watchdog,
+                    time_log=time_log,
                 )
-                trainer.fit()
+                with closing(time_log):
+                    trainer.fit()
                 if failed := failures_of(hooks):
                     raise ExportsFailed(failed)
                 if groups.is_first:
                     failures.record("finished")
         finally:
             stop_groups()
+
+
+def changes_of_model(initial: Checkpoint | None, plan: RunPlan) -> list[str]:
+    """List differences between the configured model and the model of the initial weights.
+
+    Raises ConfigError if the weights don't fit.
+    """
+    if initial is None:
+        return []
+    return check_same_weights(initial, plan.phases[0].arch, "run.weights", True)
 
 
 def join_ranks(config: Config, failures: Failures) -> Groups:
@@ -129,6 +148,19 @@ def open_folder(start: Checkpoint | None, initial: Checkpoint | None, config: Co
     open_run_folder(config)
     if config.run.resume != "auto":
         archive_superseded(start, config)
+
+
+def open_time_log(config: Config, start: Checkpoint | None, groups: Groups, failures: Failures) -> TimeLog:
+    """Open the time log of a start, which continues the log of earlier starts unless they belong to another run."""
+    if config.run.resume == "never":
+        continued = False
+    elif start is None:
+        continued = True  # an earlier start may have ended before its first checkpoint
+    else:
+        continued = checkpoints.belongs_to(failures.run_dir, start.folder)
+    age_s = time.monotonic() - failures.progress.began
+    folder = failures.run_dir / "logs" if groups.is_first else None
+    return TimeLog(folder, groups.world_size, age_s, continued=continued)
 
 
 def open_run_folder(config: Config) -> None:

@@ -44,6 +44,7 @@ from hybridtron.train.rollback import Rollback, RollbackRequested
 from hybridtron.train.skipped_data import BatchKey, SkippedData
 from hybridtron.train.start import candidates, check_same_data, weights_of
 from hybridtron.train.throughput import Throughput
+from hybridtron.train.time_log import TimeLog
 from hybridtron.train.watchdog import Watchdog
 
 LOG = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class Trainer:
         hooks: Sequence[Hook],
         requests: StopRequests,
         watchdog: Watchdog,
+        time_log: TimeLog,
     ) -> None:
         self.plan = plan
         self.config = config = plan.config
@@ -76,6 +78,7 @@ class Trainer:
         self.hooks = hooks
         self.requests = requests
         self.watchdog = watchdog
+        self.time_log = time_log
         watchdog.beat("building the model")
         torch.manual_seed(config.run.seed)
         self.engines = PhaseEngines(plan, groups)
@@ -92,6 +95,7 @@ class Trainer:
             self.engines.build(self.phases[0], weights_of(initial, self.phases[0]))
         else:
             self.engines.build(self.phases[0])
+        time_log.resume(self.resume_step)
         self.rollback = Rollback(config, run_dir, self.start)
         self.progress = watchdog.failures.progress
         self.progress.step = self.resume_step
@@ -133,16 +137,20 @@ class Trainer:
                     self.train_phases()
                     trained = True
                 except RollbackRequested as request:
-                    self.roll_back(request)
-            self.saver.finish()  # wait until the last checkpoint is written, since hooks may read it
-            for hook in self.hooks:
-                hook.on_run_end(self.run)
+                    with self.time_log.spent_on("rollbacks"):
+                        self.roll_back(request)
+            with self.time_log.spent_on("checkpoints"):
+                self.saver.finish()  # wait until the last checkpoint is written, since hooks may read it
+            with self.time_log.spent_on("hooks"):
+                for hook in self.hooks:
+                    hook.on_run_end(self.run)
         finally:
             for hook in self.hooks:
                 hook.close()
         if self.saver.mirror is not None:
             self.watchdog.beat("the last copy of a checkpoint to checkpoint.mirror")
-            self.saver.mirror.finish()
+            with self.time_log.spent_on("checkpoints"):
+                self.saver.mirror.finish()
         if self.groups.is_first:
             self.report_end(checkpoints.folder_of(self.run_dir, self.last))
 
@@ -186,20 +194,22 @@ class Trainer:
         save_every = parse_steps(self.config.checkpoint.every, phase.settings.tokens_per_step)
         evaluate_every = parse_steps(self.config.run.eval_every, phase.settings.tokens_per_step)
         due = False
-        with closing(self.read(loader, phase, first, last)) as steps:
+        with closing(self.read(loader, phase, first, last)) as steps, self.time_log.spent_on("steps"):
             for step in range(first + 1, last + 1):
                 self.watchdog.beat(f"step {step}")
                 waiting_since = time.perf_counter()
                 batches = next(steps)
                 with profile_if_chosen(step, self.config.run.profile, self.run_dir / "logs", self.groups.rank):
                     metrics = self.train_step(step, phase, batches, waiting_since)
+                self.time_log.count_step(metrics, not self.engine.guard.refused)
                 # The check does not wait: the last checkpoint's tensors were copied before this step's update.
                 self.check_saved()
                 data = self.batch_key(step, phase)
                 context = StepContext(self.run, phase, self.engine, loader, step, batches, data)
                 if step == last or step % evaluate_every == 0:
-                    for hook in self.hooks:
-                        metrics = hook.on_evaluation(context, metrics)
+                    with self.time_log.spent_on("evaluation"):
+                        for hook in self.hooks:
+                            metrics = hook.on_evaluation(context, metrics)
                 for hook in self.hooks:
                     metrics = hook.on_step(context, metrics)
                 self.record_progress(metrics)
@@ -215,11 +225,14 @@ class Trainer:
                 if stop or step == last:
                     self.check_saved()  # no further step will check this checkpoint
                 if stop and step < self.last:
-                    self.saver.finish()
+                    with self.time_log.spent_on("checkpoints"):
+                        self.saver.finish()
                     raise Preempted(step, stop)
-        self.saver.settle()  # wait until the phase's last checkpoint is written, since hooks may read it
-        for hook in self.hooks:
-            hook.on_phase_end(StepContext(self.run, phase, self.engine, loader, last))
+        with self.time_log.spent_on("checkpoints"):
+            self.saver.settle()  # wait until the phase's last checkpoint is written, since hooks may read it
+        with self.time_log.spent_on("hooks"):
+            for hook in self.hooks:
+                hook.on_phase_end(StepContext(self.run, phase, self.engine, loader, last))
 
     def enter_phase(self, phase: ResolvedPhase, loader: Loader) -> None:
         """Prepare the engine and the hooks for a phase, at its beginning or where the run resumes within it."""
@@ -302,7 +315,8 @@ class Trainer:
     def save(self, step: int, loader: Loader, metrics: StepMetrics) -> None:
         """Write the checkpoint of a step. Raises RollbackRequested if a value in the checkpoint is not finite."""
         self.watchdog.beat(f"the checkpoint of step {step}")
-        with self.requests.saving():
+        self.time_log.count_save()
+        with self.requests.saving(), self.time_log.spent_on("checkpoints"):
             if metrics.validation is None:
                 measured = math.nan
             else:
@@ -334,6 +348,7 @@ class Trainer:
         self.saver.settle()  # a checkpoint that is still being written may become the newest usable checkpoint
         self.start = self.restored(self.rollback.checkpoints(request, self.saver.written))
         self.resume_step = self.start.meta.step
+        self.time_log.count_rollback(request.step, self.resume_step)
         times = self.rollback.count(request, self.resume_step)
         self.skipped_data = self.skipped_data.and_failed(self.phases, self.resume_step, request.step)
         self.report_decision(rollback.rollback_event(request, self.resume_step, times, self.skipped_data))
@@ -370,7 +385,7 @@ class Trainer:
 
     def report_end(self, checkpoint: Path) -> None:
         """Log the end of the run; on a single process also log a text sample."""
-        announce_end(self.progress, self.run_dir, checkpoint)
+        announce_end(self.progress, self.run_dir, checkpoint, self.time_log.spent())
         run = self.config.run
         if run.sample_tokens and self.groups.world_size == 1:
             LOG.info(sample_report(self.engine.stages[0].model, checkpoint, run, self.progress.tokens))

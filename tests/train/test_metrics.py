@@ -28,6 +28,7 @@ from hybridtron.train.metrics import Decision, StepMetrics
 from hybridtron.train.outcome import Progress
 from hybridtron.train.report import announce_end
 from hybridtron.train.sinks import ConsoleSink, MetricsWriter, SinkStart
+from hybridtron.train.time_log import TimeSpent
 
 STEP = StepMetrics(
     step=10, phase="a", tokens=640, loss=2.5, grad_norm=1.0, lr=1e-3, step_time=0.5, data_wait=0.01,
@@ -294,8 +295,10 @@ def test_the_final_message_names_duration_checkpoint_and_commands(
     monkeypatch.setattr("time.monotonic", lambda: 3723.0)
     progress = Progress(step=20, validation={"1x": 3.5}, began=0.0)
     with RunLog(0):
-        announce_end(progress, Path("runs/mine"), Path("runs/mine/checkpoints/step-00000020"))
+        spent = TimeSpent(2, 1, 1, {"steps": 90.0, "start": 10.0})
+        announce_end(progress, Path("runs/mine"), Path("runs/mine/checkpoints/step-00000020"), spent)
     said = capsys.readouterr().out
     assert all(word in said for word in ("20", "1:02:03", "3.5000", "step-00000020"))
+    assert "time: 0:01:40 in 2 starts: 90.0% steps, 10.0% start" in said
     for command in ("generate", "plot", "evaluate", "export"):
         assert f"hybridtron {command} runs/mine" in said

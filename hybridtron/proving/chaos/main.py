@@ -54,6 +54,7 @@ from hybridtron.proving.chaos.fault_run import HEADER, FaultRun, FaultRunFailed,
 from hybridtron.proving.chaos.faults import Disk
 from hybridtron.proving.chaos.training_run import LAYOUTS, SAVE_EVERY, TIMEOUT_S, Run, arguments_of, write_data
 from hybridtron.resources import PACKAGE
+from hybridtron.train.time_log import read_time
 
 APART = "HYBRIDTRON_CHAOS_APART"  # environment variable, set once the program is in its own mount namespace
 SAME = ("step", "tokens", "loss", "grad_norm", "validation")  # fields of a metrics line that do not depend on time
@@ -123,8 +124,10 @@ def main(arguments: list[str]) -> int:
     began = time.monotonic()
     fault_run, result = compare_runs(chosen, home)
     goodput = chosen.steps / max(fault_run.done, chosen.steps)
+    spent = read_time(fault_run.run.folder)
     summary = [
         f"{len(fault_run.faults)} faults, {fault_run.starts} starts; then {chaos_starts.KILLS} kills of torchrun",
+        *([f"time of the run under faults: {spent.words()}"] if spent is not None else []),
         f"goodput: {goodput:.0%} of {fault_run.done} steps, which include steps that were lost and repeated",
         *(
             [f"the full disk was skipped, because mounting failed: {fault_run.disk.why_not}"]

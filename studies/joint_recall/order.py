@@ -1,7 +1,7 @@
 """HAX's Table 5, compared with our accuracies.
 
-The page's tables show claims about pairs of models, the full order for each recurrence, and further experiments that
-explain differences.
+The page's tables show claims about pairs of models, decided by the judge of all studies, the full order for each
+recurrence, and further experiments that explain differences.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations
 
 from studies.joint_recall.runs import CHANCE, kind_of, variant_of
-from studies.long_text import YES_OR_NO
+from studies.judge import Seeds, Verdict, below, decided, within
 
 PAPER = {
     "mamba": {"": 16.3, "D": 7.8, "SW": 18.7, "SW+D": 16.6, "A": 16.4, "LSH": 11.6, "KS": 36.6, "HAX": 38.0},
@@ -47,7 +47,7 @@ REASONS = (
 )
 """Explanations of a different order, each with the models that show it."""
 WHY = ("reason", "accuracy, %")
-HERE = ("claim", "the paper's, %", "ours, %", "agrees")
+HERE = ("claim", "the paper's, %", "ours, %", "verdict")
 ORDERS = ("beside", "the paper's order", "ours", "pairs in the same order")
 
 
@@ -56,21 +56,27 @@ def of_paper(variant: str) -> float | None:
     return PAPER[base].get(attention)
 
 
-def claims(means: Mapping[str, float]) -> Iterator[tuple[str, str, str, str]]:
-    """Yield table rows: a claim of the paper about two models, with the paper's accuracies and ours."""
-    for above, below in CLAIMS:
-        if above in means and below in means:
-            theirs = f"{of_paper(above)} > {of_paper(below)}"
-            agrees = means[above] > means[below]
-            sign = "<="
-            if agrees:
-                sign = ">"
-            ours = f"{100 * means[above]:.1f} {sign} {100 * means[below]:.1f}"
-            yield f"{above} above {below}", theirs, ours, YES_OR_NO[agrees]
-    if "samba" in means:
-        agrees = means["samba"] < NEAR_CHANCE * CHANCE
-        ours = f"{100 * means['samba']:.1f}, chance {100 * CHANCE:.1f}"
-        yield "samba at chance", "6.3, chance 6.25", ours, YES_OR_NO[agrees]
+def recalls_more(above: str, below_it: str, accuracies: Mapping[str, Seeds]) -> Verdict:
+    """Judge the claim that the first model recalls more than the second; accuracies are in percent, by seed."""
+    return decided([below(f"{below_it} below {above}", accuracies[below_it], accuracies[above])])
+
+
+def at_chance(accuracies: Seeds) -> Verdict:
+    """Judge the claim that Samba is at chance, with its accuracies in percent."""
+    over = {seed: accuracy / (100 * CHANCE) for seed, accuracy in accuracies.items()}
+    return decided([within("Samba's accuracy over chance", over, high=NEAR_CHANCE)])
+
+
+def claims(accuracies: Mapping[str, Seeds]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield table rows: a claim of the paper about two models, with the paper's accuracies, ours, and the verdict."""
+    for above, below_it in CLAIMS:
+        if above in accuracies and below_it in accuracies:
+            theirs = f"{of_paper(above)} > {of_paper(below_it)}"
+            verdict = recalls_more(above, below_it, accuracies)
+            yield f"{above} above {below_it}", theirs, verdict.numbers, verdict.said.value
+    if "samba" in accuracies:
+        verdict = at_chance(accuracies["samba"])
+        yield "samba at chance", "6.3, chance 6.25", verdict.numbers, verdict.said.value
 
 
 def orders(means: Mapping[str, float]) -> Iterator[tuple[str, str, str, str]]:

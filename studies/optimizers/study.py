@@ -34,9 +34,9 @@ from studies.optimizers.runs import (
     sizes_of,
     times_of,
 )
-from studies.optimizers.welch import compared
 from studies.results import Result, Results, Trained, results_of
 from studies.study import Measured, Plan, conduct, parse
+from studies.welch import of_two
 
 COMMAND = "make optimizers"
 LEVEL = 0.05  # a difference with a smaller p counts
@@ -159,12 +159,12 @@ def comparison_rows(report: BenchReport, title: str, losses: Mapping[str, Mappin
         samples = [list(by_optimizer.get(optimizer, {}).values()) for optimizer in OPTIMIZERS]
         if len(samples[0]) == len(samples[1]) > 1:
             adamw, muon = samples
-            result = compared(muon, adamw)
-            difference = f"{result.difference:+.4f} ± {result.error:.4f}"
+            result = of_two(muon, adamw)
+            difference = f"{result.mean:+.4f} ± {result.error:.4f}"
             better = "no difference seen"
-            if result.p < LEVEL:
-                better = NAMES["muon" if result.difference < 0 else "adamw"]
-            cells.append((name, spread(adamw, 4), spread(muon, 4), difference, f"{result.p:.2g}", better))
+            if result.p() < LEVEL:
+                better = NAMES["muon" if result.mean < 0 else "adamw"]
+            cells.append((name, spread(adamw, 4), spread(muon, 4), difference, f"{result.p():.2g}", better))
     report.table(title, header, cells)
 
 

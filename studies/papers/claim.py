@@ -1,41 +1,31 @@
-"""A paper's claim as data: its text, the rule of agreement, the runs it needs, and the functions that judge it.
+"""A paper's claim as data: its text, the rule of agreement, the runs it needs, and the function that judges it.
 
-`agreement` was written down before the runs. A claim is judged from stored results alone. It waits while runs are
-missing, and it is undecided if a difference is below two standard errors.
+A claim is judged from stored results alone, by the judge of all studies (studies/judge.py), and waits while runs are
+missing. `written` says what was known of the results when its rule was written.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from hybridtron.sweep.grid import SweepRun
+from hybridtron.sweep.grid import SEED, SweepRun
+from studies.judge import Said, Seeds, Verdict
 from studies.papers.columns import Column
 from studies.results import Result
 from studies.study import Measured
 
-ERRORS = 2.0  # a smaller difference, in standard errors, is undecided
 
+class Written(Enum):
+    """What was known when a claim's rule was written; the judge itself is younger than all results."""
 
-class Said(Enum):
-    """The outcome of a claim, by our results."""
-
-    AGREES = "agrees"
-    NOT = "does not agree"
-    UNDECIDED = "undecided"
-    UNSEEN = "cannot be seen at this size"
-    WAITS = "waits for runs"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    said: Said
-    numbers: str
+    BEFORE = "what is compared was written before its runs, and how it is tested with their results known"
+    PARTLY = "what is compared was written with one seed known, and how it is tested with all results known"
+    KNOWN = "written with its results known"
+    TIMED = "written before it was measured"
 
 
 @dataclass(frozen=True)
@@ -69,7 +59,7 @@ class Claim:
     """A claim of a paper, with its runs and its rule.
 
     `needs` maps sweeps to variants; `timed` names a measurement of speed. `seen_at` says at which size the claim could
-    be tested, and at which cost. If claim and results disagree, `reason` reports a further experiment with the variants
+    be tested, and at which cost. If the claim does not agree, `reason` reports a further experiment with the variants
     of `further`, which do not enter the judgement. `timed_models` are recipes of the paper's size that are timed on a
     GPU.
     """
@@ -89,6 +79,7 @@ class Claim:
     timed: str = ""
     timed_models: tuple[str, ...] = ()
     on_gpu: OnGpu | None = None
+    written: Written = Written.BEFORE
 
 
 @dataclass(frozen=True)
@@ -111,6 +102,11 @@ class Kept:
 
     def found(self, part: str, variant: str) -> list[Any]:
         return [result.measured for result in self.results(part, variant)]
+
+    def by_seed(self, part: str, variant: str, value: Callable[[Any], float]) -> Seeds:
+        """Return a value of each measured seed of a variant."""
+        pairs = self.measured.get(part, ())
+        return {run.values[SEED]: value(result.measured) for run, result in pairs if run.variant == variant}
 
     def first(self, part: str, variant: str) -> Any:
         """Return the measured values of the first seed, or None."""
@@ -145,68 +141,6 @@ EMPTY = Table((), ())
 def nothing(kept: Kept) -> Table:
     """Return an empty table, for claims without a table of ours."""
     return EMPTY
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two groups of values, one value for each seed; the claim is that `less` has the lower mean."""
-
-    name: str
-    less: Sequence[float]
-    more: Sequence[float]
-
-
-def in_order(pairs: Iterable[Pair], deviation: float | None) -> Verdict:
-    """Compare pairs: agrees if every pair is in order by two standard errors, disagrees if one is reversed by as much.
-
-    `deviation` is one run's deviation over seeds, the same for all models; with None everything is undecided.
-    """
-    said = [(pair, _lies(pair, deviation)) for pair in pairs]
-    numbers = "; ".join(f"{pair.name}: {_compared(pair)} ({outcome.value})" for pair, outcome in said)
-    outcomes = [outcome for _, outcome in said]
-    overall = next((worst for worst in (Said.NOT, Said.UNDECIDED) if worst in outcomes), Said.AGREES)
-    if not deviation:
-        numbers = f"{numbers}; without a second seed no deviation is known"
-    return Verdict(overall, numbers)
-
-
-def _lies(pair: Pair, deviation: float | None) -> Said:
-    if deviation is None:
-        return Said.UNDECIDED
-    difference = statistics.mean(pair.more) - statistics.mean(pair.less)
-    error = deviation * math.sqrt(1 / len(pair.less) + 1 / len(pair.more))
-    if abs(difference) < ERRORS * error:
-        return Said.UNDECIDED
-    if difference > 0:
-        return Said.AGREES
-    return Said.NOT
-
-
-def _compared(pair: Pair) -> str:
-    less = statistics.mean(pair.less)
-    more = statistics.mean(pair.more)
-    return f"{less:.4g} {'<' if less < more else '>='} {more:.4g}"
-
-
-def pooled(groups: Iterable[Sequence[float]]) -> float | None:
-    """Return the pooled deviation over seeds; None if no group has two values."""
-    several = [group for group in groups if len(group) > 1]
-    if not several:
-        return None
-    freedom = sum(len(group) - 1 for group in several)
-    return math.sqrt(sum((len(group) - 1) * statistics.variance(group) for group in several) / freedom)
-
-
-def holds(checks: Iterable[tuple[str, bool]]) -> Verdict:
-    """Agree if all checks hold; for rules that do not compare two models."""
-    overall = Said.AGREES
-    texts = []
-    for text, kept in checks:
-        if not kept:
-            overall = Said.NOT
-            text = f"{text} **(does not hold)**"
-        texts.append(text)
-    return Verdict(overall, "; ".join(texts))
 
 
 def minutes(pairs: Iterable[tuple[SweepRun, Result]]) -> float:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from studies.judge import Verdict, below, decided
 from studies.length_story.runs import FURTHER
 from studies.long_text import spread
 from studies.papers.babilong_runs import CONTEXT
-from studies.papers.claim import Kept, Pair, Table, Verdict, in_order, pooled
+from studies.papers.claim import Kept, Table
 
 
 def copying_rows(kept: Kept) -> Table:
@@ -24,8 +26,8 @@ def copying_rows(kept: Kept) -> Table:
 
 def copies_further(kept: Kept) -> Verdict:
     """Check that passed states copy more letters, at three times the longest training length."""
-    zero, passing = ([of["60"] for of in kept.found("copying", name)] for name in ("zero", "passing"))
-    return in_order([Pair("zero states below passing, at 60 letters", zero, passing)], pooled([zero, passing]))
+    zero, passing = (kept.by_seed("copying", name, lambda found: found["60"]) for name in ("zero", "passing"))
+    return decided([below("letters of 60, zero states below passing", zero, passing)])
 
 
 def why_not_copied(kept: Kept) -> str:
@@ -46,8 +48,10 @@ def passkey_rows(kept: Kept) -> Table:
 
 def finds_further(kept: Kept) -> Verdict:
     """Check that tuning from fitted noise finds more keys at 16 times the tuned length."""
-    rows = [kept.first("passkey", name)["last"][-1] for name in ("mamba2", "mamba2_fitted")]
-    return more_answers("zero states below fitted noise", *((row["value"], row["standard_error"]) for row in rows))
+    zero, fitted = (
+        kept.by_seed("passkey", name, lambda found: found["last"][-1]["value"]) for name in ("mamba2", "mamba2_fitted")
+    )
+    return decided([below("zero states below fitted noise", zero, fitted)])
 
 
 def babilong_rows(kept: Kept) -> Table:
@@ -67,18 +71,9 @@ def babilong_rows(kept: Kept) -> Table:
 
 def answers_further(kept: Kept) -> Verdict:
     """Check that the model with passed states before tuning answers more, in texts of four contexts and longer."""
-    base, passing = (_far_answers(kept, name) for name in ("base-babi", "passing-babi"))
-    return more_answers("base below passing, one seed of each", base, passing)
+    base, passing = (kept.by_seed("babilong", name, _far_answers) for name in ("base-babi", "passing-babi"))
+    return decided([below("base below passing", base, passing, one_start=True)])
 
 
-def more_answers(name: str, less: tuple[float, float], more: tuple[float, float]) -> Verdict:
-    """Compare two values, each given with its standard error."""
-    (lower, first) = less
-    (higher, second) = more
-    return in_order([Pair(name, [lower], [higher])], math.hypot(first, second) / math.sqrt(2))
-
-
-def _far_answers(kept: Kept, variant: str) -> tuple[float, float]:
-    rows = [row for row in kept.first("babilong", variant) if row["length"] >= 4 * CONTEXT]
-    error = math.hypot(*(row["standard_error"] for row in rows)) / len(rows)
-    return statistics.mean(row["value"] for row in rows), error
+def _far_answers(found: Sequence[Mapping[str, Any]]) -> float:
+    return statistics.mean(row["value"] for row in found if row["length"] >= 4 * CONTEXT)

@@ -8,20 +8,27 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hybridtron.proving.measuring import grid
-from studies.papers.claim import Claim, Kept, Paper, Said, Table, Verdict, judged
+from studies.judge import Said, Verdict, power_rows
+from studies.judge import notes as judged_by
+from studies.papers.claim import Claim, Kept, Paper, Table, judged
 from studies.papers.on_gpu import column
+from studies.papers.page import rules
 
 COLORS = {
     Said.AGREES: "#2e7d32",
     Said.NOT: "#c62828",
     Said.UNDECIDED: "#b26a00",
+    Said.ONE_SEED: "#b26a00",
+    Said.FEW_SEEDS: "#b26a00",
+    Said.NO_FAILURE: "#546e7a",
+    Said.OTHER: "#546e7a",
     Said.UNSEEN: "#546e7a",
     Said.WAITS: "#9e9e9e",
 }
 INTRODUCTION = (
-    "Claims of four papers, asked of tiny models that were trained on two CPU cores. What counts as agreement was "
-    "written before the runs, or says that it was not. A difference below two standard errors over seeds is undecided; "
-    "a claim that models of this size can say nothing about says at what size it could be seen."
+    "Claims of four papers, asked of tiny models that were trained on two CPU cores. One judge decides all of them; "
+    "each rule says what was known of the results when it was written. A claim about models that fail says so if ours "
+    "do not, and one that models of this size can say nothing about says at what size it could be seen."
 )
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -47,6 +54,7 @@ def markdown(papers: Sequence[Paper], kept: Kept, spent: Table) -> str:
     lines = ["# Four papers at the size of a laptop", ""]
     lines += ["What `make papers` found of their claims, each on tiny models, beside the paper's own numbers.", ""]
     lines += grid(("paper", *(outcome.value for outcome in Said)), counts(papers, kept))
+    lines += ["", *(f"- {note}" for note in header(papers)), "", *grid(*power_rows())]
     lines += ["", "Minutes of one thread, of which two run side by side:", "", *grid(spent.header, spent.rows)]
     for paper in papers:
         lines += ["", f"## {paper.title}", "", f"[Tables, pictures and commands]({paper.name}.md)", ""]
@@ -55,13 +63,19 @@ def markdown(papers: Sequence[Paper], kept: Kept, spent: Table) -> str:
     return "\n".join(lines) + "\n"
 
 
+def header(papers: Sequence[Paper]) -> list[str]:
+    """Return notes about the judge and the rules."""
+    return [*judged_by(), rules(claim for paper in papers for claim in paper.claims)]
+
+
 def page(papers: Sequence[Paper], kept: Kept, spent: Table, *, results: Path, pictures: Path) -> str:
     """Return the overview as HTML that needs no other file."""
-    header = ("paper", *(outcome.value for outcome in Said))
+    titles = ("paper", *(outcome.value for outcome in Said))
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><title>Four papers at the size of a laptop</title>",
         f"<style>{STYLE}</style><h1>Four papers at the size of a laptop</h1><p>{INTRODUCTION}</p>",
-        _table(Table(header, tuple(counts(papers, kept)))),
+        _table(Table(titles, tuple(counts(papers, kept)))),
+        f"<ul>{''.join(f'<li>{html.escape(note)}' for note in header(papers))}</ul>",
         f"<p>Minutes of one thread, of which two run side by side:</p>{_table(spent)}",
     ]
     for paper in papers:
@@ -84,7 +98,10 @@ def _row(paper: Paper, claim: Claim, verdict: Verdict, *, kept: Kept, results: P
 
 def _details(paper: Paper, claim: Claim, kept: Kept, results: Path) -> Iterator[str]:
     """Yield the part that opens at a click: the rule, the tables side by side, and the command."""
-    yield f"<details><summary>rule, tables and command</summary><p>Agreement: {html.escape(claim.agreement)}.</p>"
+    yield f"<details><summary>rule, tables and command</summary><p>Agreement: {html.escape(claim.agreement)}."
+    if claim.needs or claim.timed:
+        yield f" This rule: {html.escape(claim.written.value)}."
+    yield "</p>"
     for title, table in (
         ("The paper", claim.paper),
         ("Ours", claim.ours(kept)),

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from hybridtron.proving.measuring import grid
-from studies.papers.claim import Claim, Kept, Paper, Said, Verdict, judged, minutes
+from studies.judge import Said, Verdict
+from studies.judge import notes as judged_by
+from studies.papers.claim import Claim, Kept, Paper, Written, judged, minutes
 from studies.papers.on_gpu import column, hours
 from studies.results import commit
 
-MARKS = {
-    Said.AGREES: "**agrees**",
-    Said.NOT: "**does not agree**",
-    Said.UNDECIDED: "**undecided**",
-    Said.UNSEEN: "**cannot be seen at this size**",
-    Said.WAITS: "*waits for runs*",
-}
+MARKS = {said: f"**{said.value}**" for said in Said} | {Said.WAITS: f"*{Said.WAITS.value}*"}
+EXPLAINED = (Said.NOT, Said.ONE_SEED, Said.FEW_SEEDS, Said.NO_FAILURE, Said.OTHER)
 
 
 def page(paper: Paper, kept: Kept, results: Path, pictures: Path | None) -> str:
@@ -36,12 +33,20 @@ def page(paper: Paper, kept: Kept, results: Path, pictures: Path | None) -> str:
 def notes(kept: Kept, verdicts: Sequence[tuple[Claim, Verdict]]) -> Iterator[str]:
     used = {id(result): (run, result) for claim, _ in verdicts for run, result in kept.of(claim.needs)}
     counted = [result.commit for _, result in used.values()]
-    yield "models of a laptop's size beside the paper's numbers; what counts as agreement was written before the runs"
-    yield "± is the standard deviation over seeds; a difference below two standard errors is undecided"
+    yield "models of a laptop's size beside the paper's numbers; ± is the standard deviation over seeds"
+    yield from judged_by()
+    yield rules(claim for claim, _ in verdicts)
     yield f"{len(used)} runs, {minutes(used.values()):.0f} minutes of steps on one thread each"
     if counted:
         listed = ", ".join(f"{name} ({counted.count(name)})" for name in dict.fromkeys(counted))
         yield f"results by commits: {listed}; page written at {commit()}"
+
+
+def rules(claims: Iterable[Claim]) -> str:
+    """Return the note that counts rules by what was known when they were written."""
+    written = [claim.written for claim in claims if claim.needs or claim.timed]
+    counted = (f"{written.count(kind)} {kind.value}" for kind in Written if kind in written)
+    return f"of {len(written)} rules: {'; '.join(counted)}"
 
 
 def summary(verdicts: Sequence[tuple[Claim, Verdict]]) -> list[str]:
@@ -56,10 +61,12 @@ def section(
 ) -> Iterator[str]:
     yield from (f"## {claim.name}", "", f"{claim.where}: {claim.says}", "")
     yield f"- agreement: {claim.agreement}"
+    if claim.needs or claim.timed:
+        yield f"- this rule: {claim.written.value}"
     yield f"- {MARKS[verdict.said]}: {verdict.numbers}"
     if claim.seen_at:
         yield f"- where it could be seen: {claim.seen_at}"
-    if verdict.said is Said.NOT:
+    if verdict.said is Said.NOT or (claim.reason is not None and verdict.said in EXPLAINED):
         yield f"- a further experiment: {further(claim, kept)}"
     of_claim = kept.of(claim.needs)
     if of_claim or claim.timed in kept.timed:

@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from studies.judge import Check, Seeds, Verdict, another, below, decided, within
 from studies.long_text import Curve, draw_seeds, frame
-from studies.papers.claim import Kept, Pair, Table, Verdict, holds, in_order, pooled
-from studies.papers.samba_runs import CONTEXT, REPEATED
+from studies.papers.claim import Kept, Table
+from studies.papers.samba_runs import CONTEXT
 from studies.passkey.samples import LONGER
 
 LAST = 32  # the longest evaluated rows, in training lengths
@@ -24,22 +25,21 @@ REACH = 2048  # tokens, four times the rows of tuning
 Judge = Callable[[Kept], Verdict]
 
 
-def perplexities(kept: Kept, part: str, variant: str, length: int) -> list[float]:
+def perplexities(kept: Kept, part: str, variant: str, length: int) -> Seeds:
     """Return a variant's perplexities at a row length, by seed."""
-    return [found["perplexity"][str(length)] for found in kept.found(part, variant)]
+    return kept.by_seed(part, variant, lambda found: found["perplexity"][str(length)])
 
 
-def losses(kept: Kept, part: str, variant: str, length: int = CONTEXT) -> list[float]:
+def losses(kept: Kept, part: str, variant: str, length: int = CONTEXT) -> Seeds:
     """Return a variant's losses at a row length, by seed.
 
-    Unlike perplexities they have nearly the same deviation for all models.
+    Unlike perplexities they have similar deviations for all models.
     """
-    return [math.log(value) for value in perplexities(kept, part, variant, length)]
+    return {seed: math.log(value) for seed, value in perplexities(kept, part, variant, length).items()}
 
 
-def deviation(kept: Kept, length: int = CONTEXT) -> float | None:
-    """Return the deviation of a run's loss over seeds, pooled over the models with several."""
-    return pooled(losses(kept, "samba", variant, length) for variant in REPEATED)
+def mean_loss(kept: Kept, part: str, variant: str) -> float:
+    return statistics.mean(losses(kept, part, variant).values())
 
 
 def shown(values: Sequence[float]) -> str:
@@ -56,7 +56,7 @@ def rows_of(part: str, variants: Sequence[str], lengths: Sequence[int]) -> Calla
         rows = []
         for variant in variants:
             if results := kept.results(part, variant):
-                cells = (shown(perplexities(kept, part, variant, length)) for length in lengths)
+                cells = (shown([*perplexities(kept, part, variant, length).values()]) for length in lengths)
                 rows.append((variant, f"{results[0].trained.parameters:,}", str(len(results)), *cells))
         return Table(("ours", "parameters", "seeds", *map(str, lengths)), tuple(rows))
 
@@ -67,8 +67,22 @@ def better(part: str, *pairs: tuple[str, str]) -> Judge:
     """Return a judge of pairs: it checks that the first model has the lower loss."""
 
     def judge(kept: Kept) -> Verdict:
-        of = partial(losses, kept, part)
-        return in_order([Pair(f"{low} below {high}", of(low), of(high)) for low, high in pairs], deviation(kept))
+        return decided(lower(kept, part, pairs))
+
+    return judge
+
+
+def lower(kept: Kept, part: str, pairs: Sequence[tuple[str, str]]) -> list[Check]:
+    """Return a check for each pair; it prints perplexities and their ratio."""
+    of = partial(losses, kept, part)
+    return [below(f"{low} below {high}", of(low), of(high), ratio=True) for low, high in pairs]
+
+
+def better_by_loss(*pairs: tuple[str, str]) -> Judge:
+    """Return the judge of a claim about benchmarks: losses stand in for them, and decide nothing."""
+
+    def judge(kept: Kept) -> Verdict:
+        return another("perplexity in place of benchmarks", lower(kept, "samba", pairs))
 
     return judge
 
@@ -78,7 +92,7 @@ def why_other_order(kept: Kept) -> str:
 
     They have the short convolution that Mamba has and the other models of the table do not.
     """
-    samba, gla, gla_sc, retnet, retnet_sc = (statistics.mean(losses(kept, "tables", name)) for name in CONVOLVED)
+    samba, gla, gla_sc, retnet, retnet_sc = (mean_loss(kept, "tables", name) for name in CONVOLVED)
     shares = ((gla - gla_sc) / (gla - samba), (retnet - retnet_sc) / (retnet - samba))
     return (
         "Mamba has a short convolution, and Sliding GLA and Sliding RetNet here have none, as in the paper. On half of "
@@ -93,8 +107,8 @@ def why_other_hybrid(kept: Kept) -> str:
 
     One has as many mixers as Mamba-SWA-MLP, with as many MLP parameters; the other has these in its order too.
     """
-    samba, other, three, order = (statistics.mean(losses(kept, "samba", name)) for name in HYBRIDS)
-    by_seed = {name: ", ".join(f"{loss:.3f}" for loss in losses(kept, "samba", name)) for name in HYBRIDS}
+    samba, other, three, order = (mean_loss(kept, "samba", name) for name in HYBRIDS)
+    by_seed = {name: ", ".join(f"{loss:.3f}" for loss in losses(kept, "samba", name).values()) for name in HYBRIDS}
     return (
         "of 2.4 million parameters Samba has two Mamba layers and two windows, and Mamba-SWA-MLP three of each. Samba "
         f"with three of each, in MLPs of half the size, has a loss of {three:.3f}, where Samba has {samba:.3f} and "
@@ -106,44 +120,59 @@ def why_other_hybrid(kept: Kept) -> str:
     )
 
 
+def risen(kept: Kept, variant: str, *, near: int, far: int, part: str = "samba") -> tuple[Seeds, str]:
+    """Return the logarithm of perplexity in rows of `far` training lengths over `near` of them, by seed, on one text.
+
+    The text has both perplexities, as means over seeds.
+    """
+    first, last = (losses(kept, part, variant, CONTEXT * times) for times in (near, far))
+    means = [math.exp(statistics.mean(of.values())) for of in (first, last)]
+    return {seed: last[seed] - first[seed] for seed in first}, f"{means[0]:.2f} to {means[1]:.2f}"
+
+
+def moved(
+    kept: Kept,
+    variant: str,
+    *,
+    near: int,
+    far: int,
+    low: float = 0.0,
+    high: float = math.inf,
+    part: str = "samba",
+) -> Check:
+    """Return the check that this ratio lies between two ratios."""
+    by_seed, shown = risen(kept, variant, near=near, far=far, part=part)
+    least = math.log(low) if low else -math.inf
+    return within(f"{variant} from {near}x to {far}x", by_seed, low=least, high=math.log(high), ratio=True, shown=shown)
+
+
 def explodes(kept: Kept) -> Verdict:
     """Check that full attention's perplexity rises at 4x, and no other model's."""
-    ratios = {variant: over_training(kept, variant, 4) for variant in ("llama", "llama-swa", "mamba", "samba")}
-    wanted = {name: ratio <= 1.0 for name, ratio in ratios.items()} | {"llama": ratios["llama"] >= EXPLODES}
-    return holds((f"{name} at 4x over 1x: {ratio:.3f}", wanted[name]) for name, ratio in ratios.items())
+    level = [moved(kept, name, near=1, far=4, high=1.0) for name in ("llama-swa", "mamba", "samba")]
+    return decided([moved(kept, "llama", near=1, far=4, low=EXPLODES), *level])
 
 
 def falls(kept: Kept) -> Verdict:
     """Check that Samba's perplexity falls from 1x to 4x, and stays as low up to the longest rows."""
-    ratios = {multiple: over_training(kept, "samba", multiple) for multiple in (2, 4, LAST)}
-    wanted = ratios[4] < ratios[2] < 1 and ratios[LAST] < ratios[4] * LEVEL
-    text = ", ".join(f"{ratio:.4f} at {multiple}x" for multiple, ratio in ratios.items())
-    return holds([(f"Samba's perplexity over that at 1x: {text}", wanted)])
-
-
-def over_training(kept: Kept, variant: str, multiple: int) -> float:
-    """Return perplexity in rows of many training lengths over that in rows of one, on the same text."""
-    far, near = (statistics.mean(perplexities(kept, "samba", variant, CONTEXT * times)) for times in (multiple, 1))
-    return far / near
+    steps = ((1, 2, 1.0), (2, 4, 1.0), (4, LAST, LEVEL))
+    return decided([moved(kept, "samba", near=near, far=far, high=high) for near, far, high in steps])
 
 
 def one_full_layer(kept: Kept) -> Verdict:
     """Check that every model with full attention rises from 2x to 4x, and Samba does not."""
-    checks = []
-    for variant in ("full-0", "full-1", "full-3", "full-1-2", "samba"):
-        twice, four = (perplexities(kept, "tables", variant, CONTEXT * times)[0] for times in (2, 4))
-        checks.append((f"{variant}: {twice:.2f} at 2x, {four:.2f} at 4x", (four > twice) == (variant != "samba")))
-    return holds(checks)
+    full = [moved(kept, name, near=2, far=4, low=1.0, part="tables") for name in FULL]
+    return decided([*full, moved(kept, "samba", near=2, far=4, high=1.0, part="tables")])
 
 
+FULL = ("full-0", "full-1", "full-3", "full-1-2")
 SCAN = 4  # the sub-layer of the second scan of Samba, and of the third of Mamba-MLP
 DEEP = ("samba-deep", "mamba-mlp-deep")
 
 
 def entropies_middle(kept: Kept) -> Verdict:
     """Check that the scans in Samba's middle third select less: from a wider choice."""
-    samba, mamba = ([middle(found["entropy"]) for found in kept.found("entropy", name)] for name in DEEP)
-    return in_order([Pair(f"{DEEP[1]} below {DEEP[0]}", mamba, samba)], pooled([samba, mamba]))
+    samba, mamba = (kept.by_seed("entropy", name, lambda found: middle(found["entropy"])) for name in DEEP)
+    return decided([below(f"{DEEP[1]} below {DEEP[0]}", mamba, samba)])
 
 
 def middle(entropies: Sequence[Mapping[str, Any]]) -> float:
@@ -229,24 +258,35 @@ def passkey_rows(kept: Kept) -> Table:
     return Table(("keys found at tokens", *lengths), rows)
 
 
+def found_at(kept: Kept, variant: str, length: int) -> Seeds:
+    """Return the share of keys that a variant finds in texts of this length, by seed."""
+    return kept.by_seed("passkey", variant, lambda found: _row(found, length)["value"])
+
+
+def _row(found: Mapping[str, Any], length: int) -> Mapping[str, Any]:
+    return next(row for row in found["last"] if row["length"] == length)
+
+
 def recalls(kept: Kept) -> Verdict:
-    """Check that Samba finds more than windows alone at every length, by two standard errors.
+    """Check that Samba finds more than windows alone at every length.
 
     At the tuned length it must also find nearly all keys at every depth.
     """
-    checks = []
-    for (length, samba, samba_error, worst), (_, swa, swa_error, _) in zip(
-        asked(kept, "samba"), asked(kept, "swa"), strict=True
-    ):
-        wanted = samba - swa > 2 * math.hypot(samba_error, swa_error) and (worst >= FOUND or bool(checks))
-        checks.append((f"{length} tokens: {samba:.3f} against {swa:.3f}", wanted))
-    return holds(checks)
+    lengths = [length for length, *_ in asked(kept, "samba")]
+    above = [
+        below(f"windows below Samba at {length}", found_at(kept, "swa", length), found_at(kept, "samba", length))
+        for length in lengths
+    ]
+    worst = kept.by_seed(
+        "passkey", "samba", lambda found: min(share for _, share, _ in _row(found, lengths[0])["by_depth"])
+    )
+    return decided([*above, within(f"Samba's worst depth at {lengths[0]}", worst, low=FOUND)])
 
 
 def recalls_all(kept: Kept) -> Verdict:
     """Check that Samba finds nearly all keys at 16 times the tuned length."""
-    length, value, error, _ = asked(kept, "samba")[-1]
-    return holds([(f"{value:.3f} ± {error:.3f} of the keys at {length} tokens", value >= FOUND)])
+    length, *_ = asked(kept, "samba")[-1]
+    return decided([within(f"keys found at {length} tokens", found_at(kept, "samba", length), low=FOUND)])
 
 
 def why_not_perfect(kept: Kept) -> str:

@@ -14,7 +14,8 @@ from typing import Any
 
 from hybridtron.problems import Unusable
 from hybridtron.train.jsonl import read_record, write_whole
-from studies.papers.claim import Claim, Kept, Table, Verdict, holds
+from studies.judge import Verdict, timed
+from studies.papers.claim import Claim, Kept, Table
 from studies.results import commit
 
 NAMES = ("prefill", "decode", "span")
@@ -101,7 +102,7 @@ def column(kept: Kept, name: str, title: str) -> list[float]:
 def prefill_faster(kept: Kept) -> Verdict:
     ratio = column(kept, "prefill", "Llama / Samba")[-1]
     grown = column(kept, "prefill", "Samba by length")[-1]
-    return holds([
+    return timed([
         (f"Llama takes {ratio:.2f} times Samba's time at the longest rows", ratio >= FASTER),
         (f"Samba's time per token there is {grown:.2f} times that of the shortest", grown <= LINEAR),
     ])  # fmt: skip
@@ -110,7 +111,7 @@ def prefill_faster(kept: Kept) -> Verdict:
 def decoding_flat(kept: Kept) -> Verdict:
     ratio = column(kept, "decode", "Llama / Samba")[-1]
     grown = column(kept, "decode", "Samba per token")[-1]
-    return holds([
+    return timed([
         (f"Samba's time per token after the longest text is {grown:.2f} times that after the shortest", grown <= FLAT),
         (f"Llama takes {ratio:.1f} times Samba's there", ratio >= FASTER),
     ])  # fmt: skip
@@ -119,7 +120,7 @@ def decoding_flat(kept: Kept) -> Verdict:
 def spans_cheaper(kept: Kept) -> Verdict:
     full = column(kept, "span", "full / span")
     grown = column(kept, "span", "span per token")
-    return holds([
+    return timed([
         (f"full attention takes {full[-1]:.1f} times a span's time at its longest row", full[-1] >= FASTER),
         (
             f"a span's time per token at the longest row is {grown[-1]:.2f} times that of the shortest",

@@ -1,26 +1,26 @@
-"""The paper's statements about its variants, and the rules by which a run of this study agrees with them.
+"""The paper's statements about its variants, and the rules by which runs of this study agree with them.
 
-The statistic was fixed before the runs. It is recall over all answers in rows of 512, 1024 and 2048 tokens, the tuned
-length and 2 and 4 times that, read with full attention as in the paper. Models are compared from the same base, seed by
-seed. One model stands above another if its mean is 2 points higher and no seed says otherwise; two are level if their
-means are within 5 points. A variant with one seed is judged by that one. Perplexities count as equal within 10%, and
-times of steps within 20%, at the longest timed rows.
+What is compared was fixed before the runs: recall over all answers in rows of 512, 1024 and 2048 tokens, the tuned
+length and 2 and 4 times that, read with full attention as in the paper. Models are compared seed by seed, as those of a
+seed are tuned from one base, and decided by the judge of all studies. Two models are level if they are within 5 points.
+Perplexities count as equal within 10%, and times of steps within 20%, at the longest timed rows.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 
 from hybridtron.architecture.attention import ReadingAttention
-from studies.long_text import YES_OR_NO
+from studies.judge import Check, Seeds, Verdict, below, decided, differing
+from studies.judge import timed as judge_times
 from studies.span_study.asked import LENGTHS, Readings
 from studies.span_study.cost import Costs, ratio
 
-ABOVE = 0.02
-LEVEL = 0.05
+NOT_ABOVE = 2.0  # points of recall by which a model may stand above another that it is said not to be above
+LEVEL = 5.0
 SAME_PERPLEXITY = 1.1
 SAME_TIME = 1.2
 SCORED = (512, 1024, 2048)
@@ -28,7 +28,7 @@ FULL = ReadingAttention.full
 TRAINED = ReadingAttention.trained
 Found = Mapping[str, Mapping[str, Readings]]
 """Readings by variant and seed."""
-COLUMNS = ("figure", "what the paper says", "ours (by seed)", "agrees")
+COLUMNS = ("figure", "what the paper says", "ours: differences by seed, mean and interval", "verdict")
 
 
 @dataclass(frozen=True)
@@ -77,28 +77,33 @@ def score(readings: Readings, how: ReadingAttention = FULL) -> float:
     return sum(sum(answers.right) for answers in scored) / sum(sum(answers.asked) for answers in scored)
 
 
-def differences(found: Found, claim: Claim) -> list[float]:
-    """Return the first model's score minus the other's, for each seed that both have."""
-    ours = found.get(claim.first, {})
-    theirs = found.get(claim.second, {})
-    our_reading, their_reading = claim.reads
-    return [score(ours[seed], our_reading) - score(theirs[seed], their_reading) for seed in ours if seed in theirs]
+def scores(found: Found, variant: str, how: ReadingAttention) -> Seeds:
+    """Return a model's recall in percent, by seed."""
+    return {seed: 100 * score(readings, how) for seed, readings in found.get(variant, {}).items()}
 
 
-def agrees(claim: Claim, by: list[float]) -> bool:
-    """Return True if these differences by seed agree with the claim."""
-    mean = statistics.mean(by)
-    above = mean >= ABOVE and min(by) > 0
-    return {"above": above, "not_above": not above, "level": abs(mean) <= LEVEL}[claim.kind]
+def verdict(found: Found, claim: Claim) -> Verdict | None:
+    """Judge a claim; None if no seed has both models."""
+    first, second = (
+        scores(found, name, how) for name, how in zip((claim.first, claim.second), claim.reads, strict=True)
+    )
+    by_seed = [first[seed] - second[seed] for seed in first if seed in second]
+    if not by_seed:
+        return None
+    points = ", ".join(f"{value:+.1f}" for value in by_seed)
+    low, high = RANGES[claim.kind]
+    return decided([differing(f"points by seed {points}", second, first, low=low, high=high, one_start=True)])
+
+
+RANGES = {"above": (0.0, math.inf), "not_above": (-math.inf, NOT_ABOVE), "level": (-LEVEL, LEVEL)}
+"""The range in which each kind of claim has the first model's recall minus the second's, in points."""
 
 
 def judged(found: Found, costs: Costs) -> Iterator[tuple[str, ...]]:
     """Yield the rows of a table: each claim about models that have been trained."""
     for claim in CLAIMS:
-        if by := differences(found, claim):
-            gaps = ", ".join(f"{100 * gap:+.1f}" for gap in by)
-            ours = f"{100 * statistics.mean(by):+.1f} points ({gaps})"
-            yield claim.figure, claim.says, ours, YES_OR_NO[agrees(claim, by)]
+        if of_claim := verdict(found, claim):
+            yield claim.figure, claim.says, of_claim.numbers, of_claim.said.value
     yield from _perplexities(found)
     yield from _times(costs)
 
@@ -106,36 +111,45 @@ def judged(found: Found, costs: Costs) -> Iterator[tuple[str, ...]]:
 def _perplexities(found: Found) -> Iterator[tuple[str, ...]]:
     """Yield the rows for Tables 2 and 3."""
     far = {name: _perplexity(found[name], TRAINED, max(LENGTHS)) for name in ATTENTIONS if name in found}
-    if "SW" in far and len(far) > 1 and not any(map(math.isnan, far.values())):
+    others = [name for name in far if name != "SW"]
+    if far.get("SW") and others and all(far.values()):
         says = "read as trained at 4 times the tuned length, SW has the lowest perplexity"
-        yield "Table 2", says, _listed(far), YES_OR_NO[min(far, key=far.__getitem__) == "SW"]
+        lower = [below(f"SW below {name}", far["SW"], far[name], one_start=True, ratio=True) for name in others]
+        yield _row("Table 2", says, lower)
     near = {name: _perplexity(found[name], FULL, min(SCORED)) for name in ADAPTERS if name in found}
     if len(near) == len(ADAPTERS):
         says = "HyLoRA, LoRA+ and LoRA have the same perplexity at the tuned length"
-        yield "Table 3", says, _listed(near), YES_OR_NO[max(near.values()) <= SAME_PERPLEXITY * min(near.values())]
+        reach = math.log(SAME_PERPLEXITY)
+        equal = [
+            differing(f"{one} and {two}", near[one], near[two], low=-reach, high=reach, one_start=True, ratio=True)
+            for one, two in combinations(ADAPTERS, 2)
+        ]
+        yield _row("Table 3", says, equal)
 
 
-def _perplexity(of: Mapping[str, Readings], how: ReadingAttention, length: int) -> float:
-    """Return the mean perplexity over seeds; NaN if rows of that length were not measured."""
-    perplexities = [readings[how][length].perplexity for readings in of.values() if length in readings[how]]
-    if not perplexities:
-        return math.nan
-    return statistics.mean(perplexities)
+def _row(where: str, says: str, checks: list[Check]) -> tuple[str, ...]:
+    of_claim = decided(checks)
+    return where, says, of_claim.numbers, of_claim.said.value
+
+
+def _perplexity(of: Mapping[str, Readings], how: ReadingAttention, length: int) -> Seeds:
+    """Return the logarithm of perplexity by seed; without the seeds whose rows of that length were not measured."""
+    return {
+        seed: math.log(readings[how][length].perplexity) for seed, readings in of.items() if length in readings[how]
+    }
 
 
 def _times(costs: Costs) -> Iterator[tuple[str, ...]]:
-    """Yield the rows for Figure 4."""
+    """Yield the rows for Figure 4: ratios of times, which have no seeds."""
     shortest = costs[min(costs)]
     longest = costs[max(costs)]
     if not {"full", "SW", "S2", "SE"} <= longest.keys():
         return
     ours = ratio(longest, "SE", "SW")
-    yield "4", f"steps with SE as fast as with SW, at {max(costs)} tokens", f"{ours:.2f}x", YES_OR_NO[ours <= SAME_TIME]
+    as_fast = judge_times([(f"{ours:.2f}x", ours <= SAME_TIME)])
+    yield "4", f"steps with SE as fast as with SW, at {max(costs)} tokens", as_fast.numbers, as_fast.said.value
     for slow in ("full", "S2"):
         first, last = (ratio(of, slow, "SE") for of in (shortest, longest))
-        says = f"{slow} slower than SE, and the more the longer the rows"
-        yield "4", says, f"{first:.2f}x at {min(costs)}, {last:.2f}x at {max(costs)}", YES_OR_NO[last > max(first, 1.0)]
-
-
-def _listed(values: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.3g}" for name, value in values.items())
+        shown = f"{first:.2f}x at {min(costs)}, {last:.2f}x at {max(costs)}"
+        slower = judge_times([(shown, last > max(first, 1.0))])
+        yield "4", f"{slow} slower than SE, and the more the longer the rows", slower.numbers, slower.said.value

@@ -17,6 +17,7 @@ from pathlib import Path
 from hybridtron.config.units import readable
 from hybridtron.problems import Unusable
 from hybridtron.sweep.grid import SEED, SweepRun
+from studies.judge import notes as judged_by
 from studies.results import Result
 from studies.span_study.asked import PAIRS, WINDOW, readings_of
 from studies.span_study.cost import COSTS, YARDSTICK, step_times
@@ -64,8 +65,9 @@ def described(runs: Sequence[tuple[SweepRun, Result]], sizes: Sizes) -> list[str
         "seed; HyLoRA of rank 32 where nothing else is said (studies/span_study/span.yaml)",
         f"asked: {sizes.asked} rows of each length, each with {PAIRS} values; beyond the window is more than {WINDOW} "
         "tokens away; perplexity is that of the values, which is all that can be predicted of it",
-        "the claims: studies/span_study/claims.py, written before the runs; peak memory over the length: "
-        "benchmarks/span.md",
+        "the claims: studies/span_study/claims.py; what is compared was written before the runs, how it is tested with "
+        "their results known; peak memory over the length: benchmarks/span.md",
+        *judged_by(),
         "± is the standard deviation over seeds; where there is none, there is one seed",
         f"{minutes:.0f} minutes of steps, with two runs and other work side by side",
     ]

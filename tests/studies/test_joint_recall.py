@@ -122,23 +122,30 @@ def test_the_page_says_whether_the_size_keeps_models_apart(full: float, base: fl
 
 def test_the_papers_means_confirm_its_order() -> None:
     """And with every pair turned round in nothing."""
-    means = {f"{base}+{kind}".strip("+"): value / 100 for base, of in PAPER.items() for kind, value in of.items()}
-    assert [row[-1] for row in orders(means)] == ["28 of 28", "28 of 28"]
-    agreements = {name: agrees for name, _, _, agrees in claims(means)}
-    assert len(agreements) == 10
-    assert set(agreements.values()) == {"yes"}
-    turned = {name: 1 - value for name, value in means.items()}
-    assert [row[-1] for row in orders(turned)] == ["0 of 28", "0 of 28"]
-    assert {row[-1] for row in claims(turned)} == {"**no**"}
+    means = {f"{base}+{kind}".strip("+"): value for base, of in PAPER.items() for kind, value in of.items()}
+    turned = {name: 100 - value for name, value in means.items()}
+    for by_name, same, said in ((means, "28 of 28", "agrees"), (turned, "0 of 28", "does not agree")):
+        assert [row[-1] for row in orders(by_name)] == [same, same]
+        seeds = {name: {"1": mean, "2": mean + 0.1, "3": mean - 0.1} for name, mean in by_name.items()}
+        verdicts = {name: verdict for name, _, _, verdict in claims(seeds)}
+        assert len(verdicts) == 10
+        assert set(verdicts.values()) == {said}
 
 
 def test_orders_compare_measured_models_only() -> None:
     means = {"mamba": 0.3, "mamba+KS": 0.5, "mamba+KS-8": 0.9, "mamba+LSH": 0.4}
     assert list(orders(means)) == [("mamba", "KS > alone > LSH", "KS > LSH > alone", "2 of 3")]
-    assert list(claims(means)) == [
-        ("mamba+KS above mamba", "36.6 > 16.3", "50.0 > 30.0", "yes"),
-        ("mamba above mamba+LSH", "16.3 > 11.6", "30.0 <= 40.0", "**no**"),
-    ]
+    seeds = {
+        "mamba": {"1": 30.0, "2": 31.0, "3": 29.0},
+        "mamba+KS": {"1": 50.0, "2": 52.0, "3": 48.0},
+        "mamba+LSH": {"1": 40.0},
+    }
+    (above, alone) = claims(seeds)
+    assert above[:2] == ("mamba+KS above mamba", "36.6 > 16.3")
+    assert above[2].startswith("mamba below mamba+KS: 30 and 50, +20 [")
+    assert above[3] == "agrees"
+    one = ("mamba above mamba+LSH", "16.3 > 11.6", "mamba+LSH below mamba: 40 and 30 (one seed)", "one seed")
+    assert alone == one
 
 
 def test_reasons_need_all_their_measurements() -> None:

@@ -28,8 +28,8 @@ from studies.optimizers.runs import (
     variants,
 )
 from studies.optimizers.study import ModelResults, draw, main, page
-from studies.optimizers.welch import compared, two_sided
 from studies.results import Results
+from studies.welch import of_two, quantile, two_sided
 
 
 @pytest.mark.slow
@@ -131,15 +131,16 @@ def test_the_slower_optimizer_has_fewer_steps() -> None:
 def test_critical_values_of_students_distribution(freedom: float, critical: float) -> None:
     assert two_sided(critical, freedom) == pytest.approx(0.05, abs=1e-4)
     assert two_sided(-critical, freedom) == two_sided(critical, freedom)
+    assert quantile(0.05, freedom) == pytest.approx(critical, abs=2e-3)
 
 
 def test_welch_of_a_textbook_sample() -> None:
     """With variances of 1 and 4: an error of sqrt(5 / 3), and 25 / 8.5 degrees of freedom."""
-    result = compared([9.0, 10.0, 11.0], [3.0, 5.0, 7.0])
-    assert result.difference == 5.0
+    result = of_two([9.0, 10.0, 11.0], [3.0, 5.0, 7.0])
+    assert result.mean == 5.0
     assert result.error == pytest.approx((5 / 3) ** 0.5)
     assert result.freedom == pytest.approx(25 / 8.5)
-    assert result.p == pytest.approx(0.0316, abs=5e-4)
+    assert result.p() == pytest.approx(0.0316, abs=5e-4)
 
 
 def made_up(muon: tuple[float, ...]) -> Mapping[str, ModelResults]:

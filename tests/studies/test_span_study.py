@@ -18,8 +18,9 @@ from hybridtron.config.resolve import RunPlan
 from hybridtron.planning.count import count
 from hybridtron.proving.measuring import Timing
 from hybridtron.tasks.tokens import ByteTokens
+from studies.judge import Said
 from studies.span_study.asked import DISTANCES, LENGTHS, PAIRS, Asked, Readings, answers, readings_of, task
-from studies.span_study.claims import CLAIMS, FULL, TRAINED, Claim, agrees, differences, score
+from studies.span_study.claims import CLAIMS, FULL, TRAINED, Claim, score, verdict
 from studies.span_study.cost import Cost, step_times
 from studies.span_study.pages import page
 from studies.span_study.runs import ALONE, BASE, QUICK, REPEATED, ROWS, STUDY, part_of
@@ -147,34 +148,39 @@ def test_recall_and_perplexity_are_counted_by_distance() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "first", "second", "agreed"),
+    ("kind", "first", "second", "said"),
     [
-        ("above", [0.5, 0.6], [0.4, 0.5], True),
-        ("above", [0.5, 0.6], [0.4, 0.61], False),  # higher in the mean, and one seed says otherwise
-        ("above", [0.5, 0.5], [0.49, 0.49], False),  # higher by less than counts
-        ("not_above", [0.5, 0.5], [0.49, 0.49], True),
-        ("level", [0.5, 0.6], [0.45, 0.6], True),
-        ("level", [0.5, 0.6], [0.3, 0.4], False),
+        ("above", [0.5, 0.6, 0.7], [0.4, 0.5, 0.62], Said.AGREES),
+        ("above", [0.5, 0.6, 0.7], [0.4, 0.5, 0.75], Said.UNDECIDED),  # higher in the mean, and one seed says otherwise
+        ("above", [0.5, 0.6, 0.7], [0.52, 0.62, 0.72], Said.NOT),  # by little, and in every seed
+        ("above", [0.5], [0.4], Said.ONE_SEED),
+        ("not_above", [0.5, 0.6, 0.7], [0.49, 0.59, 0.69], Said.AGREES),
+        ("not_above", [0.5, 0.6, 0.7], [0.4, 0.5, 0.6], Said.NOT),
+        ("level", [0.5, 0.6, 0.7], [0.48, 0.61, 0.69], Said.AGREES),
+        ("level", [0.5, 0.6, 0.7], [0.3, 0.4, 0.5], Said.NOT),
+        ("level", [0.5, 0.6, 0.7], [0.3, 0.55, 0.5], Said.UNDECIDED),
     ],
 )
-def test_claims_agree_beyond_their_tolerance_in_every_seed(
-    kind: str, first: list[float], second: list[float], agreed: bool
-) -> None:
+def test_claims_are_judged_seed_by_seed(kind: str, first: list[float], second: list[float], said: Said) -> None:
     """Three of five answers are beyond the window, so that a difference there counts three fifths."""
     models = {
         name: {str(seed): read(value) for seed, value in enumerate(values)}
         for name, values in {"first": first, "second": second}.items()
     }
-    claim = Claim("0", "made up", "first", "second", kind)
-    by = differences(models, claim)
-    assert by == pytest.approx([0.6 * (a - b) for a, b in zip(first, second, strict=True)], abs=1e-9)
-    assert agrees(claim, by) == agreed
+    of_claim = verdict(models, Claim("0", "made up", "first", "second", kind))
+    assert of_claim is not None
+    assert of_claim.said is said
+    points = ", ".join(f"{60 * (one - other):+.1f}" for one, other in zip(first, second, strict=True))
+    assert of_claim.numbers.startswith(f"points by seed {points}: ")
 
 
 def test_a_claim_compares_two_readings_of_one_model() -> None:
     claim = Claim("11", "made up", "SE", "SE", reads=(FULL, TRAINED))
-    assert differences({"SE": {"1": read(0.75, 0.25)}}, claim) == pytest.approx([0.3])
+    of_claim = verdict({"SE": {"1": read(0.75, 0.25)}}, claim)
+    assert of_claim is not None
+    assert of_claim.numbers == "points by seed +30.0: 55 and 85 (one seed)"
     assert score(read(0.75, 0.25), TRAINED) == pytest.approx(0.55)
+    assert verdict({}, claim) is None
 
 
 def costs() -> dict[int, dict[str, Cost]]:
@@ -190,22 +196,29 @@ def costs() -> dict[int, dict[str, Cost]]:
 
 @pytest.mark.parametrize(("window", "reached"), [(0.25, "yes"), (0.9, "**no**")])
 def test_the_page_marks_claims_that_agree(window: float, reached: str) -> None:
+    seeds = (0.0, 0.001, 0.002)
     measured: Mapping[str, Mapping[str, Readings]] = {
         BASE: {"1": read(1.0)},
-        "full": {"1": read(1.0), "2": read(1.0)},
-        "SW": {"1": read(window, 0.0), "2": read(window, 0.0)},
-        "SE": {"1": read(0.95, 0.5), "2": read(0.95, 0.5)},
+        "full": {str(seed): read(1.0 - by) for seed, by in enumerate(seeds)},
+        "SW": {str(seed): read(window - 2 * by, 0.0) for seed, by in enumerate(seeds)},
+        "SE": {str(seed): read(0.95 + by, 0.5) for seed, by in enumerate(seeds)},
     }
     rows = page(measured, costs(), ["made up"]).splitlines()
-    difference = 60 * (0.95 - window)
-    points = f"{difference:+.1f}"
-    assert f"| 2(a) | SE above SW | {points} points ({points}, {points}) | yes |" in rows
-    assert "| 2(a) | SE level with full attention | -3.0 points (-3.0, -3.0) | yes |" in rows
-    assert "| 4 | steps with SE as fast as with SW, at 8192 tokens | 1.25x | **no** |" in rows
-    assert "| 4 | full slower than SE, and the more the longer the rows | 1.00x at 512, 2.40x at 8192 | yes |" in rows
-    assert "| SE | 1.000 ± 0.000 | 0.950 ± 0.000 | 1.000 ± 0.000 | 0.500 ± 0.000 |" in rows
+    above = next(row for row in rows if row.startswith("| 2(a) | SE above SW |"))
+    assert f"points by seed {60 * (0.95 - window):+.1f}, " in above
+    assert above.endswith("| agrees |")
+    level = next(row for row in rows if row.startswith("| 2(a) | SE level with full attention |"))
+    assert "points by seed -3.0, -2.9, -2.8: " in level
+    assert level.endswith("| agrees |")
+    lowest = next(row for row in rows if row.startswith("| Table 2 |"))
+    assert lowest.endswith("| undecided |")
+    fast = "| 4 | steps with SE as fast as with SW, at 8192 tokens | 1.25x **(does not hold)** | does not agree |"
+    assert fast in rows
+    slower = "| 4 | full slower than SE, and the more the longer the rows | 1.00x at 512, 2.40x at 8192 | agrees |"
+    assert slower in rows
+    assert "| SE | 1.000 ± 0.000 | 0.951 ± 0.001 | 1.000 ± 0.000 | 0.500 ± 0.000 |" in rows
     assert rows[-2].endswith(f"| {reached} |")
-    assert rows[-1].endswith("| 1 | yes |")
+    assert rows[-1].endswith("| 0.999 | yes |")
 
 
 @pytest.mark.slow

@@ -45,8 +45,8 @@ def notes(kept: Kept, verdicts: Sequence[tuple[Claim, Verdict]]) -> Iterator[str
 def rules(claims: Iterable[Claim]) -> str:
     """Return the note that counts rules by what was known when they were written."""
     written = [claim.written for claim in claims if claim.needs or claim.timed]
-    counted = (f"{written.count(kind)} {kind.value}" for kind in Written if kind in written)
-    return f"of {len(written)} rules: {'; '.join(counted)}"
+    counted = (f"{kind.value}: {written.count(kind)}" for kind in Written if kind in written)
+    return f"rules: {len(written)}; {'; '.join(counted)}"
 
 
 def summary(verdicts: Sequence[tuple[Claim, Verdict]]) -> list[str]:

@@ -107,14 +107,14 @@ def test_models_of_a_study_have_equal_sizes(tmp_path: Path) -> None:
 
 
 def test_rules_say_what_was_known_when_they_were_written() -> None:
-    """Claims of speed were measured once; the comparisons of the length paper have been written anew."""
+    """Claims of speed were measured once; the comparisons of the length paper are new."""
     for claim in CLAIMS:
         assert (claim.written is Written.TIMED) == bool(claim.timed), claim.name
     assert all(BY_NAME[name].written is Written.KNOWN for name in ("figure1-remembrance", "figure5-samba"))
     assert BY_NAME["figure4-recall"].written is Written.PARTLY
     claims = [BY_NAME[name] for name in ("table3-order", "figure4-recall", "figure3-prefill", "table1-benchmarks")]
-    assert rules(claims).startswith("of 3 rules: 1 what is compared was written before its runs")
-    assert rules(claims).endswith("; 1 written before it was measured")
+    assert rules(claims).startswith("rules: 3; what is compared was written before its runs, and")
+    assert rules(claims).endswith(": 1; written before it was measured: 1")
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,50 @@ def graph_of(call: Callable[[], object]) -> Callable[[], None]:
     return graph.replay
 
 
+@functools.cache
+def _graph_stream() -> Any:
+    """The stream on which passes run before they are captured, and on which they are captured."""
+    return torch.cuda.Stream()
+
+
+@contextmanager
+def on_graph_stream(enabled: bool = True) -> Iterator[None]:
+    """Run the block's work on the stream of CUDA graphs, between the work before and after it. Does nothing on a CPU.
+
+    Megatron's buffers of gradients must be made here if the passes will be captured: autograd adds gradients on the
+    stream on which it first saw the weight, and torch's default stream can't take part in a capture.
+    """
+    if not enabled or compute_device().type == "cpu":
+        yield
+        return
+    outer = torch.cuda.current_stream()
+    _graph_stream().wait_stream(outer)
+    with torch.cuda.stream(_graph_stream()):
+        yield
+    outer.wait_stream(_graph_stream())
+
+
+@functools.cache
+def _graph_memory() -> Any:
+    """The memory pool that all captured calls share, since only one runs at a time and none returns a tensor."""
+    return torch.cuda.graph_pool_handle()
+
+
+def captured(call: Callable[[], object]) -> Callable[[], None]:
+    """Capture a call as a CUDA graph, without running it, and return a function that replays it. CUDA only.
+
+    Before, the call must have run inside `on_graph_stream`. It must not wait for the GPU. Raises torch's error if an
+    operation can't be captured; the process may then be unable to compute.
+    """
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: autograd's thread, and other threads that copy, may allocate meanwhile
+    with torch.cuda.graph(
+        graph, pool=_graph_memory(), stream=_graph_stream(), capture_error_mode="thread_local"
+    ):
+        call()
+    return graph.replay
+
+
 def peak_memory_gib() -> float | None:
     """Return the peak memory of tensors on the GPU in GiB, since the last `forget_peak_memory` or the process's start.
 

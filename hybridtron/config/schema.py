@@ -245,6 +245,9 @@ class RunConfig:
     # export, evaluate and generate use it with --ema; null: no average
     ema: Annotated[float | None, above(0), below_one("such as 0.999")] = None
     compile: bool = False  # compile the model with torch.compile
+    # run both passes of a micro-batch from a CUDA graph, which the host launches as a whole; needs a CUDA device, and
+    # no GPU has captured such a graph so far (docs/rehearse.md)
+    cuda_graph: bool = False
     log_every: Annotated[int, at_least(1)] = 10  # steps between log lines if stderr is not a terminal
     eval_every: Annotated[str, INTERVAL] = "1000"  # interval between validations, in steps, or in tokens with a unit
     # number of held-out tokens that a validation reads for each length in eval_lengths

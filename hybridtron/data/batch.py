@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hybridtron.architecture.rope import RopeOptions
 from hybridtron.ops.documents import document_boundaries
@@ -72,6 +73,32 @@ class SequenceShard:
         return replace(self, behind_B=move(self.behind_B), unbroken_B=move(self.unbroken_B))
 
 
+class DeviceNumbers:
+    """A micro-batch's random numbers (`SeqInfo.number`) in fixed memory on the device, for passes in a CUDA graph.
+
+    A graph would repeat numbers that the host passes to its kernels. The numbers for a purpose are stored from its
+    first use on; `refill` computes them for the next micro-batch.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._key = 0
+        self._stored: dict[str, Tensor] = {}
+
+    def refill(self, key: int) -> None:
+        """Store the numbers that belong to another key, for all purposes so far."""
+        self._key = key
+        if self._stored:
+            numbers = torch.tensor([signed(seed_of(key, purpose)) for purpose in self._stored])
+            torch._foreach_copy_(list(self._stored.values()), list(numbers.to(self.device).unbind()))
+
+    def of(self, purpose: str) -> Tensor:
+        """Return the number for a purpose: int64, with the bits of `SeqInfo.number`."""
+        if purpose not in self._stored:
+            self._stored[purpose] = torch.tensor(signed(seed_of(self._key, purpose))).to(self.device)
+        return self._stored[purpose]
+
+
 @dataclass(frozen=True)
 class SeqInfo:
     """Positions and documents of a batch's tokens.
@@ -87,6 +114,7 @@ class SeqInfo:
     boundaries_E: offsets in the flattened batch at which documents begin, then the batch's end; `document_boundaries`
         computes them. If None, an op that needs boundaries computes them, and the host then waits for the GPU.
     shard: this rank's sequence shard; None if each rank has full rows.
+    numbers: random numbers in the device's memory, for passes that a CUDA graph repeats; None otherwise.
     """
 
     positions_BL: Tensor
@@ -95,6 +123,7 @@ class SeqInfo:
     carried: bool = True
     boundaries_E: Tensor | None = None
     shard: SequenceShard | None = None
+    numbers: DeviceNumbers | None = None
     _spans: list[list[tuple[int, int]]] = field(default_factory=list, repr=False, compare=False)
     _rope: dict[tuple[object, ...], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -121,6 +150,12 @@ class SeqInfo:
         """Return a pseudo-random 64-bit number that depends only on `key` and `purpose`."""
         return seed_of(self.key or 0, purpose)
 
+    def number_for_device(self, purpose: str) -> int | Tensor:
+        """Return `number(purpose)` for kernels that may be in a CUDA graph: a tensor on the device in such passes."""
+        if self.numbers is None:
+            return self.number(purpose)
+        return self.numbers.of(purpose)
+
     def spans(self) -> list[list[tuple[int, int]]]:
         """Return the (begin, end) token indices for each row's documents; computed once per batch.
 
@@ -137,9 +172,23 @@ class SeqInfo:
                 boundaries = boundaries_E.tolist()
             self._spans.extend([] for _ in range(rows))
             for begin, end in pairwise(boundaries):
+                if begin == end:
+                    break  # only padding follows
                 row, first = divmod(begin, length)
                 self._spans[row].append((first, first + end - begin))
         return self._spans
+
+    def padded(self, count: int) -> SeqInfo:
+        """Return a copy with `count` boundaries and without spans; the batch's end is repeated behind its boundaries.
+
+        Kernels that read boundaries are then launched with the same sizes, whatever the number of documents is: each
+        repetition is a document without tokens. Without boundaries, the copy has none either.
+        """
+        if self.boundaries_E is None:
+            return replace(self, _spans=[], _rope={})
+        missing = count - len(self.boundaries_E)
+        boundaries_E = functional.pad(self.boundaries_E, (0, missing), value=self.positions_BL.numel())
+        return replace(self, boundaries_E=boundaries_E, _spans=[], _rope={})
 
     def with_boundaries(self) -> SeqInfo:
         """Return a copy with document boundaries and spans computed.
@@ -164,7 +213,7 @@ class SeqInfo:
             documents_BL = None
         else:
             documents_BL = change(self.documents_BL)
-        return SeqInfo(change(self.positions_BL), documents_BL, self.key, self.carried)
+        return SeqInfo(change(self.positions_BL), documents_BL, self.key, self.carried, numbers=self.numbers)
 
     def moved(self, move: Change) -> SeqInfo:
         """Return a copy on another device, with the boundaries and spans that are already computed.
@@ -263,6 +312,13 @@ def seed_of(seed: int, name: str) -> int:
     """Derive a 64-bit seed from another seed and a name."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
+
+
+def signed(number: int) -> int:
+    """Return the int64 with the bits of an unsigned 64-bit number."""
+    if number >= 2**63:
+        return number - 2**64
+    return number
 
 
 def step_key(seed: int, step: int, turn: int, first_row: int) -> int:

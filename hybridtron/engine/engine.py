@@ -22,7 +22,8 @@ from hybridtron.config.schema import StateMode
 from hybridtron.config.update_rule import same_update_rule
 from hybridtron.data.batch import Batch, step_key
 from hybridtron.data.order.phase_order import phase_seed
-from hybridtron.device import DTYPES, compute_device
+from hybridtron.device import DTYPES, compute_device, on_graph_stream
+from hybridtron.engine.graphed import GraphedPasses
 from hybridtron.engine.optimizer import Optimizer
 from hybridtron.engine.routers import ChoiceValues, RouterMetrics, auxiliary_names, move_corrections, routers_of
 from hybridtron.engine.schedule import BatchParts, StepLoss, run_schedule
@@ -37,6 +38,7 @@ from hybridtron.parallel.fp8 import CachedWeight
 from hybridtron.parallel.fp8_statistics import statistics_blocks, statistics_of
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.sharding import cut, gather_full_tensors
+from hybridtron.problems import ConfigError, Problem
 
 
 class Engine:
@@ -72,7 +74,8 @@ class Engine:
             # This precedes `data_parallel`, in which Megatron allocates buffers for weights that require a gradient.
             for name, weight in stage.model.named_parameters():
                 weight.requires_grad_(phase.learns(name))
-        self.wrapped = data_parallel(self.stages, config, groups, self.dtype)
+        with on_graph_stream(config.run.cuda_graph):
+            self.wrapped = data_parallel(self.stages, config, groups, self.dtype)
         self.optimizer = Optimizer(self.wrapped, config, groups, table=arch.table, dtype=self.dtype)
         if load_weight is not None:
             self.optimizer.load_masters(partial(self._cut_weight, load_weight=load_weight))
@@ -90,6 +93,7 @@ class Engine:
         self.routers = routers_of(arch)
         self.router_metrics: dict[str, RouterMetrics] = {}  # by the layer's name; empty without experts
         self.carrier: StateCarrier | None = None
+        self.graphed: GraphedPasses | None = None  # set by `use_graphs`
         self._seed, self._lanes = phase_seed(config.run.seed, 0), range(0)
 
     def _cut_weight(self, name: str, load_weight: Callable[[str], Tensor]) -> Tensor:
@@ -116,6 +120,8 @@ class Engine:
         if phase.states.mode is not StateMode.zero:
             chunks = [stage.model.slice.layers for stage in self.stages]
             self.carrier = StateCarrier(self.phase, chunks, lanes, self.groups, self.device)
+        if self.graphed is not None:
+            self.use_graphs()  # the z-loss may differ, and memory for the earlier phase's sizes is freed
 
     def forward_backward(self, batches: Sequence[Batch], step: int = 0) -> StepLoss:
         """Run the forward and backward passes of a step's micro-batches; accumulate gradients and return the loss.
@@ -130,6 +136,9 @@ class Engine:
             projection.forget()
         z_loss = self.config.optim.z_loss
         batches = self._with_random_keys(batches, step)
+        if self.graphed is not None:
+            self._loss = self.graphed.run(batches)
+            return self._loss
         with self.statistics.step():
             loss = run_schedule(
                 self.wrapped,
@@ -236,6 +245,13 @@ class Engine:
         """Return an inference reader with the current weights. All processes must call this method together."""
         self._current_weights()
         return training_reader([stage.model for stage in self.stages], self.groups, self.dtype)
+
+    def use_graphs(self) -> None:
+        """Run the passes of later steps from CUDA graphs. Raises ConfigError on a CPU."""
+        if self.device.type == "cpu":
+            message = "is true, but this process has no CUDA device: use false"
+            raise ConfigError([Problem("run.cuda_graph", "unavailable", message)])
+        self.graphed = GraphedPasses(self.wrapped, self.config.optim.z_loss, self.groups, self.device)
 
     def compile(self) -> None:
         """Compile the stages with torch.compile, which fuses elementwise operations."""

@@ -7,7 +7,7 @@ step, over all micro-batches and ranks. So every loss token has equal weight, ev
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -83,13 +83,40 @@ def run_schedule(
     auxiliary: names of the auxiliary losses that the model's mixers have
     routers: the model's sub-layers with experts; in evaluation none, because choices are counted only in training
     """
-    schedule: Any = get_forward_backward_func()
     sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in auxiliary}
     choices = no_choices(routers, device)
     step = partial(
         _forward_step, z_loss=z_loss, groups=groups, device=device, carrier=carrier, sums=sums, choices=choices
     )
-    reports = schedule(
+    reports = _run_passes(stages, batches, step, forward_only)
+    totals = torch.zeros(1 if batch_parts is None else batch_parts.count, 2, dtype=torch.float64, device=device)
+    for number, report in enumerate(reports):
+        totals[0 if batch_parts is None else batch_parts.of_batch[number]] += report
+    dist.all_reduce(totals, group=groups.pipeline.group)  # zero on every pipeline rank but the last
+    dist.all_reduce(totals, group=groups.dense.copies.group)
+    totals = totals[0] if batch_parts is None else totals
+    return StepLoss(totals[..., 0], totals[..., 1], _reduce_auxiliary(sums, groups), reduce_choices(choices, groups))
+
+
+def run_both_passes(
+    stages: Sequence[nn.Module], batch: Batch, z_loss: float, groups: Groups, device: torch.device
+) -> Tensor:
+    """Run both passes of one micro-batch through a model without pipeline, experts and carried states.
+
+    Accumulates gradients, and returns the report of `_loss_of`. Megatron then calls the function that finalizes
+    gradients as after a step's last micro-batch.
+    """
+    step = partial(_forward_step, z_loss=z_loss, groups=groups, device=device, carrier=None, sums={}, choices={})
+    (report,) = _run_passes(stages, [batch], step, forward_only=False)
+    return report
+
+
+def _run_passes(
+    stages: Sequence[nn.Module], batches: Sequence[Batch], step: Callable[..., Any], forward_only: bool
+) -> list[Tensor]:
+    """Run Megatron's schedule with a forward step, and return each micro-batch's report, if the last stage is here."""
+    schedule: Any = get_forward_backward_func()
+    return schedule(
         forward_step_func=step,
         data_iterator=[_number_batches(chunk, batches) for chunk in range(len(stages))],
         model=list(stages),
@@ -98,13 +125,6 @@ def run_schedule(
         micro_batch_size=len(batches[0].tokens_BL),
         forward_only=forward_only,
     )
-    totals = torch.zeros(1 if batch_parts is None else batch_parts.count, 2, dtype=torch.float64, device=device)
-    for number, report in enumerate(reports):
-        totals[0 if batch_parts is None else batch_parts.of_batch[number]] += report
-    dist.all_reduce(totals, group=groups.pipeline.group)  # zero on every pipeline rank but the last
-    dist.all_reduce(totals, group=groups.dense.copies.group)
-    totals = totals[0] if batch_parts is None else totals
-    return StepLoss(totals[..., 0], totals[..., 1], _reduce_auxiliary(sums, groups), reduce_choices(choices, groups))
 
 
 def _schedule_length(stages: Sequence[nn.Module], batch: Batch) -> int:

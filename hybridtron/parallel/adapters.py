@@ -127,7 +127,7 @@ class Adapter(nn.Module):
         tokens are (B, L), or transposed if x is (L, B, D). `config/checks` refuses configurations in which B = L, since
         the two shapes could not be distinguished.
         """
-        seed = seq.number(f"dropout/{self.layer}")
+        seed = seq.number_for_device(f"dropout/{self.layer}")
         tokens_BL = token_numbers(seed, seq.positions_BL, 0 if seq.shard is None else seq.shard.first)
         channels = channel_numbers(seed, self.sizes.first, self.sizes.inputs, x.device)
         return tokens_BL if x.shape[:2] == tokens_BL.shape else tokens_BL.T.contiguous(), channels

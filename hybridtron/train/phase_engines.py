@@ -49,6 +49,8 @@ class PhaseEngines:
         self._current = Engine(phase, self.groups, whole)
         if self.plan.config.run.compile:
             self._current.compile()
+        if self.plan.config.run.cuda_graph:
+            self._current.use_graphs()
         return self._current
 
     def engine_for(self, checkpoint: Checkpoint) -> tuple[Engine, PhaseBoundary | None]:

@@ -9,6 +9,8 @@ Legend: B rows, L tokens per row, C channels.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,21 +21,26 @@ POSITION = 0x3C6EF372FE94F82B  # for a token's position in its document
 CHANNEL = 0x5851F42D4C957F2D  # for a channel's index
 
 
-def token_numbers(seed: int, positions_BL: Tensor, first: int) -> Tensor:
-    """Return the tokens' numbers, int32 (B, L). `first` is the first token's index in the row, 0 for complete rows."""
+def token_numbers(seed: int | Tensor, positions_BL: Tensor, first: int) -> Tensor:
+    """Return the tokens' numbers, int32 (B, L). `first` is the first token's index in the row, 0 for complete rows.
+
+    The seed is an unsigned 64-bit number, or an int64 tensor with its bits.
+    """
     rows, length = positions_BL.shape
     rows_B1 = torch.arange(rows, device=positions_BL.device)[:, None]
     places_L = torch.arange(first, first + length, device=positions_BL.device)
     return _mixed(rows_B1 * ROW + places_L * PLACE + positions_BL * POSITION + _signed(seed))
 
 
-def channel_numbers(seed: int, first: int, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return the numbers for the `count` channels from index `first` on, int32 (C,)."""
-    return _mixed(torch.arange(first, first + count, device=device) * CHANNEL + _signed(~seed & (2**64 - 1)))
+def channel_numbers(seed: int | Tensor, first: int, count: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return the numbers for the `count` channels from index `first` on, int32 (C,). The seed is as for tokens."""
+    return _mixed(torch.arange(first, first + count, device=device) * CHANNEL + ~_signed(seed))
 
 
-def _signed(seed: int) -> int:
-    """Convert an unsigned 64-bit number to the int64 with the same bits."""
+def _signed(seed: Any) -> Any:
+    """Convert an unsigned 64-bit number to the int64 with the same bits. A tensor is returned as it is."""
+    if isinstance(seed, Tensor):
+        return seed
     if seed >= 2**63:
         return seed - 2**64
     return seed

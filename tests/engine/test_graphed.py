@@ -1,0 +1,141 @@
+"""Passes over a micro-batch in fixed memory give the bits of plain passes; the capture is replaced by a call."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.architecture.adapters import AdaptersConfig
+from hybridtron.config.resolve import resolve
+from hybridtron.config.schema import Config
+from hybridtron.data.batch import Batch, DeviceNumbers, SeqInfo
+from hybridtron.engine import graphed
+from hybridtron.engine.engine import Engine
+from hybridtron.engine.graphed import WARM_UP, GraphedPasses
+from hybridtron.parallel.groups import Groups
+from hybridtron.problems import ConfigError
+from tests.conftest import random_batch, seq_info, small_config, small_run
+
+STEPS = WARM_UP + 1
+PACKED = [[[10, 6, 8], [3, 13, 8]], [[24], [1, 23]], [[5] * 4 + [4], [12, 12]]]
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """The calls that were captured; a replay calls them again."""
+    calls: list[Callable[[], object]] = []
+
+    def captured(call: Callable[[], object]) -> Callable[[], object]:
+        calls.append(call)
+        return call
+
+    monkeypatch.setattr(graphed, "captured", captured)
+    return calls
+
+
+def graphed_engine(config: Config, groups: Groups) -> Engine:
+    engine = Engine(resolve(config)[0], groups)
+    engine.graphed = GraphedPasses(engine.wrapped, engine.config.optim.z_loss, groups, engine.device)
+    return engine
+
+
+def micro_batches(isolated: bool) -> list[list[Batch]]:
+    """Steps of two micro-batches each; with `isolated`, their documents differ in number and length."""
+    steps = []
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        pair = []
+        for turn in range(2):
+            documents = PACKED[(step + turn) % len(PACKED)] if isolated else None
+            pair.append(random_batch(documents=documents).with_boundaries())
+        steps.append(pair)
+    return steps
+
+
+def trained(engine: Engine, steps: list[list[Batch]]) -> dict[str, Tensor]:
+    """Return each step's loss, token count and gradients, and the weights after the last step."""
+    values = {}
+    for number, batches in enumerate(steps):
+        loss = engine.forward_backward(batches, number)
+        values |= {f"loss {number}": loss.total, f"tokens {number}": loss.tokens}
+        values |= {f"{name} {number}": value.clone() for name, value in engine.optimizer.gradients()}
+        engine.step(1e-3)
+    return values | {name: weight.clone() for name, weight in engine.weights()}
+
+
+@pytest.mark.parametrize("pattern", ["M-W-", "S-F-"])
+@pytest.mark.parametrize("isolated", [False, True])
+def test_graphed_steps_have_the_bits_of_plain_steps(
+    pattern: str, isolated: bool, alone: Groups, captures: list[Callable[[], object]]
+) -> None:
+    config = small_run(small_config(pattern))
+    config.optim.z_loss = 1e-3
+    steps = micro_batches(isolated)
+    plain = trained(Engine(resolve(config)[0], alone), steps)
+    replayed = trained(graphed_engine(config, alone), steps)
+    assert plain.keys() == replayed.keys()
+    assert [name for name, value in plain.items() if not torch.equal(value, replayed[name])] == []
+    assert len(captures) == 1
+
+
+def test_dropout_is_drawn_anew_in_each_replay(alone: Groups, captures: list[Callable[[], object]]) -> None:
+    model = dataclasses.replace(small_config("M-W-"), adapters=AdaptersConfig(rank=2, dropout=0.3))
+    config = small_run(model)
+    steps = micro_batches(True)
+    plain = trained(Engine(resolve(config)[0], alone), steps)
+    replayed = trained(graphed_engine(config, alone), steps)
+    assert [name for name, value in plain.items() if not torch.equal(value, replayed[name])] == []
+    assert len(captures) == 1
+
+
+def test_numbers_on_the_device_are_those_of_the_key() -> None:
+    numbers = DeviceNumbers(torch.device("cpu"))
+    first = numbers.of("a")
+    for key in (3, 2**64 - 1):
+        numbers.refill(key)
+        assert numbers.of("a") is first
+        expected = dataclasses.replace(SeqInfo.stream(1, 2), key=key)
+        assert [numbers.of(purpose).item() % 2**64 for purpose in "ab"] == [expected.number(p) for p in "ab"]
+
+
+def test_sizes_beyond_the_padding_get_a_graph_of_their_own(
+    alone: Groups, captures: list[Callable[[], object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphed, "FEWEST_BOUNDARIES", 4)
+    engine = graphed_engine(small_run(small_config("M-")), alone)
+    few = random_batch(documents=[[24], [24]])
+    many = random_batch(documents=[[12, 12], [6, 18]])
+    for _ in range(WARM_UP + 1):
+        engine.forward_backward([few, many])
+    assert len(captures) == 2
+
+
+def test_padding_adds_no_document() -> None:
+    seq = seq_info(2, 24, PACKED[0]).with_boundaries()
+    padded = seq.padded(64)
+    assert padded.boundaries_E is not None
+    assert len(padded.boundaries_E) == 64
+    assert padded._spans == []
+    assert padded.spans() == seq.spans()
+
+
+def test_failed_capture_names_the_key(alone: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    def captured(call: Callable[[], object]) -> Callable[[], None]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graphed, "captured", captured)
+    engine = graphed_engine(small_run(small_config("M-")), alone)
+    with pytest.raises(ConfigError) as refused:
+        engine.forward_backward([random_batch()] * (WARM_UP + 1))
+    assert [(problem.key, problem.code) for problem in refused.value.problems] == [("run.cuda_graph", "unavailable")]
+
+
+def test_graphs_are_refused_on_a_cpu(alone: Groups) -> None:
+    engine = Engine(resolve(small_run(small_config("M-")))[0], alone)
+    with pytest.raises(ConfigError) as refused:
+        engine.use_graphs()
+    assert [(problem.key, problem.code) for problem in refused.value.problems] == [("run.cuda_graph", "unavailable")]

@@ -221,9 +221,7 @@ def captured(call: Callable[[], object]) -> Callable[[], None]:
     """
     graph = torch.cuda.CUDAGraph()
     # thread_local: autograd's thread, and other threads that copy, may allocate meanwhile
-    with torch.cuda.graph(
-        graph, pool=_graph_memory(), stream=_graph_stream(), capture_error_mode="thread_local"
-    ):
+    with torch.cuda.graph(graph, pool=_graph_memory(), stream=_graph_stream(), capture_error_mode="thread_local"):
         call()
     return graph.replay
 

@@ -4,6 +4,7 @@
     hybridtron rehearse recipe=samba_3.8b parallel.tensor=2 parallel.pipeline=2 --gpus 16 --rank all
     hybridtron rehearse recipe=samba_1.3b --gpu h200 --json
     hybridtron rehearse recipe=samba_421m --picture step.png
+    hybridtron rehearse recipe=samba_421m --capture          can a CUDA graph repeat a micro-batch (run.cuda_graph)?
     hybridtron rehearse --suite                              every recipe in six parallel layouts, and a page of results
     hybridtron rehearse --suite --only samba_421m            one recipe; --only may be repeated
     hybridtron rehearse --suite --limit 600 --part 1/2       one half of the cases; no case starts after ten minutes
@@ -17,8 +18,9 @@ A suite appends its results to benchmarks/rehearse.jsonl, so that an interrupted
 page benchmarks/rehearse.md. `make rehearse` runs the suite. A budget is a file with the highest allowed costs of a
 configuration: `--budget write` writes the file, and `--budget check` compares a rehearsal with the file.
 
-Exit codes: 0 success; 1 a budget is exceeded or missing, cases of a suite failed or remain, or there is no C++ compiler
-to build the library that imitates the CUDA driver; 2 bad configuration or arguments, or no Triton.
+Exit codes: 0 success; 1 a budget is exceeded or missing, cases of a suite failed or remain, a CUDA graph can't repeat a
+micro-batch, or there is no C++ compiler to build the library that imitates the CUDA driver; 2 bad configuration or
+arguments, or no Triton.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from typing import Any
 from hybridtron.cli.arguments import positive
 from hybridtron.config.check import require, warnings
 from hybridtron.config.load import choices_of, load
-from hybridtron.config.resolve import RunPlan
+from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.evaluate.pictures import require_format
 from hybridtron.limits import path_of
 from hybridtron.planning.memory import fullest_phase
@@ -75,6 +77,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print a JSON list with an object for each rank")
     parser.add_argument(
+        "--capture", action="store_true", help="compare the launches of two micro-batches, for run.cuda_graph=true"
+    )
+    parser.add_argument(
         "--suite", action="store_true", help="every recipe in six layouts; see `hybridtron rehearse --suite --help`"
     )
     return parser.parse_intermixed_args(arguments)
@@ -89,7 +94,10 @@ def main(arguments: list[str]) -> int:
     if chosen.picture:
         require_format(chosen.picture)
     packages = (*([] if chosen.without_packages else rehearsal.INSTALLED), *chosen.package)
-    config = load(chosen.settings)
+    if chosen.capture:
+        config = load([*chosen.settings, "run.cuda_graph=true"])
+    else:
+        config = load(chosen.settings)
     run_plan = RunPlan.of(config)
     world = chosen.gpus or config.parallel.model_ranks
     with appear_installed(packages):
@@ -107,6 +115,8 @@ def main(arguments: list[str]) -> int:
         ranks = [int(chosen.rank)]
     try:
         process = rehearsal.RehearsalProcess(GPUS[chosen.gpu], packages)
+        if chosen.capture:
+            return capture(process, phase)
         rehearsals = [process.rehearse(phase, world, rank, not chosen.no_kernels) for rank in ranks]
     except ShimProblem as problem:
         print(f"this machine cannot rehearse: {problem}", file=sys.stderr)
@@ -126,6 +136,17 @@ def main(arguments: list[str]) -> int:
     else:
         report.print_tables(rehearsals)
     return 0
+
+
+def capture(process: rehearsal.RehearsalProcess, phase: ResolvedPhase) -> int:
+    """Print whether a CUDA graph can repeat the passes of the phase's micro-batches. Returns the exit code."""
+    from hybridtron.rehearse.capture import lines_of  # imports torch, as below
+
+    proof = process.capture(phase)
+    print("\n".join(lines_of(proof, phase.config.run.name)))
+    if proof.holds:
+        return 0
+    return 1
 
 
 def budget(name: str, settings: Sequence[str], report: dict[str, Any], writes: bool) -> int:

@@ -23,6 +23,7 @@ from hybridtron.architecture.pattern import parse
 from hybridtron.architecture.table import architecture
 from hybridtron.config.checks.experts import expert_problems, expert_warnings
 from hybridtron.config.checks.export import export_folder_problems, export_problems
+from hybridtron.config.checks.graphs import graph_problems
 from hybridtron.config.checks.parallel import parallel_problems
 from hybridtron.config.checks.phases import phase_problems
 from hybridtron.config.checks.precision import precision_problems, precision_warnings
@@ -96,6 +97,7 @@ def _as_trained(phase: ResolvedPhase, world_size: int | None) -> Iterator[Proble
     yield from parallel_problems(phase, world_size)
     yield from precision_problems(phase)
     yield from expert_problems(phase)
+    yield from graph_problems(phase, world_size)
 
 
 def _adapter_dropout(phase: ResolvedPhase, adapters: AdaptersConfig) -> Iterator[Problem]:

@@ -94,16 +94,14 @@ class StaticPasses:
 
 
 class GraphedPasses:
-    """Runs the passes of a step's micro-batches: the first few launched by the host, all later ones from CUDA graphs."""
+    """Runs the passes of micro-batches: the host launches the first few, and CUDA graphs repeat them for the others."""
 
     def __init__(self, stages: Sequence[nn.Module], z_loss: float, groups: Groups, device: torch.device) -> None:
         self.sums = StepSums(device)
         self.graphs: dict[tuple[Any, ...], MicroBatchGraph] = {}
         self._stages = stages
         self._groups = groups
-        self._new_passes = partial(
-            StaticPasses, stages, sums=self.sums, z_loss=z_loss, groups=groups, device=device
-        )
+        self._new_passes = partial(StaticPasses, stages, sums=self.sums, z_loss=z_loss, groups=groups, device=device)
 
     def run(self, batches: Sequence[Batch]) -> StepLoss:
         """Run both passes of a step's micro-batches; accumulate gradients and return the loss."""

@@ -10,9 +10,9 @@ on its own threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Listener(Protocol):
@@ -66,3 +66,23 @@ def report_kernel(name: str, moved: int, flops: int, kind: str) -> None:
     """Report the launch of another package's kernel. `kind` is a kind of `census.Operation`: for example, "product"."""
     for listener in _listening:
         listener.add(name, moved, flops, kind)
+
+
+Note = Callable[[str, Mapping[str, Any]], None]
+_noting: list[Note] = []
+
+
+@contextmanager
+def noted_calls(note: Note) -> Iterator[None]:
+    """Call `note` with the name and the arguments of each call to another package, while the block runs."""
+    _noting.append(note)
+    try:
+        yield
+    finally:
+        _noting.remove(note)
+
+
+def report_call(name: str, arguments: Mapping[str, Any]) -> None:
+    """Report a call to another package's function, with its arguments by name."""
+    for note in _noting:
+        note(name, arguments)

@@ -19,6 +19,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from hybridtron.rehearse.events import report_call
 from hybridtron.rehearse.signatures import signature, stored_versions
 
 Given = Mapping[str, Any]
@@ -118,7 +119,9 @@ def _made(name: str, place: str, parameters: Any) -> Any:
 
     @functools.wraps(does)
     def stub(*args: Any, **kwargs: Any) -> Any:
-        return does(real.bind(*args, **kwargs).arguments)
+        arguments = real.bind(*args, **kwargs).arguments
+        report_call(name, arguments)
+        return does(arguments)
 
     if isinstance(does, type):  # the stub of a class is also a class, because other code may inherit from it
         subclass = type(name, (does,), {"real": real})

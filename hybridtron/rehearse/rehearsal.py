@@ -25,6 +25,7 @@ from hybridtron.rehearse.package_stubs import StubFinder
 
 if TYPE_CHECKING:  # these modules import torch, which must be imported after the shim is loaded
     from hybridtron.ops.kernel_compiled import CompiledKernel
+    from hybridtron.rehearse.capture import CaptureProof
     from hybridtron.rehearse.census import Operation
     from hybridtron.rehearse.collectives import Collectives
     from hybridtron.rehearse.kernel_time import KernelTime
@@ -124,6 +125,12 @@ class RehearsalProcess:
         time = step_time(step, times, self.gpu, phase.config.parallel.virtual_pipeline)
         planned = plan(phase, world).ranks[step.place.pipeline.rank].memory.total
         return Rehearsed(self.gpu, phase, world, step, time, kernels, planned)
+
+    def capture(self, phase: ResolvedPhase) -> CaptureProof:
+        """Rehearse the passes of two micro-batches, and return what prevents a CUDA graph that repeats them."""
+        from hybridtron.rehearse.capture import prove_capture
+
+        return prove_capture(phase, self.collectives)
 
     def calls(self, named: Callable[[], Iterable[tuple[Key, Callable[[], object]]]]) -> dict[Key, Work]:
         """Run functions on the simulated GPU, and return key -> work: launches, bytes, FLOPs and modelled seconds.

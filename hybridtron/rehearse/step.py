@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from hybridtron.ops.attention import flex
 from hybridtron.ops.kernel_launch import recorded_launches
 from hybridtron.ops.registry import choices
 from hybridtron.parallel import groups
+from hybridtron.parallel.mesh import RankGroup
 from hybridtron.rehearse import events
 from hybridtron.rehearse.attention_cost import flex_kernel
 from hybridtron.rehearse.census import Census, Operation, Sent, Wait
@@ -163,7 +165,7 @@ class _Steps:
         """
         rows = self.phase.settings.micro_batch * micro_batches * self.phase.chunks_together // self.phase.states.chunks
         self.engine.start_phase(self.phase, range(rows))
-        batches = [self._batch() for _ in range(micro_batches)]
+        batches = [batch_of(self.phase, self.engine.groups.context) for _ in range(micro_batches)]
         if self.phase.states.mode is not StateMode.zero:
             self._count_part("unseen", lambda: self.engine.forward_backward(batches, 0))
             self._count_part("unseen", lambda: self.engine.step(1e-4))
@@ -195,40 +197,42 @@ class _Steps:
         run()
         return CountedPart(first, census.operations[first:], census.waits[waits:], sent[calls:], census.copies[copies:])
 
-    def _batch(self) -> Batch:
-        """Return a batch with the same tensors as a loader's batch, but without values.
 
-        With context parallelism, the batch has only the tokens of the rank's sequence shard.
-        """
-        rows = self.phase.settings.micro_batch
-        whole = self.phase.settings.seq_len * self.phase.chunks_together
-        context = self.engine.groups.context
-        length = whole // context.size
-        zeros_BL = partial(torch.zeros, rows, length, device="cuda")
-        isolated = self.phase.documents is Documents.isolate
-        if isolated:
-            documents_BL = zeros_BL(dtype=torch.int32)
-        else:
-            documents_BL = None
-        continues_B = torch.ones(rows, dtype=torch.bool, device="cuda")
-        if isolated:
-            boundaries_E = torch.zeros(rows + 1, dtype=torch.int32, device="cuda")
-        else:
-            boundaries_E = None
-        shard = None
-        if context.size > 1:
-            behind_B = torch.zeros(rows, dtype=torch.int64, device="cuda")
-            of_rows = [[(0, whole)] for _ in range(rows)]
-            shard = SequenceShard(context.size, context.rank, None, of_rows, length, behind_B, continues_B)
-        seq = SeqInfo(
-            zeros_BL(dtype=torch.int64),
-            documents_BL,
-            boundaries_E=boundaries_E,
-            shard=shard,
-            _spans=[[(0, length)] for _ in range(rows)],
-        )
-        carried = self.phase.states.mode is StateMode.tbtt
-        tokens_BL = zeros_BL(dtype=torch.int64)
-        labels_BL = zeros_BL(dtype=torch.int64)
-        mask_BL = torch.ones(rows, length, dtype=torch.bool, device="cuda")
-        return Batch(tokens_BL, labels_BL, mask_BL, seq, continues_B if carried else None)
+def batch_of(phase: ResolvedPhase, context: RankGroup, documents: int = 1) -> Batch:
+    """Return a micro-batch with the same tensors as a loader's micro-batch, but without values.
+
+    With context parallelism, it has only the tokens of the rank's sequence shard. `documents` is the number of
+    documents in each row, if the phase isolates documents.
+    """
+    rows = phase.settings.micro_batch
+    whole = phase.settings.seq_len * phase.chunks_together
+    length = whole // context.size
+    zeros_BL = partial(torch.zeros, rows, length, device="cuda")
+    isolated = phase.documents is Documents.isolate
+    if isolated:
+        documents_BL = zeros_BL(dtype=torch.int32)
+    else:
+        documents_BL = None
+    continues_B = torch.ones(rows, dtype=torch.bool, device="cuda")
+    if isolated:
+        boundaries_E = torch.zeros(rows * documents + 1, dtype=torch.int32, device="cuda")
+    else:
+        boundaries_E = None
+    shard = None
+    if context.size > 1:
+        behind_B = torch.zeros(rows, dtype=torch.int64, device="cuda")
+        of_rows = [[(0, whole)] for _ in range(rows)]
+        shard = SequenceShard(context.size, context.rank, None, of_rows, length, behind_B, continues_B)
+    starts = [*range(0, length, -(-length // documents)), length]
+    seq = SeqInfo(
+        zeros_BL(dtype=torch.int64),
+        documents_BL,
+        boundaries_E=boundaries_E,
+        shard=shard,
+        _spans=[list(pairwise(starts)) for _ in range(rows)],
+    )
+    carried = phase.states.mode is StateMode.tbtt
+    tokens_BL = zeros_BL(dtype=torch.int64)
+    labels_BL = zeros_BL(dtype=torch.int64)
+    mask_BL = torch.ones(rows, length, dtype=torch.bool, device="cuda")
+    return Batch(tokens_BL, labels_BL, mask_BL, seq, continues_B if carried else None)

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from hybridtron import device
+from hybridtron.engine import graphed
+from hybridtron.engine.engine import Engine
 from hybridtron.mixers.rwkv6 import read_before_step
 from hybridtron.ops.conv import ConvInputs, causal_conv
 from hybridtron.ops.delta import DeltaInputs, delta_scan
@@ -130,6 +132,32 @@ def test_captured_step_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     rows = rows_of(named("step gla_360m"), tmp_path)
     assert rows["graph"]["captured"] is True
     assert len(calls) == whole_step.ROUNDS + 2
+
+
+GRAPHS = [part for part in PARTS if part.run == "graph_step:graph_step"]
+
+
+def test_graph_part_without_a_gpu_records_why_nothing_was_captured(tmp_path: Path) -> None:
+    row = rows_of(GRAPHS[0], tmp_path)["graph"]
+    assert row["captured"] is False
+    assert "run.cuda_graph" in row["why"]
+
+
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=[pytest.mark.slow] * (n > 0), id=part.name) for n, part in enumerate(GRAPHS)]
+)
+def test_graph_part_compares_both_steps(part: QueuePart, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a call in place of the capture, both steps compute the same bits."""
+
+    def use_graphs(engine: Engine) -> None:
+        engine.graphed = graphed.GraphedPasses(engine.wrapped, 0.0, engine.groups, engine.device)
+
+    monkeypatch.setattr(graphed, "captured", lambda call: call)
+    monkeypatch.setattr(Engine, "use_graphs", use_graphs)
+    row = rows_of(part, tmp_path)["graph"]
+    assert row["captured"] is True
+    assert row["loss_apart"] == row["norm_apart"] == 0
+    assert min(row["plain_ms"], row["graph_ms"], row["plain_launched_ms"], row["graph_launched_ms"]) > 0
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

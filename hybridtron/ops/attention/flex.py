@@ -68,7 +68,7 @@ def block_mask(seen: SeenKeys, total: int) -> BlockMask:
     return mask_of_tiles(mask_of(seen), (length, total), masked_BHTU, whole_BHTU)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.cache  # masks are kept for the process's whole life: a CUDA graph may read them (`run.cuda_graph`)
 def _mask_of_sizes(batch: int, length: int, window: int | None, device: torch.device) -> BlockMask:
     """Build the block mask for a batch that has neither documents nor remembered keys."""
     queries = torch.empty(batch, length, 0, 0, device=device)

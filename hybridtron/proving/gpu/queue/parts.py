@@ -111,6 +111,12 @@ def _package_step(recipe: str, limit_s: int) -> QueuePart:
     return QueuePart(name, about, "package_step:package_step", limit_s, PARTS_OF_STEPS, recipe, needs)
 
 
+def _graph(recipe: str, limit_s: int) -> QueuePart:
+    about = "the step with kernels that the host launches, and with both passes from a CUDA graph (run.cuda_graph)"
+    code = (*PARTS_OF_STEPS, "device.py", "data/batch.py")
+    return QueuePart(f"graph {recipe}", about, "graph_step:graph_step", limit_s, code, recipe)
+
+
 _NORMS = "the norm's backward pass with several numbers of Triton programs, compared with torch's"
 _ATTENTION = "causal attention by torch's backends, and windows through FlexAttention"
 _FP8 = "steps in bf16 and in FP8 by Transformer Engine"
@@ -124,6 +130,8 @@ PARTS = (
     _contest("gla", FLA, 40, "gla"),
     _step("samba_421m", 60),  # compiles FlexAttention's kernels
     _step("samba_1.3b", 60),
+    _graph("mamba2_1.3b", 30),
+    _graph("samba_421m", 30),
     _contest("delta", FLA, 55, "delta"),
     _contest("rwkv6", FLA, 40, "gla"),
     _contest("ssd", FLA, 25, "ssd"),
@@ -139,7 +147,7 @@ PARTS = (
 )
 """The parts in order. First comes `machine`. Parts that show how a step's time is spent come before most other parts.
 
-The parts that need no compiled package (mamba-ssm, causal-conv1d, transformer-engine) together take about ten minutes.
+The parts that need no compiled package (mamba-ssm, causal-conv1d, transformer-engine) together take eleven minutes.
 """
 
 

@@ -102,6 +102,13 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def copied_to_device(tensor: Tensor) -> Tensor:
+    """Return a copy of a CPU tensor on the device, without waiting for it. On a CPU, return the tensor itself."""
+    if compute_device().type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(compute_device(), non_blocking=True)
+
+
 class Movable(Protocol):
     """A value that holds tensors and can move all of them, such as a batch."""
 
@@ -125,12 +132,9 @@ def copied_ahead(steps: Iterable[list[Moved]]) -> Iterator[list[Moved]]:
         return
     copying, computing = torch.cuda.Stream(), torch.cuda.current_stream()
 
-    def pinned_and_copied(tensor: Tensor) -> Tensor:
-        return tensor.pin_memory().to(compute_device(), non_blocking=True)
-
     def copied(step: list[Moved]) -> list[Moved]:
         with torch.cuda.stream(copying):
-            return [batch.moved(pinned_and_copied) for batch in step]
+            return [batch.moved(copied_to_device) for batch in step]
 
     def handed_over(tensor: Tensor) -> Tensor:
         tensor.record_stream(computing)
@@ -207,13 +211,17 @@ def on_graph_stream(enabled: bool = True) -> Iterator[None]:
     outer.wait_stream(_graph_stream())
 
 
-@functools.cache
-def _graph_memory() -> Any:
-    """The memory pool that all captured calls share, since only one runs at a time and none returns a tensor."""
-    return torch.cuda.graph_pool_handle()
+@dataclass
+class GraphMemory:
+    """A memory pool for captured calls of which only one runs at a time, and none returns a tensor.
+
+    pool: None before the first capture
+    """
+
+    pool: Any = None
 
 
-def captured(call: Callable[[], object]) -> Callable[[], None]:
+def captured(call: Callable[[], object], memory: GraphMemory) -> Callable[[], None]:
     """Capture a call as a CUDA graph, without running it, and return a function that replays it. CUDA only.
 
     Before, the call must have run inside `on_graph_stream`. It must not wait for the GPU. Raises torch's error if an
@@ -221,8 +229,9 @@ def captured(call: Callable[[], object]) -> Callable[[], None]:
     """
     graph = torch.cuda.CUDAGraph()
     # thread_local: autograd's thread, and other threads that copy, may allocate meanwhile
-    with torch.cuda.graph(graph, pool=_graph_memory(), stream=_graph_stream(), capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=memory.pool, stream=_graph_stream(), capture_error_mode="thread_local"):
         call()
+    memory.pool = graph.pool()
     return graph.replay
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybridtron.architecture.rope import RopeOptions
+from hybridtron.device import copied_to_device
 from hybridtron.ops.documents import document_boundaries
 from hybridtron.ops.rope import rope_table
 
@@ -80,8 +81,7 @@ class DeviceNumbers:
     first use on; `refill` computes them for the next micro-batch.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self) -> None:
         self._key = 0
         self._stored: dict[str, Tensor] = {}
 
@@ -90,12 +90,12 @@ class DeviceNumbers:
         self._key = key
         if self._stored:
             numbers = torch.tensor([signed(seed_of(key, purpose)) for purpose in self._stored])
-            torch._foreach_copy_(list(self._stored.values()), list(numbers.to(self.device).unbind()))
+            torch._foreach_copy_(list(self._stored.values()), list(copied_to_device(numbers).unbind()))
 
     def of(self, purpose: str) -> Tensor:
         """Return the number for a purpose: int64, with the bits of `SeqInfo.number`."""
         if purpose not in self._stored:
-            self._stored[purpose] = torch.tensor(signed(seed_of(self._key, purpose))).to(self.device)
+            self._stored[purpose] = copied_to_device(torch.tensor(signed(seed_of(self._key, purpose))))
         return self._stored[purpose]
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridtron.data.batch import Batch, DeviceNumbers
-from hybridtron.device import captured, on_graph_stream
+from hybridtron.device import GraphMemory, captured, on_graph_stream
 from hybridtron.engine.schedule import StepLoss, run_both_passes
 from hybridtron.parallel.groups import Groups
 from hybridtron.problems import ConfigError, Problem, first_line
@@ -63,7 +63,7 @@ class StaticPasses:
         device: torch.device,
     ) -> None:
         self.batch = like.moved(partial(_fixed_memory, device=device))
-        self.numbers = DeviceNumbers(device)
+        self.numbers = DeviceNumbers()
         self.sums = sums
         self._stages = stages
         self._run: Callable[[Batch], Tensor] = partial(
@@ -89,7 +89,10 @@ class StaticPasses:
         finally:
             config.finalize_model_grads_func = finalize
 
-    def _count_tokens(self, stages: Sequence[nn.Module], tokens: Tensor, **_: Any) -> None:
+    def _count_tokens(
+        self, stages: Any, tokens: Tensor, pg_collection: Any = None, force_all_reduce: bool = False
+    ) -> None:
+        """Count loss tokens, in the place of the function that finalizes gradients."""
         self.sums.tokens += tokens
 
 
@@ -101,6 +104,7 @@ class GraphedPasses:
         self.graphs: dict[tuple[Any, ...], MicroBatchGraph] = {}
         self._stages = stages
         self._groups = groups
+        self._memory = GraphMemory()
         self._new_passes = partial(StaticPasses, stages, sums=self.sums, z_loss=z_loss, groups=groups, device=device)
 
     def run(self, batches: Sequence[Batch]) -> StepLoss:
@@ -109,7 +113,7 @@ class GraphedPasses:
         for batch in map(with_padded_boundaries, batches):
             sizes = tuple(tensor.shape for tensor in _tensors(batch))
             if sizes not in self.graphs:
-                self.graphs[sizes] = MicroBatchGraph(self._new_passes(batch))
+                self.graphs[sizes] = MicroBatchGraph(self._new_passes(batch), self._memory)
             self.graphs[sizes].run(batch)
         config: Any = self._stages[0].config
         config.finalize_model_grads_func(list(self._stages), self.sums.tokens)
@@ -121,8 +125,9 @@ class GraphedPasses:
 class MicroBatchGraph:
     """The passes of micro-batches with equal sizes: launched by the host at first, then captured and replayed."""
 
-    def __init__(self, passes: StaticPasses) -> None:
+    def __init__(self, passes: StaticPasses, memory: GraphMemory) -> None:
         self.passes = passes
+        self.memory = memory
         self.launched = 0  # number of micro-batches whose kernels the host has launched
         self.replay: Callable[[], None] | None = None
 
@@ -135,14 +140,14 @@ class MicroBatchGraph:
             self.launched += 1
             return
         if self.replay is None:
-            self.replay = _captured(self.passes)
+            self.replay = _captured(self.passes, self.memory)
         self.replay()
 
 
-def _captured(passes: StaticPasses) -> Callable[[], None]:
+def _captured(passes: StaticPasses, memory: GraphMemory) -> Callable[[], None]:
     """Capture the passes. Raises ConfigError with torch's reason if it can't capture them."""
     try:
-        return captured(passes)
+        return captured(passes, memory)
     except RuntimeError as error:
         message = f"is true, but torch can't capture the passes ({first_line(error)}): use false"
         raise ConfigError([Problem("run.cuda_graph", "unavailable", message)]) from error

@@ -86,7 +86,7 @@ class CaptureProof:
 
 
 @dataclass
-class Memory:
+class StorageNames:
     """Names for storages, which are equal in two micro-batches if a graph would use the same memory.
 
     made: storage -> its number among the storages that the current micro-batch has allocated
@@ -137,7 +137,7 @@ class LaunchRecorder(TorchDispatchMode):
     def __init__(self, census: Census) -> None:
         super().__init__()
         self.census = census
-        self.memory = Memory()
+        self.memory = StorageNames()
         self.launches: list[RecordedLaunch] = []
         self.host_copies: list[RecordedLaunch] = []
         self.copies = ()  # of an `events.Listener`

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from hybridtron import device
 from hybridtron.architecture.adapters import AdaptersConfig
 from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config
 from hybridtron.data.batch import Batch, DeviceNumbers, SeqInfo
+from hybridtron.device import GraphMemory
 from hybridtron.engine import graphed
 from hybridtron.engine.engine import Engine
 from hybridtron.engine.graphed import WARM_UP, GraphedPasses
@@ -29,7 +33,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
     """The calls that were captured; a replay calls them again."""
     calls: list[Callable[[], object]] = []
 
-    def captured(call: Callable[[], object]) -> Callable[[], object]:
+    def captured(call: Callable[[], object], memory: GraphMemory) -> Callable[[], object]:
         calls.append(call)
         return call
 
@@ -93,7 +97,7 @@ def test_dropout_is_drawn_anew_in_each_replay(alone: Groups, captures: list[Call
 
 
 def test_numbers_on_the_device_are_those_of_the_key() -> None:
-    numbers = DeviceNumbers(torch.device("cpu"))
+    numbers = DeviceNumbers()
     first = numbers.of("a")
     for key in (3, 2**64 - 1):
         numbers.refill(key)
@@ -124,7 +128,7 @@ def test_padding_adds_no_document() -> None:
 
 
 def test_failed_capture_names_the_key(alone: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    def captured(call: Callable[[], object]) -> Callable[[], None]:
+    def captured(call: Callable[[], object], memory: GraphMemory) -> Callable[[], None]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(graphed, "captured", captured)
@@ -139,3 +143,24 @@ def test_graphs_are_refused_on_a_cpu(alone: Groups) -> None:
     with pytest.raises(ConfigError) as refused:
         engine.use_graphs()
     assert [(problem.key, problem.code) for problem in refused.value.problems] == [("run.cuda_graph", "unavailable")]
+
+
+def test_graphs_share_the_memory_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture with stand-ins for functions that torch lacks in a build without CUDA."""
+    seen: list[tuple[str, object]] = []
+
+    @contextlib.contextmanager
+    def graph(graph: object, pool: object, stream: object, capture_error_mode: str) -> Iterator[None]:
+        seen.append((f"pool on {stream}", pool))
+        yield
+
+    new_graph = SimpleNamespace(replay=lambda: seen.append(("replay", None)), pool=lambda: 7)
+    cuda = SimpleNamespace(CUDAGraph=lambda: new_graph, graph=graph)
+    monkeypatch.setattr(device, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(device, "_graph_stream", lambda: "the stream")
+    memory = GraphMemory()
+    for _ in range(2):
+        device.captured(lambda: seen.append(("call", None)), memory)
+    device.captured(lambda: None, memory)()
+    pool = "pool on the stream"
+    assert seen == [(pool, None), ("call", None), (pool, 7), ("call", None), (pool, 7), ("replay", None)]

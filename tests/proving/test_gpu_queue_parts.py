@@ -152,7 +152,7 @@ def test_graph_part_compares_both_steps(part: QueuePart, tmp_path: Path, monkeyp
     def use_graphs(engine: Engine) -> None:
         engine.graphed = graphed.GraphedPasses(engine.wrapped, 0.0, engine.groups, engine.device)
 
-    monkeypatch.setattr(graphed, "captured", lambda call: call)
+    monkeypatch.setattr(graphed, "captured", lambda call, memory: call)
     monkeypatch.setattr(Engine, "use_graphs", use_graphs)
     row = rows_of(part, tmp_path)["graph"]
     assert row["captured"] is True

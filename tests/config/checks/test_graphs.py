@@ -1,4 +1,4 @@
-"""The rules of `run.cuda_graph`: it is refused wherever no rehearsal has shown that a graph can repeat a micro-batch."""
+"""The rules of `run.cuda_graph`: it is refused where no rehearsal has shown that a graph can repeat a micro-batch."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def graph_of(call: Callable[[], object]) -> Callable[[], None]:
 
 @functools.cache
 def _graph_stream() -> Any:
-    """The stream on which passes run before they are captured, and on which they are captured."""
+    """Return the stream for captures, and for the passes before a capture."""
     return torch.cuda.Stream()
 
 

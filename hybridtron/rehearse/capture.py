@@ -241,7 +241,7 @@ def lines_of(proof: CaptureProof, name: str) -> list[str]:
 
 
 def prove_capture(phase: ResolvedPhase, collectives: Collectives) -> CaptureProof:
-    """Rehearse the passes of two micro-batches on a single rank, and return what prevents a graph."""
+    """Rehearse the passes of two micro-batches on a single rank, and list the obstacles to a graph."""
     census = Census()
     collectives.begin(census)
     with counting(census, Launches()), groups_of_one(phase) as place:

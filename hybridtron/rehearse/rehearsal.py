@@ -127,7 +127,7 @@ class RehearsalProcess:
         return Rehearsed(self.gpu, phase, world, step, time, kernels, planned)
 
     def capture(self, phase: ResolvedPhase) -> CaptureProof:
-        """Rehearse the passes of two micro-batches, and return what prevents a CUDA graph that repeats them."""
+        """Rehearse the passes of two micro-batches, and return the reasons why a CUDA graph can't repeat them."""
         from hybridtron.rehearse.capture import prove_capture
 
         return prove_capture(phase, self.collectives)

@@ -1,4 +1,4 @@
-"""Passes over a micro-batch in fixed memory give the bits of plain passes; the capture is replaced by a call."""
+"""Passes that read a micro-batch from fixed memory give the bits of plain passes; the capture is replaced by a call."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridtron import device
 from hybridtron.architecture.adapters import AdaptersConfig
@@ -20,8 +22,10 @@ from hybridtron.device import GraphMemory
 from hybridtron.engine import graphed
 from hybridtron.engine.engine import Engine
 from hybridtron.engine.graphed import WARM_UP, GraphedPasses
+from hybridtron.ops.dispatch import force
 from hybridtron.parallel.groups import Groups
 from hybridtron.problems import ConfigError
+from hybridtron.rehearse.census import tensors_in
 from tests.conftest import random_batch, seq_info, small_config, small_run
 
 STEPS = WARM_UP + 1
@@ -86,7 +90,7 @@ def test_graphed_steps_have_the_bits_of_plain_steps(
     assert len(captures) == 1
 
 
-def test_dropout_is_drawn_anew_in_each_replay(alone: Groups, captures: list[Callable[[], object]]) -> None:
+def test_each_replay_draws_its_own_dropout(alone: Groups, captures: list[Callable[[], object]]) -> None:
     model = dataclasses.replace(small_config("M-W-"), adapters=AdaptersConfig(rank=2, dropout=0.3))
     config = small_run(model)
     steps = micro_batches(True)
@@ -164,3 +168,76 @@ def test_graphs_share_the_memory_of_the_first(monkeypatch: pytest.MonkeyPatch) -
     device.captured(lambda: None, memory)()
     pool = "pool on the stream"
     assert seen == [(pool, None), ("call", None), (pool, 7), ("call", None), (pool, 7), ("replay", None)]
+
+
+class Tape(TorchDispatchMode):
+    """Records torch's operations on a CPU, and repeats them with the same scalars and memory, as a graph does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.operations.append((func, args, kwargs or {}, outputs))
+        return outputs
+
+    @torch.no_grad()
+    def repeat(self) -> None:
+        for func, args, kwargs, outputs in self.operations:
+            repeated = func(*args, **kwargs)
+            for old, new in zip(tensors_in((outputs,)), tensors_in((repeated,)), strict=True):
+                if old is not new:
+                    old.copy_(new)
+
+
+@pytest.fixture
+def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
+    """The tapes that take the place of graphs."""
+    made: list[Tape] = []
+
+    def captured(call: Callable[[], object], memory: GraphMemory) -> Callable[[], None]:
+        tape = Tape()
+        made.append(tape)
+        repeats = 0
+
+        def replay() -> None:
+            nonlocal repeats
+            repeats += 1
+            if repeats > 1:
+                tape.repeat()
+                return
+            with tape:  # unlike a graph, a tape computes while it records
+                call()
+
+        return replay
+
+    monkeypatch.setattr(graphed, "captured", captured)
+    return made
+
+
+def tape_faults(config: Config, groups: Groups) -> list[str]:
+    """Return the names of values that differ between plain steps and steps from a tape, by torch's operations alone."""
+    steps = micro_batches(True)
+    with force("reference"):
+        plain = trained(Engine(resolve(config)[0], groups), steps)
+        replayed = trained(graphed_engine(config, groups), steps)
+    return [name for name, value in plain.items() if not torch.equal(value, replayed[name])]
+
+
+def adapted() -> Config:
+    return small_run(dataclasses.replace(small_config("M-W-"), adapters=AdaptersConfig(rank=2, dropout=0.3)))
+
+
+def test_repeated_operations_give_the_bits_of_plain_steps(alone: Groups, tapes: list[Tape]) -> None:
+    assert tape_faults(small_run(small_config("M-S-W-F-")), alone) == []
+    assert len(tapes) == 1
+
+
+def test_repeated_operations_draw_dropout_from_the_device(
+    alone: Groups, tapes: list[Tape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tape_faults(adapted(), alone) == []
+    monkeypatch.setattr(SeqInfo, "number_for_device", SeqInfo.number)  # a baked scalar
+    assert tape_faults(adapted(), alone) != []

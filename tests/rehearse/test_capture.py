@@ -1,4 +1,4 @@
-"""The rehearsal shows what prevents a CUDA graph from repeating a micro-batch: faults planted into the passes."""
+"""The rehearsal shows the obstacles to a CUDA graph of a micro-batch: faults planted into the passes."""
 
 from __future__ import annotations
 

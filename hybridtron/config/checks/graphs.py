@@ -45,7 +45,7 @@ def graph_problems(phase: ResolvedPhase, world_size: int | None) -> Iterator[Pro
 
 
 def _mixers(phase: ResolvedPhase) -> Iterator[Problem]:
-    """Report sub-layers for which no rehearsal has shown that they can be captured."""
+    """Report sub-layers outside of KINDS, and those with sparse attention."""
     unproven = []
     for letter, spec in phase.arch.by_letter.items():
         if spec.kind not in KINDS:

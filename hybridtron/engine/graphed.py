@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from hybridtron.data.batch import Batch, DeviceNumbers
 from hybridtron.device import GraphMemory, captured, on_graph_stream
 from hybridtron.engine.schedule import StepLoss, run_both_passes
+from hybridtron.ops.attention.flex import forget_masks
 from hybridtron.parallel.groups import Groups
 from hybridtron.problems import ConfigError, Problem, first_line
 
@@ -146,11 +147,14 @@ class MicroBatchGraph:
 
 def _captured(passes: StaticPasses, memory: GraphMemory) -> Callable[[], None]:
     """Capture the passes. Raises ConfigError with torch's reason if it can't capture them."""
+    forget_masks()
     try:
         return captured(passes, memory)
     except RuntimeError as error:
         message = f"is true, but torch can't capture the passes ({first_line(error)}): use false"
         raise ConfigError([Problem("run.cuda_graph", "unavailable", message)]) from error
+    finally:
+        forget_masks()
 
 
 def with_padded_boundaries(batch: Batch) -> Batch:

@@ -22,6 +22,7 @@ from hybridtron.device import GraphMemory
 from hybridtron.engine import graphed
 from hybridtron.engine.engine import Engine
 from hybridtron.engine.graphed import WARM_UP, GraphedPasses
+from hybridtron.ops.attention import flex
 from hybridtron.ops.dispatch import force
 from hybridtron.parallel.groups import Groups
 from hybridtron.problems import ConfigError
@@ -241,3 +242,25 @@ def test_repeated_operations_draw_dropout_from_the_device(
     assert tape_faults(adapted(), alone) == []
     monkeypatch.setattr(SeqInfo, "number_for_device", SeqInfo.number)  # a baked scalar
     assert tape_faults(adapted(), alone) != []
+
+
+def test_a_graph_builds_its_masks_and_shares_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[int] = []
+    monkeypatch.setattr(flex, "block_mask", lambda seen, total: built.append(total))
+
+    def read_masks() -> None:
+        for _ in range(2):
+            flex._mask_of_sizes(2, 8, None, torch.device("cpu"))
+
+    def captured(call: Callable[[], object], memory: GraphMemory) -> Callable[[], None]:
+        call()
+        return lambda: None
+
+    monkeypatch.setattr(graphed, "captured", captured)
+    passes: Any = read_masks
+    flex.forget_masks()
+    for count in (2, 4):  # each of the other calls and each capture builds its own mask
+        read_masks()
+        graphed._captured(passes, GraphMemory())
+        assert len(built) == count
+    flex.forget_masks()

@@ -68,11 +68,20 @@ def block_mask(seen: SeenKeys, total: int) -> BlockMask:
     return mask_of_tiles(mask_of(seen), (length, total), masked_BHTU, whole_BHTU)
 
 
-@functools.cache  # masks are kept for the process's whole life: a CUDA graph may read them (`run.cuda_graph`)
+@functools.lru_cache(maxsize=8)
 def _mask_of_sizes(batch: int, length: int, window: int | None, device: torch.device) -> BlockMask:
     """Build the block mask for a batch that has neither documents nor remembered keys."""
     queries = torch.empty(batch, length, 0, 0, device=device)
     return block_mask(seen_keys(AttentionInputs(queries, queries, queries, window)), length)
+
+
+def forget_masks() -> None:
+    """Empty the cache of block masks by size.
+
+    A CUDA graph must build the masks that it reads: the cache may free a mask that was built before. A mask that a
+    graph has built is in the graph's memory, where no other call may read it.
+    """
+    _mask_of_sizes.cache_clear()
 
 
 _of_batches: MutableMapping[Tensor, dict[int | None, BlockMask]] = WeakIdKeyDictionary()

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hybridtron.config import weights
 from hybridtron.config.nulls import ComposedConfig, typed
-from hybridtron.config.outside import Choice, clashes, groups_of, own_folder, quoted, without_package
+from hybridtron.config.outside import OF_PATH, Choice, clashes, groups_of, own_folder, quoted, without_package
 from hybridtron.config.schema import ModelConfig
 from hybridtron.problems import ConfigError, Problem
 
@@ -78,6 +78,8 @@ def _composed_once(
     for folder in extra_folders:
         if problems := list(clashes(configs, folder, composed.hydra.runtime.choices)):
             raise ConfigError(problems)
+    if composed.run.recipe is None:
+        composed.run.recipe = composed.hydra.runtime.choices["recipe"].removeprefix(OF_PATH)
     with open_dict(composed):
         del composed["hydra"]
     return pickle.dumps(typed(composed))

@@ -37,6 +37,7 @@ Jobs on a cluster use such a copy, and do not read ./configs.
 
 MAX_YAML_BYTES = 2**20  # maximum size of a user's file
 NEAREST = 5  # maximum number of names in a suggestion
+OF_PATH = "path-"  # begins a choice's name if the argument was a path: a copy of configs/ may have a file of that name
 _PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 
 
@@ -142,8 +143,7 @@ def chosen(group: str, value: str, names: Sequence[str]) -> Choice:
     if not is_path(value):
         raise ConfigError([unknown_name(group, value, names)])
     file = outside_file(group, value, names)
-    # the prefix avoids a clash with a file of that name in a copy of configs/
-    return Choice(group, f"path-{file.name}", file)
+    return Choice(group, f"{OF_PATH}{file.name}", file)
 
 
 def quoted(text: str) -> str:

@@ -220,6 +220,8 @@ class RunConfig:
 
     # name of the run, and of its folder
     name: Annotated[str, not_empty("the run's folder is named after it")] = MISSING
+    # recipe of the run, for the model card; null: NAME for `recipe=NAME`, and for a path the file's name with a digest
+    recipe: str | None = None
     # folder of the run
     dir: Annotated[str, not_empty("name a folder, or leave it out for runs/NAME")] = "runs/${run.name}"
     seed: Annotated[int, at_least(0), at_most(LARGEST)] = 1234  # seed of weights, data order and noise

@@ -23,7 +23,12 @@ def card(plan: RunPlan, target: Native, special: SpecialTokens, settings: Settin
     tags = "\n".join(f"- {tag}" for tag in dict.fromkeys(("hybridtron", target.model_type)))
     parameters = sum(weight.size for weight in plan.arch.table.values())
     layers = "\n".join(f"- `{letter}`: {entry}" for letter, entry in config.model.layers.items())
-    trust = ", trust_remote_code=True" if target.files() else ""
+    if target.files():
+        of_model = ", trust_remote_code=True"
+        of_tokenizer = ", trust_remote_code=False"  # without this, transformers asks whether it may run the code
+    else:
+        of_model = ""
+        of_tokenizer = ""
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -47,8 +52,8 @@ A language model of {readable(parameters)} parameters.
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("."{trust})
-tokenizer = AutoTokenizer.from_pretrained("."{trust})
+model = AutoModelForCausalLM.from_pretrained("."{of_model})
+tokenizer = AutoTokenizer.from_pretrained("."{of_tokenizer})
 ```
 """
 
@@ -56,7 +61,9 @@ tokenizer = AutoTokenizer.from_pretrained("."{trust})
 def _training(plan: RunPlan) -> str:
     if not plan.phases:
         return "- imported into hybridtron: data and training are unknown"
-    return "\n".join(f"- trained with hybridtron: {_phase(phase)}" for phase in plan.phases)
+    recipe = plan.config.run.recipe
+    lines = [] if recipe is None else [f"- recipe: `{recipe}`"]
+    return "\n".join([*lines, *(f"- trained with hybridtron: {_phase(phase)}" for phase in plan.phases)])
 
 
 def _phase(phase: ResolvedPhase) -> str:

@@ -30,6 +30,15 @@ def reported(arguments, configs=CONFIGS) -> dict[str, Code]:
     return {key: problem.code for key, problem in refused(arguments, configs).items()}
 
 
+@pytest.mark.parametrize("settings", [[], ["recipe=laptop"], ["recipe=laptop", "model=laptop_phases"]])
+def test_a_run_has_the_name_of_its_recipe(settings: list[str], tmp_path: Path) -> None:
+    config = load(settings)
+    assert config.run.recipe == "laptop"
+    saved = tmp_path / "config.yaml"
+    saved.write_text(to_yaml(config))
+    assert load([f"recipe={saved}"]).run.recipe == "laptop"
+
+
 def test_command_line_beats_recipe_beats_groups():
     config = load(["recipe=samba_421m", "phases.0.lr=1e-3", "precision=fp32"])
     assert config.phases[0].lr == 1e-3  # the command line

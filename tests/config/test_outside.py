@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from hybridtron.cluster.submit import copy_code
@@ -57,6 +59,8 @@ def test_a_recipe_is_loaded_by_its_path(work, named, head):
     write(work / "mine.yaml", head + MINE.replace("CLUSTER", "h100"))
     config = load([f"recipe={named.format(work=work)}", "phases.0.lr=1e-4"])
     beside = load(["recipe=laptop", "cluster=h100", "model.width=96", "run.name=mine", "phases.0.lr=1e-4"])
+    assert re.fullmatch("mine-[0-9a-f]{12}", config.run.recipe or "")
+    beside.run.recipe = config.run.recipe
     assert config == beside
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import json
 import os
 import subprocess
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from hybridtron.architecture.attention import HeadsSpec
 from hybridtron.architecture.span import SpanSpec
@@ -106,6 +108,26 @@ def test_exported_code_runs_without_hybridtron(stored: Stored, tmp_path: Path) -
         ours = own_model(source, torch.float32)(tokens_BL, None, SeqInfo.stream(2, 70)).output.transpose(0, 1)
     assert (torch.load(output / "logits.pt") - ours).abs().max() < 1e-5 * ours.abs().max()
     assert {path.name for path in (output / "again").glob("*.py")} == set(Custom().files())
+
+
+def test_tokenizer_as_the_card_loads_it_asks_no_question_and_runs_no_code(
+    stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    assert export_of(stored("samba"), output, "--verify", "none") == 0
+    line = next(line for line in (output / "README.md").read_text().splitlines() if line.startswith("tokenizer = "))
+    call = ast.parse(line.removeprefix("tokenizer = "), mode="eval").body
+    assert isinstance(call, ast.Call)
+    arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    questions: list[str] = []
+    monkeypatch.setattr(builtins, "input", lambda question="": questions.append(question) or "")
+    monkeypatch.delitem(CONFIG_MAPPING._extra_content, Custom.model_type, raising=False)  # as without hybridtron.hf
+    tokenizer = AutoTokenizer.from_pretrained(output, **arguments)
+    assert (tokenizer("w1 w2")["input_ids"], tokenizer.padding_side) == ([1, 2], "left")
+    assert not questions
+    assert not [name for name in sys.modules if name.startswith("transformers_modules.out")]
+    AutoTokenizer.from_pretrained(output)
+    assert questions
 
 
 def test_model_of_a_native_class_can_be_exported_as_the_custom_class(stored: Stored, tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def test_unreadable_tokenizer_is_copied_unchanged(tmp_path: Path) -> None:
 
 def test_model_card_has_no_duplicate_or_unknown_claims() -> None:
     text = card(RunPlan.of(load(["recipe=laptop_phases"])), Custom(), SpecialTokens(0, 1), CUSTOM)
+    assert "\n- recipe: `laptop_phases`\n- trained with" in text
     head, body = text.split("---")[1:3]
     tags = [line for line in head.splitlines() if line.startswith("- ")]
     assert len(tags) == len(set(tags))

@@ -41,6 +41,7 @@ COMMANDS = {
     "checkpoint": ("checkpoint:main", "list, verify, diff, average, reshard, fetch or convert checkpoints"),
     "export": ("convert:export_main", "convert a checkpoint to the format of Hugging Face"),
     "import": ("convert:import_main", "convert a model in the format of Hugging Face to a checkpoint"),
+    "gguf": ("gguf:main", "write an export as a GGUF file for llama.cpp"),
     "push": ("push:main", "upload an export to a repository on the Hugging Face Hub"),
     "audit": ("audit:main", "compare every gradient of a parallel layout with one process"),
     "bench": ("bench:main", "measure this package and other packages"),

@@ -3,7 +3,8 @@
 A rule is data: a class, and conditions on config.json that the program needs for this class. Rules read config.json as
 it is on disk, since servers and converters do so too. Each program has the version in which its sources were read. The
 rules for transformers were tested: exports of every class were loaded by each version, and logits and greedy tokens
-were compared (`tests/interop/test_versions.py`). No other program was run.
+were compared (`tests/interop/test_versions.py`). llama.cpp was run with files of `hybridtron gguf`
+(`tools/prove_gguf.py`). No other program was run.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ class Judgement(NamedTuple):
 
     versions: the program's name and version
     reason: why it does not serve the export; None if it does
+    tried: True if exports of this class were run in the program
     """
 
     versions: str
     reason: str | None
+    tried: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,14 @@ class Consumer:
     version: the version whose sources were read; for llama.cpp a commit, at or near which each file was read
     serves: the conditions for each class that the program serves
     refusals: reasons why other classes are not served; the entry "" is for all that have no entry
+    tried: True if exports of the served classes were run in the program
     """
 
     name: str
     version: str
     serves: Mapping[str, tuple[Condition, ...]]
     refusals: Mapping[str, str]
+    tried: bool = False
 
     def judge(self, config: Settings) -> Judgement:
         """Return whether the program serves an export with this config.json."""
@@ -63,7 +68,7 @@ class Consumer:
         unmet = [condition.text for condition in self.serves[name] if not condition.holds(config)]
         if unmet:
             return Judgement(versions, f"only if {unmet[0]}")
-        return Judgement(versions, None)
+        return Judgement(versions, None, self.tried)
 
     def cell(self, name: str) -> str:
         """Return a table's cell for a class: the conditions under which the program serves it, or why it does not."""
@@ -133,6 +138,8 @@ GROUPS_TWICE = Condition(
 )
 RMS_EPS = Condition(lambda config: "rms_norm_eps" in config, "`rms_norm_eps` is there")
 NO_EXPERTS = Condition(lambda config: "num_experts_per_tok" not in config, "`num_experts_per_tok` is not there")
+MAMBA_EXPAND_2 = Condition(lambda config: config["mamba_expand"] == 2, "`mamba_expand` = 2")
+NO_LOCAL_EXPERTS = Condition(lambda config: not config.get("num_local_experts"), "`num_local_experts` = 0")
 EQUAL_MULTIPLIERS = Condition(
     equal_head_multipliers, "the head is untied or `embedding_multiplier` = `lm_head_multiplier`"
 )
@@ -230,6 +237,19 @@ LLAMA_CPP = Consumer(
     },
 )
 SERVERS = (VLLM, SGLANG, LLAMA_CPP)
+GGUF = Consumer(
+    "llama.cpp",
+    "0c1e570",
+    {
+        "MambaForCausalLM": (EXPAND_2,),
+        "Mamba2ForCausalLM": (),
+        "GraniteMoeHybridForCausalLM": (MAMBA_EXPAND_2, DEFAULT_ROPE, NO_LOCAL_EXPERTS),
+        "FalconH1ForCausalLM": (DEFAULT_ROPE,),
+    },
+    {"": "not written"},
+    tried=True,
+)
+"""llama.cpp with a file that `hybridtron gguf` wrote. Its own converter has further conditions (LLAMA_CPP)."""
 
 
 def oldest_transformers(config: Settings) -> str:
@@ -243,18 +263,28 @@ def oldest_transformers(config: Settings) -> str:
 def judgements(config: Settings) -> list[Judgement]:
     """Return for each program whether it serves an export with this config.json."""
     transformers = Judgement(f"transformers {oldest_transformers(config)} to {NEWEST_TRANSFORMERS}", None)
-    return [transformers, *(server.judge(config) for server in SERVERS)]
+    served = [server.judge(config) for server in SERVERS]
+    of_file = GGUF.judge(config)
+    if of_file.reason is None:
+        served[SERVERS.index(LLAMA_CPP)] = of_file
+    return [transformers, *served]
 
 
 def summary(config: Settings) -> str:
     """Return one line: the programs that serve an export with this config.json, and why others do not."""
     transformers, *others = judgements(config)
-    served = [transformers.versions, *(f"{other.versions} (untried)" for other in others if other.reason is None)]
+    served = [transformers.versions, *(_served(other) for other in others if other.reason is None)]
     refused = [f"{other.versions} ({other.reason})" for other in others if other.reason is not None]
     line = f"served by {', '.join(served)}"
     if refused:
         line += f"; not by {', '.join(refused)}"
     return line.replace("`", "")
+
+
+def _served(judgement: Judgement) -> str:
+    if judgement.tried:
+        return judgement.versions
+    return f"{judgement.versions} (untried)"
 
 
 def summary_of(folder: Path) -> str:
@@ -264,12 +294,15 @@ def summary_of(folder: Path) -> str:
 
 def table() -> str:
     """Write the table of all classes and programs, in Markdown."""
-    head = ["class", f"transformers to {NEWEST_TRANSFORMERS}", *(f"{s.name} {s.version}" for s in SERVERS)]
+    servers = [f"{server.name} {server.version}" for server in SERVERS]
+    of_file = f"{GGUF.name} {GGUF.version} by `hybridtron gguf`"
+    head = ["class", f"transformers to {NEWEST_TRANSFORMERS}", *servers, of_file]
     rows = [head, ["---"] * len(head)]
     for name, since in TRANSFORMERS.items():
         versions = f"from {since.oldest}"
         if since.condition is not None:
             versions += f" with {since.condition.text}, else from {since.otherwise}"
-        rows.append([name.removesuffix("ForCausalLM"), versions, *(server.cell(name) for server in SERVERS)])
-    rows.insert(2, ["", "tested", *["read"] * len(SERVERS)])
+        cells = [server.cell(name) for server in (*SERVERS, GGUF)]
+        rows.append([name.removesuffix("ForCausalLM"), versions, *cells])
+    rows.insert(2, ["", "tested", *["read"] * len(SERVERS), "tested"])
     return "\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n\n"

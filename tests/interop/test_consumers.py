@@ -11,8 +11,17 @@ import pytest
 from hybridtron.architecture.table import architecture
 from hybridtron.cli.main import main
 from hybridtron.config.choices import Export
-from hybridtron.interop.consumers import SERVERS, TRANSFORMERS, judgements, oldest_transformers, summary
+from hybridtron.interop.consumers import (
+    GGUF,
+    LLAMA_CPP,
+    SERVERS,
+    TRANSFORMERS,
+    judgements,
+    oldest_transformers,
+    summary,
+)
 from hybridtron.interop.export import TARGETS, target_of
+from hybridtron.interop.gguf_families import FAMILIES
 from tests.interop.conftest import Stored
 from tests.interop.models import CLASSES, CUSTOM, MODELS, model_config
 
@@ -26,7 +35,7 @@ EXPECTED: dict[str, tuple[str, str | None, str | None, str | None]] = {
     "llama-llama3": ("5.16", None, None, "only if RoPE scale `llama3`"),
     "mistral": ("5.16", None, "only if `sliding_window` is not below", "only if `sliding_window` is not below"),
     "dense_granite": ("5.16", None, None, f"only if {HEADS}"),
-    "granite": ("5.23", None, None, "only if attention has no positions"),
+    "granite": ("5.23", None, None, None),
     "granite-yarn": ("5.23", None, "only if RoPE is not scaled", "only if attention has no positions"),
     "granite-nope": ("5.23", None, None, None),
     "bamba": ("5.23", "removed in 0.23", NO_CLASS, "its converter pairs channels"),
@@ -43,14 +52,13 @@ EXPECTED: dict[str, tuple[str, str | None, str | None, str | None]] = {
 # by model: entries of config.json whose change makes a server refuse the export (its place in SERVERS)
 CHANGES: list[tuple[str, dict[str, Any], int]] = [
     ("mamba", {"expand": 1}, 2),
-    ("mamba2", {"expand": 4}, 2),
+    ("granite-nope", {"mamba_expand": 4, "head_dim": 16}, 2),
     ("granite-nope", {"head_dim": 16}, 0),
     ("nemotron_h", {"layers_block_type": ["linear_attention"]}, 1),
     ("nemotron_h", {"mamba_n_groups": 8}, 1),
     ("nemotron_h", {"hybrid_override_pattern": None}, 2),
     ("nemotron_h", {"num_experts_per_tok": 2}, 2),
     ("falcon_h1", {"rope_parameters": {"rope_type": "yarn"}}, 2),
-    ("falcon_h1-normed", {"lm_head_multiplier": 0.5}, 2),
 ]
 
 
@@ -79,10 +87,23 @@ def test_a_changed_entry_is_refused(name: str, change: dict[str, Any], server: i
     assert SERVERS[server].judge(config | change).reason is not None
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("granite", {}), ("mamba2", {"expand": 4}), ("falcon_h1-normed", {"lm_head_multiplier": 0.5})],
+)
+def test_a_file_of_ours_serves_what_the_converter_refuses(name: str, change: dict[str, Any]) -> None:
+    config = config_of(name) | change
+    assert LLAMA_CPP.judge(config).reason is not None
+    assert GGUF.judge(config).reason is None
+    assert f", {GGUF.name} {GGUF.version}" in summary(config)
+    assert f"{GGUF.name} {GGUF.version} (untried)" not in summary(config)
+
+
 def test_every_class_has_a_row_and_a_verdict() -> None:
     assert list(TRANSFORMERS) == [target.name for target in TARGETS]
     assert set(CLASSES) | {"samba"} <= EXPECTED.keys() <= MODELS.keys() | CUSTOM.keys()
-    for server in SERVERS:
+    assert GGUF.serves.keys() == FAMILIES.keys()
+    for server in (*SERVERS, GGUF):
         assert not server.serves.keys() & server.refusals.keys()
         assert (server.serves.keys() | server.refusals.keys()) - {""} <= TRANSFORMERS.keys()
 

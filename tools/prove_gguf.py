@@ -1,0 +1,147 @@
+"""Compares llama.cpp with this package: trains a small model of each family, writes its GGUF file, and runs both.
+
+    python -m venv LLAMA && LLAMA/bin/pip install llama-cpp-python     compiles llama.cpp
+    python tools/prove_gguf.py FOLDER --python LLAMA/bin/python
+
+llama-cpp-python is a source distribution, so it has an environment of its own and is no part of the tests. Each family
+gets texts of unequal length. Token ids of the texts, and 64 greedy tokens after each of them, must be equal; the
+largest difference of logits after a text is printed. A family whose run is in FOLDER already is not trained again.
+
+Exit codes: 0 all tokens are equal, 1 some differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where none is installed
+
+import torch
+from torch import Tensor
+
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.cli.arguments import checkpoints_at
+from hybridtron.cli.main import main as hybridtron
+from hybridtron.data.batch import SeqInfo
+from hybridtron.data.tokenizer_file import read_tokenizer
+from hybridtron.inference.generate import generate
+from hybridtron.interop.verify import whole_model
+
+NEW_TOKENS = 64
+OTHER_SIDE = Path(__file__).with_name("llama_cpp_greedy.py")
+MAMBA2 = "model.layers.M={kind: mamba2, state: 32, head_dim: 32, groups: 2}"
+GRANITE = (
+    "recipe=laptop",
+    "model.width=128",
+    "model.pattern=(M-)*2 A- M-",
+    MAMBA2,
+    "model.layers.-={kind: swiglu, hidden: 256}",
+    "model.embedding_multiplier=6",
+    "model.residual_multiplier=0.5",
+    "model.logits_scaling=4",
+    "phases.0.lr=1e-3",
+)
+ATTENTION = "kind: attention, heads: 4, kv_heads: 2, scale: 0.1"
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "mamba": ("recipe=laptop", "model.width=128", "model.pattern=M*4"),
+    "mamba2": ("recipe=laptop", "model.width=128", "model.pattern=M*4", MAMBA2),
+    "mamba2_wide": (
+        "recipe=laptop",
+        "model.width=64",
+        "model.pattern=M*2",
+        "model.layers.M={kind: mamba2, expand: 4, state: 16, head_dim: 32}",
+    ),
+    "granite_rope": (*GRANITE, f"model.layers.A={{{ATTENTION}}}"),
+    "granite_nope": (*GRANITE, f"model.layers.A={{{ATTENTION}, rope: none}}"),
+    "falcon_h1": ("recipe=falcon_h1_laptop",),
+    "falcon_h1_norm": ("recipe=falcon_h1_laptop", "model.layers.M.norm=true", "model.layers.M.groups=2"),
+}
+"""Name of a run -> its settings."""
+SHORT = ("run.max_steps=60", "run.eval_every=60", "checkpoint.every=60", "run.sample_tokens=0")
+TEXTS = (
+    "The ",
+    "import os",
+    "def main(arguments: list[str]) -> int:\n    ",
+    "In 1984 there were 12345 of them, weren't there?",
+    "class Reader:\n    '''Reads\ttabs, and  spaces.'''\n\n    def __init__(self):",
+    "Ein Satz mit Umlauten: äöü, 数字 and 🚀.",
+    "for number in range(100):\n    print(number)\n" * 4,
+    "The module provides a function that returns the value of the given argument. " * 6,
+)
+
+
+def main() -> int:
+    """Prove every family. Returns the exit code."""
+    parser = argparse.ArgumentParser(description="Compare llama.cpp with this package.")
+    parser.add_argument("folder", type=Path, help="folder for runs, exports and GGUF files")
+    parser.add_argument("--python", required=True, help="interpreter of an environment with llama-cpp-python")
+    parser.add_argument("--only", action="append", choices=list(FAMILIES), help="this family; may be repeated")
+    chosen = parser.parse_args()
+    equal = [prove(name, chosen.folder, chosen.python) for name in chosen.only or FAMILIES]
+    return 0 if all(equal) else 1
+
+
+def prove(name: str, folder: Path, python: str) -> bool:
+    """Compare a family's model in both programs. Returns True if all tokens are equal."""
+    run = folder / "runs" / name
+    export = folder / f"{name}-hf"
+    file = folder / f"{name}.gguf"
+    if not (run / "checkpoints").is_dir():
+        require(["train", *FAMILIES[name], f"run.name={name}", f"run.dir={run}", *SHORT])
+    if not export.exists():
+        require(["export", str(run), "--output", str(export), "--target", "native"])
+    file.unlink(missing_ok=True)
+    require(["gguf", str(export), "--output", str(file)])
+    theirs = answers_of(file, python)
+    checkpoint = Checkpoint.open(checkpoints_at(run)[-1])
+    tokenizer = read_tokenizer((export / "tokenizer.json").read_bytes())
+    model = whole_model(checkpoint).float().eval()
+    num_equal = 0
+    largest = 0.0
+    for text, answer in zip(TEXTS, theirs, strict=True):
+        ids = tokenizer.encode(text).ids
+        prompt_BL = torch.tensor([ids])
+        logits_V = last_logits(model, prompt_BL)
+        their_logits_V = torch.tensor(answer["logits"])
+        largest = max(largest, float((logits_V - their_logits_V).abs().max() / logits_V.abs().max()))
+        same = ids == answer["prompt"] and generate(model, prompt_BL, NEW_TOKENS, 0, 0)[0].tolist() == answer["tokens"]
+        num_equal += same
+        if not same:
+            print(f"{name}: differs after {text!r}")
+    lengths = f"{min(len(a['prompt']) for a in theirs)} to {max(len(a['prompt']) for a in theirs)} tokens"
+    print(
+        f"{name}: {num_equal} of {len(TEXTS)} texts of {lengths} have equal ids and {NEW_TOKENS} equal greedy tokens; "
+        f"logits differ by at most {largest:.1e} of the largest"
+    )
+    return num_equal == len(TEXTS)
+
+
+def require(arguments: list[str]) -> None:
+    """Run a command of hybridtron. Ends the program if it fails."""
+    if (code := hybridtron(arguments)) != 0:
+        sys.exit(code)
+
+
+@torch.no_grad()
+def last_logits(model: Any, prompt_BL: Tensor) -> Tensor:
+    """Return the logits of the token after a prompt."""
+    batch, length = prompt_BL.shape
+    return model(prompt_BL, None, SeqInfo.stream(batch, length)).output[-1, 0].float()
+
+
+def answers_of(file: Path, python: str) -> list[dict[str, Any]]:
+    """Run llama.cpp on the texts: ids of each text, logits after it, and greedy tokens."""
+    wanted = json.dumps({"model": str(file), "texts": TEXTS, "new_tokens": NEW_TOKENS})
+    done = subprocess.run([python, str(OTHER_SIDE)], input=wanted, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        sys.exit(f"{python} {OTHER_SIDE} failed:\n{done.stderr}")
+    return json.loads(done.stdout)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,7 +13,8 @@ import llama_cpp
 import numpy as np
 
 asked = json.load(sys.stdin)
-llama = llama_cpp.Llama(asked["model"], n_ctx=1024, n_batch=1024, n_ubatch=1024, n_threads=1, verbose=False)
+IN_FP32 = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}  # keys and values; fp16 by default
+llama = llama_cpp.Llama(asked["model"], n_ctx=1024, n_batch=1024, n_ubatch=1024, n_threads=1, verbose=False, **IN_FP32)
 vocab_size = llama.n_vocab()
 
 

@@ -5,7 +5,8 @@
 
 llama-cpp-python is a source distribution, so it has an environment of its own and is no part of the tests. Each family
 gets texts of unequal length. Token ids of the texts, and 64 greedy tokens after each of them, must be equal; the
-largest difference of logits after a text is printed. A family whose run is in FOLDER already is not trained again.
+largest difference of logits after a text is printed. Then a tokenizer is trained with each pre-tokenizer, and ids of
+the texts are compared. A family whose run is in FOLDER already is not trained again.
 
 Exit codes: 0 all tokens are equal, 1 some differ.
 """
@@ -14,20 +15,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where none is installed
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.cli.arguments import checkpoints_at
 from hybridtron.cli.main import main as hybridtron
 from hybridtron.data.batch import SeqInfo
+from hybridtron.data.pre_tokenizers import PATTERNS, pre_tokenizer
 from hybridtron.data.tokenizer_file import read_tokenizer
 from hybridtron.inference.generate import generate
 from hybridtron.interop.verify import whole_model
@@ -83,6 +88,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=list(FAMILIES), help="this family; may be repeated")
     chosen = parser.parse_args()
     equal = [prove(name, chosen.folder, chosen.python) for name in chosen.only or FAMILIES]
+    equal += [prove_tokenizer(name, chosen.folder, chosen.python) for name in PATTERNS]
     return 0 if all(equal) else 1
 
 
@@ -97,7 +103,7 @@ def prove(name: str, folder: Path, python: str) -> bool:
         require(["export", str(run), "--output", str(export), "--target", "native"])
     file.unlink(missing_ok=True)
     require(["gguf", str(export), "--output", str(file)])
-    theirs = answers_of(file, python)
+    theirs = answers_of(file, python, TEXTS, NEW_TOKENS)
     checkpoint = Checkpoint.open(checkpoints_at(run)[-1])
     tokenizer = read_tokenizer((export / "tokenizer.json").read_bytes())
     model = whole_model(checkpoint).float().eval()
@@ -121,6 +127,29 @@ def prove(name: str, folder: Path, python: str) -> bool:
     return num_equal == len(TEXTS)
 
 
+def prove_tokenizer(splits_by: str, folder: Path, python: str) -> bool:
+    """Compare ids of texts for a tokenizer that is trained with a pre-tokenizer. Returns True if all are equal."""
+    export = folder / f"{splits_by}-hf"
+    file = folder / f"{splits_by}.gguf"
+    shutil.rmtree(export, ignore_errors=True)
+    shutil.copytree(next(folder.glob("*-hf")), export)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizer(splits_by)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=2000, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(
+        [Path(json.__file__).read_text(), Path(argparse.__file__).read_text(), *TEXTS], trainer
+    )
+    tokenizer.save(str(export / "tokenizer.json"))
+    file.unlink(missing_ok=True)
+    require(["gguf", str(export), "--output", str(file)])
+    texts = [*TEXTS, Path(shutil.__file__).read_text()[:2000]]
+    theirs = [answer["prompt"] for answer in answers_of(file, python, texts, new_tokens=1)]
+    num_equal = sum(tokenizer.encode(text).ids == ids for text, ids in zip(texts, theirs, strict=True))
+    print(f"{splits_by}: {num_equal} of {len(texts)} texts have equal ids")
+    return num_equal == len(texts)
+
+
 def require(arguments: list[str]) -> None:
     """Run a command of hybridtron. Ends the program if it fails."""
     if (code := hybridtron(arguments)) != 0:
@@ -134,9 +163,9 @@ def last_logits(model: Any, prompt_BL: Tensor) -> Tensor:
     return model(prompt_BL, None, SeqInfo.stream(batch, length)).output[-1, 0].float()
 
 
-def answers_of(file: Path, python: str) -> list[dict[str, Any]]:
+def answers_of(file: Path, python: str, texts: Sequence[str], new_tokens: int) -> list[dict[str, Any]]:
     """Run llama.cpp on the texts: ids of each text, logits after it, and greedy tokens."""
-    wanted = json.dumps({"model": str(file), "texts": TEXTS, "new_tokens": NEW_TOKENS})
+    wanted = json.dumps({"model": str(file), "texts": texts, "new_tokens": new_tokens})
     done = subprocess.run([python, str(OTHER_SIDE)], input=wanted, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         sys.exit(f"{python} {OTHER_SIDE} failed:\n{done.stderr}")

@@ -58,6 +58,7 @@ ONLY_PARSED = {  # by how a command begins
     "check cards": "needs a folder of records: tests/rehearse/test_cards.py",
     "check gpu": "needs a GPU",
     "check mup": "a minute: tests/proving/test_coordinates.py",
+    "gguf": "a tokenizer of byte pairs: tests/interop/test_gguf.py",
     "import adapter": "an adapter of peft: tests/interop/test_peft_import.py",
     "import ema-hf": TUTORIAL,
     "inspect recipe=ema": TUTORIAL,

@@ -8,6 +8,10 @@ gets texts of unequal length. Token ids of the texts, and 64 greedy tokens after
 largest difference of logits after a text is printed. Then a tokenizer is trained with each pre-tokenizer, and ids of
 the texts are compared. A family whose run is in FOLDER already is not trained again.
 
+On two cores that other work shared, compiling libllama took 30 minutes, and a family two to four minutes. The proof was
+run with this library as soon as it was there. pip then compiles further parts, which the proof does not need: over 45
+minutes more.
+
 Exit codes: 0 all tokens are equal, 1 some differ.
 """
 

@@ -31,7 +31,7 @@ class Cut:
     """Sharding of one tensor axis over one layout dimension.
 
     axis         index of the tensor axis
-    over         the dimension, such as "tensor"
+    over         the dimension: "tensor", or for routed experts "expert" or "expert_tensor"
     unit         how many consecutive entries must stay on one rank, such as a head's channels
     replicate    each rank may hold the full axis if the rank count does not divide the unit count
     readers      set only if the axis counts key heads: the model's number of query heads. Equally many query heads read
@@ -47,11 +47,13 @@ class Cut:
 
 
 DENSE = "dense"
-"""Name of the only family of weights so far.
+"""Name of the family of weights that are applied to every token.
 
-All weights of a family are sharded and replicated over the same ranks. Dense weights are applied to every token, unlike
-the experts of a mixture of experts.
+All weights of a family are sharded and replicated over the same ranks.
 """
+
+EXPERTS = "experts"
+"""Name of the family of routed experts' weights, each of which is applied to the tokens that chose the expert."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, ClassVar
 
-from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Names, Parameter, linear, output_linear
+from hybridtron.architecture.base import EXPERTS, Cut, MixerSpec, ModelSizes, Names, Parameter, linear, output_linear
 from hybridtron.architecture.inits import Constant, EachExpert, OutputProjection, Projection
 from hybridtron.limits import above, at_least, one_of
 from hybridtron.problems import Problem
@@ -90,7 +90,7 @@ class MoESpec(MixerSpec):
         active = Fraction(self.top_k, self.experts)
         inner = self.matrices * self.hidden
         parts = (("gate", self.hidden), ("up", self.hidden)) if self.activation == "swiglu" else ()
-        # Each rank has the router and all experts, with some of their inner channels. An output is weighted before
+        # Each rank has the router, and some inner channels of its experts. An output is weighted before tensor-parallel
         # ranks sum it, so a rank computes the part of the router's gradient that comes from its channels.
         table = {
             "router": Parameter((self.experts, width), Projection(width**-0.5), fp32=True, partial_gradient=True),
@@ -99,13 +99,15 @@ class MoESpec(MixerSpec):
                 EachExpert(Projection(width**-0.5)),
                 parts=parts,
                 parts_axis=1,
-                cuts=(Cut(1),),
+                cuts=(Cut(0, "expert"), Cut(1, "expert_tensor")),
+                family=EXPERTS,
                 active=active,
             ),
             "down": Parameter(
                 (self.experts, width, self.hidden),
                 EachExpert(OutputProjection((self.hidden * deep) ** -0.5)),
-                cuts=(Cut(2),),
+                cuts=(Cut(0, "expert"), Cut(2, "expert_tensor")),
+                family=EXPERTS,
                 active=active,
             ),
         }

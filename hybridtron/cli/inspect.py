@@ -102,7 +102,7 @@ def main(arguments: list[str]) -> int:
     require(run_plan, chosen.gpus if chosen.fit is None else None)
     for warning in warnings(run_plan):
         print(f"note: {warning}", file=sys.stderr)
-    gpus = chosen.gpus or config.parallel.model_ranks
+    gpus = chosen.gpus or config.parallel.fewest_ranks
     fitting = peaks = None
     if chosen.exact:
         demand("rehearse")
@@ -141,7 +141,7 @@ def with_rehearsals(
         settings = replace_settings(chosen.settings, settings_of(layout, config))
         print(f"note: rehearsing {' '.join(settings)}", file=sys.stderr)
         try:
-            peak = max(rehearsed_peaks(settings, chosen.gpus or config.parallel.model_ranks, chosen.gpu))
+            peak = max(rehearsed_peaks(settings, chosen.gpus or config.parallel.fewest_ranks, chosen.gpu))
         except Unusable as problem:
             print(f"note: memory of this layout is an estimate: {problem}", file=sys.stderr)
             finalists.append(layout)

@@ -99,7 +99,7 @@ def main(arguments: list[str]) -> int:
     else:
         config = load(chosen.settings)
     run_plan = RunPlan.of(config)
-    world = chosen.gpus or config.parallel.model_ranks
+    world = chosen.gpus or config.parallel.fewest_ranks
     with appear_installed(packages):
         require(run_plan, world)
     if chosen.rank != "all" and not (chosen.rank.isdigit() and int(chosen.rank) < world):

@@ -211,10 +211,10 @@ def with_overlap(parallel: ParallelConfig, copies: int) -> ParallelConfig:
 
 
 def world_problems(parallel: ParallelConfig, world_size: int) -> list[Problem]:
-    """Return the problem if `world_size` is not a multiple of the layout's model ranks, else an empty list."""
+    """Return the problem if `world_size` ranks can't form whole replicas, or can't divide the experts among them."""
     model_ranks = parallel.model_ranks
     if world_size >= 1 and world_size % model_ranks == 0:
-        return []
+        return _owner_problems(parallel, world_size)
     fitting = " or ".join(map(str, multiples_near(model_ranks, world_size)))
     if parallel.context > 1:
         times = f" x parallel.context={parallel.context}"
@@ -227,6 +227,18 @@ def world_problems(parallel: ParallelConfig, world_size: int) -> list[Problem]:
     if world_size == 1:
         message += f", by torchrun --nproc-per-node {model_ranks} -m hybridtron train ..."
     return [Problem("parallel.tensor", "not-divisible", message)]
+
+
+def _owner_problems(parallel: ParallelConfig, world_size: int) -> list[Problem]:
+    """Return the problem if the ranks of a pipeline stage can't divide the experts evenly, else an empty list."""
+    stage = world_size // parallel.pipeline
+    within = parallel.expert_tensor_ranks
+    if stage % (parallel.expert * within) == 0:
+        return []
+    times = f", times {within} ranks for each expert's channels" if within > 1 else ""
+    fitting = " or ".join(map(str, multiples_near(parallel.fewest_ranks, world_size)))
+    message = f"is {parallel.expert}{times}, which does not divide the number of ranks in a pipeline stage, {stage}"
+    return [Problem("parallel.expert", "not-divisible", f"{message}: start {fitting} processes, or use fewer")]
 
 
 def multiples_near(unit: int, size: int) -> list[int]:

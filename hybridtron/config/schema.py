@@ -10,6 +10,7 @@ A row is one sequence in the batch. A lane is one row position in the batch over
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any
@@ -150,6 +151,11 @@ class ParallelConfig:
     pipeline: Annotated[int, at_least(1)] = 1  # pipeline parallelism: ranks that divide the layers
     virtual_pipeline: Annotated[int, at_least(1)] = 1  # virtual (interleaved) stages of each pipeline rank
     context: Annotated[int, at_least(1)] = 1  # context parallelism: ranks that divide the tokens of every row
+    # expert parallelism: ranks that divide the routed experts; a divisor of the ranks of a pipeline stage
+    expert: Annotated[int, at_least(1)] = 1
+    # ranks that divide the inner channels of every routed expert: as many as parallel.tensor, or 1, which then needs
+    # sequence=true; null: parallel.tensor
+    expert_tensor: Annotated[int | None, at_least(1)] = None
     distributed_optimizer: bool = True  # shard the optimizer's state over data-parallel ranks
     # sub-layers that the backward pass recomputes. none: no sub-layers; selective: those that mix tokens; layer: all
     recompute: Recompute = Recompute.none
@@ -168,12 +174,24 @@ class ParallelConfig:
     @property
     def mesh_sizes(self) -> dict[str, int]:
         """Number of ranks in each mesh dimension that shards weights and states."""
-        return {"tensor": self.tensor}
+        return {"tensor": self.tensor, "expert_tensor": self.expert_tensor_ranks, "expert": self.expert}
+
+    @property
+    def expert_tensor_ranks(self) -> int:
+        """Number of ranks that divide the inner channels of every routed expert."""
+        if self.expert_tensor is None:
+            return self.tensor
+        return self.expert_tensor
 
     @property
     def model_ranks(self) -> int:
         """Number of ranks in one model replica. All ranks of a replica work on the same rows."""
         return self.tensor * self.pipeline * self.context
+
+    @property
+    def fewest_ranks(self) -> int:
+        """Smallest number of ranks on which the layout can run: whole replicas, whose experts all have an owner."""
+        return self.pipeline * math.lcm(self.tensor * self.context, self.expert * self.expert_tensor_ranks)
 
 
 @dataclass

@@ -41,7 +41,7 @@ def build_every_rank(plan: RunPlan) -> Iterator[RankShapes]:
     """Build the model for each rank in one data-parallel replica, and yield the shapes of the rank's weights."""
     config = plan.config
     dtype = DTYPES[config.precision.name]
-    world = config.parallel.model_ranks
+    world = config.parallel.fewest_ranks
     for rank in range(world):
         with megatron_context():
             rank_groups = groups.start(config.parallel, launch=ProcessLaunch(rank, world), fake=True)

@@ -281,7 +281,7 @@ def _squared_norm(optimizer: Any) -> Tensor:
         norms = torch.stack(torch._foreach_norm(gradients)).to(torch.get_default_dtype())
         squares = torch.linalg.vector_norm(norms).float() ** 2.0
     else:
-        squares = torch.zeros((), device=compute_device())
+        squares = torch.zeros((), dtype=torch.float32, device=compute_device())
     dist.all_reduce(squares, group=optimizer.get_grad_stats_parallel_group())
     return squares
 

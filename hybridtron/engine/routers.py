@@ -2,8 +2,9 @@
 
 A router sends each token to a few of its experts, and an expert's load is the number of tokens that it got. A forward
 pass returns the loads (`mixers/base.py:Routed`). They are added over micro-batches, and once a step over the ranks that
-hold other tokens and over pipeline ranks. Tensor-parallel ranks route the same tokens and count the same loads. Loads
-are integers: no order of addition changes them.
+hold other tokens and over pipeline ranks. Tensor-parallel ranks route the same tokens and count the same loads, unless
+each has full experts (`parallel.expert_tensor=1`) and routes its own tokens. Loads are integers: no order of addition
+changes them.
 
 With `balance: bias`, a correction is added to an expert's scores for the choice of experts. After an accepted step,
 
@@ -71,7 +72,10 @@ def reduce_choices(sums: Mapping[int, Routed], groups: Groups) -> dict[int, Rout
         return {}
     loads = torch.cat([routed.loads_E for routed in sums.values()])
     entropies = torch.stack([routed.entropy for routed in sums.values()])
-    for ranks in (groups.pipeline, groups.dense.copies):
+    with_other_tokens = [groups.pipeline, groups.dense.copies]
+    if groups.tensor.routes_own_tokens:
+        with_other_tokens.append(groups.tensor)
+    for ranks in with_other_tokens:
         dist.all_reduce(loads, group=ranks.group)
         dist.all_reduce(entropies, group=ranks.group)
     parts = loads.split([len(routed.loads_E) for routed in sums.values()])

@@ -26,6 +26,7 @@ from hybridtron.evaluate.loaded_model import LoadedModel
 from hybridtron.evaluate.results import rows_of
 from hybridtron.evaluate.sample_log import Lines
 from hybridtron.evaluate.suites import SUITES, Suite, fitting, named_or_file, suite_of
+from hybridtron.parallel.mesh import ONE_RANK
 from hybridtron.problems import ConfigError, Problem, Unusable
 from hybridtron.tasks.tokens import open_tokens
 from hybridtron.train.hooks import Hook, StepContext
@@ -95,6 +96,9 @@ class InTraining(Hook):
         `beat` is called with progress messages, so that the watchdog does not end the run.
         """
         groups = engine.groups
+        readers = groups.data
+        if groups.tensor.expert_ranks.expert.size > 1:
+            readers = ONE_RANK  # ranks that divide the experts read the same tokens
         config = replace(engine.config, data=self.phase.data)
         tokenizer = read_tokenizer((self.folder / "tokenizer.json").read_bytes())
         model = LoadedModel(
@@ -106,8 +110,8 @@ class InTraining(Hook):
             tokenizer=tokenizer,
             end=self.eos,
             read=engine.reader(),
-            replica=groups.data.rank,
-            replicas=groups.data.size,
+            replica=readers.rank,
+            replicas=readers.size,
             first=groups.is_first,
             alone=groups.world_size == 1,
         )

@@ -29,6 +29,7 @@ from hybridtron.model.lm import LanguageModel, ModelSlice, stream_dtype
 from hybridtron.model.stack import States
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.linear import MEGATRON
+from hybridtron.parallel.mesh import ONE_RANK
 from hybridtron.parallel.plain_values import all_gather_tensors
 
 SEQ_LEN = 2048  # sequence length for which stages are balanced by cost; inputs may have any length
@@ -88,9 +89,13 @@ def training_reader(trained: Sequence[LanguageModel], groups: Groups, dtype: tor
     """Return a reader that shares the weights of a model in training. All ranks must call the reader together.
 
     `trained` are the stages that this rank trains. The reader uses neither sequence parallelism nor FP8 nor Transformer
-    Engine, so that inputs may have any length.
+    Engine, so that inputs may have any length. If ranks divide the experts, all ranks read the same tokens.
     """
-    tensor = replace(groups.tensor, sequence=False, backend=MEGATRON)
+    ranks = replace(groups.tensor.expert_ranks, same_tokens=True)
+    tensor = replace(groups.tensor, sequence=False, backend=MEGATRON, experts=ranks)
+    context = groups.context
+    if ranks.expert.size > 1:
+        context = ONE_RANK  # context-parallel ranks read all tokens too
     parts = []
     for training_part in trained:
         with torch.device("meta"):
@@ -101,8 +106,8 @@ def training_reader(trained: Sequence[LanguageModel], groups: Groups, dtype: tor
         parts.append(part.eval())
     whole = groups.tensor.size == groups.pipeline.size == 1
     if whole:
-        return context_reader(reader(parts[0]), parts[0].arch.chunk_multiple, groups.context)
-    return staged_reader(parts, groups, dtype)
+        return context_reader(reader(parts[0]), parts[0].arch.chunk_multiple, context)
+    return staged_reader(parts, replace(groups, context=context), dtype)
 
 
 def gather_layers(by_layer: dict[int, Tensor], groups: Groups) -> dict[int, Tensor]:

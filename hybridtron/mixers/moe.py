@@ -1,9 +1,13 @@
 """Mixture of experts (equations in `architecture/moe.py`), a mixer without a state.
 
-Each tensor-parallel rank has the router and all experts, with some of their inner channels. All ranks route all tokens.
-An expert's output is weighted before the ranks' outputs are summed. So a rank's gradient of the router comes from its
-own channels, like every gradient between `gather_input` and the sum, and the ranks' gradients are summed. For the same
+Each tensor-parallel rank has the router, and some inner channels of each expert. All ranks route all tokens. An
+expert's output is weighted before the ranks' outputs are summed. So a rank's gradient of the router comes from its own
+channels, like every gradient between `gather_input` and the sum, and the ranks' gradients are summed. For the same
 reason the auxiliary losses have full value, but 1 / (number of ranks) of their gradient on each rank.
+
+With `parallel.expert_tensor=1`, a rank has full experts and routes only its own tokens of the residual stream, which
+sequence parallelism divides. Only the shared expert then gathers all tokens. With `parallel.expert`, ranks divide the
+experts, and exchange rows of tokens (`parallel/experts.py`).
 
 Legend: B rows (sequences), L tokens, D width, T = L B tokens, E experts, K experts per token, C channels of the shared
 expert on this rank.
@@ -11,7 +15,7 @@ expert on this rank.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +29,15 @@ from hybridtron.ops.experts import ExpertsInputs, Router, Routing, experts, rout
 from hybridtron.ops.precision import at_least_fp32
 from hybridtron.ops.swiglu import SwiGLUInputs, swiglu
 from hybridtron.parallel.context import all_reduce_shards
-from hybridtron.parallel.linear import TensorGroup, column_parallel, gather_input, row_parallel, sum_output
+from hybridtron.parallel.experts import experts_on_ranks
+from hybridtron.parallel.linear import (
+    TensorGroup,
+    all_reduce_sum,
+    column_parallel,
+    gather_input,
+    row_parallel,
+    sum_output,
+)
 
 TINY = 1e-20  # added to a sum of scores that may all be 0
 
@@ -39,15 +51,18 @@ class MoE(Mixer):
         self.spec = spec
         self.tensor = tensor
         self.ranks = tensor.size
+        self.expert_ranks = tensor.expert_ranks
+        self.full_experts = self.expert_ranks.tensor.size < tensor.size
         limit = spec.groups if spec.group_limit is None else spec.group_limit
         scores: Any = spec.scores  # the spec has checked this name and the next
         self.activation: Any = spec.activation
         self.options = Router(spec.top_k, scores, spec.normalise, spec.scale, spec.groups, limit)
         width = sizes.width
-        hidden = tensor.share(spec.hidden)
+        hidden = self.expert_ranks.tensor.share(spec.hidden)
+        count = self.expert_ranks.expert.share(spec.experts)
         self.router = nn.Parameter(torch.empty(spec.experts, width))
-        self.gate_up = nn.Parameter(torch.empty(spec.experts, spec.matrices * hidden, width))
-        self.down = nn.Parameter(torch.empty(spec.experts, width, hidden))
+        self.gate_up = nn.Parameter(torch.empty(count, spec.matrices * hidden, width))
+        self.down = nn.Parameter(torch.empty(count, width, hidden))
         if spec.corrected:
             self.correction = nn.Parameter(torch.empty(spec.experts), requires_grad=False)
         if spec.shared:
@@ -57,17 +72,29 @@ class MoE(Mixer):
             self.shared_gate = nn.Parameter(torch.empty(1, width))
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> MixerOutput:
-        x_LBD = gather_input(x_LBD, self.tensor)
-        x_TD = x_LBD.flatten(0, 1)
+        own_LBD = x_LBD
+        if not self.tensor.routes_own_tokens or self.spec.shared:
+            x_LBD = gather_input(x_LBD, self.tensor)
+        if not self.tensor.routes_own_tokens:
+            own_LBD = x_LBD
+        x_TD = own_LBD.flatten(0, 1)
         logits_TE = F.linear(at_least_fp32(x_TD), at_least_fp32(self.router))
         routing = route(logits_TE, self.correction if self.spec.corrected else None, self.options)
-        y_TD = experts(ExpertsInputs(x_TD, routing, self.gate_up, self.down, self.activation))
-        y_LBD = sum_output(y_TD.view(x_LBD.shape), self.tensor)
+        y_LBD = self._routed_experts(x_TD, routing).view(own_LBD.shape)
+        if not self.full_experts:
+            y_LBD = sum_output(y_LBD, self.tensor)
         if self.spec.shared:
             y_LBD = y_LBD + self._shared(x_LBD)
         if seq.key is None:  # evaluation and generation
             return MixerOutput(y_LBD, {}, {})
         return MixerOutput(y_LBD, {}, self._losses(logits_TE, routing, seq), routed(routing))
+
+    def _routed_experts(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        """Return each token's sum of weighted outputs, from this rank's inner channels of the experts."""
+        inputs = ExpertsInputs(x_TD, routing, self.gate_up, self.down, self.activation)
+        if self.expert_ranks.expert.size == 1:
+            return experts(inputs)
+        return experts_on_ranks(inputs, self.expert_ranks)
 
     def _shared(self, x_LBD: Tensor) -> Tensor:
         """Return the shared expert's output.
@@ -91,10 +118,11 @@ class MoE(Mixer):
         if not self.router.requires_grad:
             return {}
         losses = {}
+        rows = RowParts(seq, self.tensor)
         if self.spec.balance == "auxiliary":
-            losses["balance"] = self.spec.coefficient * balance_of_rows(routing, seq)
+            losses["balance"] = self.spec.coefficient * balance_of_rows(routing, rows)
         if self.spec.z_loss:
-            losses["router_z"] = self.spec.z_loss * z_loss_of_rows(logits_TE, seq)
+            losses["router_z"] = self.spec.z_loss * z_loss_of_rows(logits_TE, rows)
         return {name: loss / self.ranks + (loss - loss / self.ranks).detach() for name, loss in losses.items()}
 
 
@@ -109,30 +137,48 @@ def shares(scores_TE: Tensor) -> Tensor:
     return scores_TE / (scores_TE.sum(-1, keepdim=True) + TINY)
 
 
-def balance_of_rows(routing: Routing, seq: SeqInfo) -> Tensor:
+class RowParts(NamedTuple):
+    """The parts of rows whose tokens a rank routes; other ranks route the others."""
+
+    seq: SeqInfo
+    tensor: TensorGroup
+
+    @property
+    def count(self) -> int:
+        """Number of parts of each row."""
+        parts = 1 if self.seq.shard is None else self.seq.shard.size
+        return parts * self.tensor.size if self.tensor.routes_own_tokens else parts
+
+    def of_rows(self, x_TC: Tensor) -> Tensor:
+        """Return values of this rank's tokens, which come before rows, as (rows, tokens, channels)."""
+        return x_TC.unflatten(0, (-1, len(self.seq.positions_BL))).transpose(0, 1)
+
+    def summed(self, x: Tensor) -> Tensor:
+        """Return the sum over all parts, on every rank; the ranks' gradients are summed too."""
+        if self.seq.shard is not None:
+            x = all_reduce_shards(x, self.seq.shard)
+        if self.tensor.routes_own_tokens:
+            x = all_reduce_sum(x, self.tensor)
+        return x
+
+
+def balance_of_rows(routing: Routing, parts: RowParts) -> Tensor:
     """Return E sum_e f_e p_e of each row (B,), over all tokens of the row, on every rank that has some of them.
 
     f_e is the fraction of choices that fell on expert e, p_e the mean of the scores' shares. A loss of each row is
     independent of the layout: it does not matter which rows share a micro-batch or a rank.
     """
-    (rows, length) = seq.positions_BL.shape
-    sums_BE = shares(routing.scores_TE).unflatten(0, (length, rows)).sum(0)
-    chosen_BN = routing.experts_TK.unflatten(0, (length, rows)).transpose(0, 1).flatten(1)
+    shares_BLE = parts.of_rows(shares(routing.scores_TE))
+    length = shares_BLE.shape[1] * parts.count
+    sums_BE = parts.summed(shares_BLE.sum(1))
+    chosen_BN = parts.of_rows(routing.experts_TK).flatten(1)
     ones_BN = torch.ones_like(chosen_BN, dtype=sums_BE.dtype)
-    loads_BE = torch.zeros_like(sums_BE).scatter_add(1, chosen_BN, ones_BN)
-    if seq.shard is not None:
-        length = length * seq.shard.size
-        sums_BE = all_reduce_shards(sums_BE, seq.shard)
-        loads_BE = all_reduce_shards(loads_BE, seq.shard)
+    loads_BE = parts.summed(torch.zeros_like(sums_BE).scatter_add(1, chosen_BN, ones_BN))
     top_k = routing.experts_TK.shape[1]
     count = sums_BE.shape[1]
     return count * (loads_BE * sums_BE).sum(1) / (length * length * top_k)
 
 
-def z_loss_of_rows(logits_TE: Tensor, seq: SeqInfo) -> Tensor:
+def z_loss_of_rows(logits_TE: Tensor, parts: RowParts) -> Tensor:
     """Return the z-loss of each row (B,), over all tokens of the row, on every rank that has some of them."""
-    (rows, length) = seq.positions_BL.shape
-    loss_B = z_loss(logits_TE.unflatten(0, (length, rows)).transpose(0, 1))
-    if seq.shard is None:
-        return loss_B
-    return all_reduce_shards(loss_B, seq.shard) / seq.shard.size
+    return parts.summed(z_loss(parts.of_rows(logits_TE))) / parts.count

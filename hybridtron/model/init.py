@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from hybridtron.architecture.base import Parameter
 from hybridtron.architecture.inits import (
     Constant,
     EachExpert,
@@ -27,6 +28,7 @@ from hybridtron.architecture.inits import (
     Uniform,
 )
 from hybridtron.model.lm import LanguageModel
+from hybridtron.parallel.mesh import ONE_RANK, Mesh
 from hybridtron.parallel.sharding import cut
 
 
@@ -34,8 +36,21 @@ def initialise(model: LanguageModel, seed: int) -> None:
     """Fill every weight in a full model, or in this rank's part of a model, in place. Each weight keeps its dtype."""
     for name, weight in model.named_parameters():
         parameter = model.table[name]
-        whole = starting_value(parameter.init, parameter.shape, seed, name)
-        weight.data.copy_(cut(whole, parameter, model.slice.meshes[parameter.family]))
+        mesh = model.slice.meshes[parameter.family]
+        if isinstance(parameter.init, EachExpert):
+            weight.data.copy_(_own_experts(parameter.init, parameter, mesh, seed, name))
+        else:
+            weight.data.copy_(cut(starting_value(parameter.init, parameter.shape, seed, name), parameter, mesh))
+
+
+def _own_experts(init: EachExpert, parameter: Parameter, mesh: Mesh, seed: int, name: str) -> Tensor:
+    """Return this rank's shard of the experts' initial weights. Only this rank's experts are drawn."""
+    ranks = mesh.dimensions.get("expert", ONE_RANK)
+    own = ranks.share(parameter.shape[0])
+    experts = range(ranks.rank * own, (ranks.rank + 1) * own)
+    within = Mesh({name: group for name, group in mesh.dimensions.items() if name != "expert"})
+    drawn = (starting_value(init.init, parameter.shape[1:], seed, f"{name}/{e}")[None] for e in experts)
+    return torch.cat([cut(expert, parameter, within) for expert in drawn])
 
 
 def starting_value(init: Init, shape: tuple[int, ...], seed: int, name: str) -> Tensor:

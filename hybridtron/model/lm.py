@@ -37,7 +37,7 @@ class ModelSlice:
     first     True if the part has the embedding
     last      True if the part has the final norm and the head
     tensor    the tensor-parallel ranks
-    meshes    weight family -> the ranks that shard and replicate its weights; the only family is the dense weights
+    meshes    weight family -> the ranks that shard and replicate its weights
     """
 
     layers: range | None = None

@@ -1,4 +1,4 @@
-"""Process groups of a layout: tensor, pipeline, data and context parallel.
+"""Process groups of a layout: tensor, pipeline, data, context and expert parallel.
 
 Megatron-core keeps process groups in global variables. Only this file creates and reads these variables; other files
 get a `Groups` object.
@@ -21,11 +21,12 @@ from megatron.core import parallel_state
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hybridtron.architecture.base import DENSE
+from hybridtron.architecture.base import DENSE, EXPERTS
 from hybridtron.config.pipeline_layout import ProcessLaunch, launched
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.data.sequence_shard import ShardIndex
 from hybridtron.device import compute_device, megatron_context
+from hybridtron.parallel.experts import ExpertRanks
 from hybridtron.parallel.linear import LinearBackend, TensorGroup
 from hybridtron.parallel.mesh import Mesh, RankGroup
 from hybridtron.parallel.plain_values import all_gather_values
@@ -100,6 +101,8 @@ def start(
             pipeline_model_parallel_size=parallel.pipeline,
             context_parallel_size=parallel.context,
             virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+            expert_model_parallel_size=parallel.expert,
+            expert_tensor_parallel_size=parallel.expert_tensor_ranks,
             create_gloo_process_groups=not fake,
             distributed_timeout_minutes=math.ceil(timeout_s / 60),
         )
@@ -109,6 +112,8 @@ def start(
 def _place(parallel: ParallelConfig, launch: ProcessLaunch) -> Groups:
     """Return the groups that Megatron has formed, with this process's rank in each group."""
     tensor_ranks = _ranks(parallel_state.get_tensor_model_parallel_group())
+    expert = _ranks(parallel_state.get_expert_model_parallel_group())
+    expert_tensor = _ranks(parallel_state.get_expert_tensor_parallel_group())
     tensor = TensorGroup(
         tensor_ranks.size,
         tensor_ranks.rank,
@@ -116,15 +121,22 @@ def _place(parallel: ParallelConfig, launch: ProcessLaunch) -> Groups:
         sequence=parallel.sequence and parallel.tensor > 1,
         backend=LinearBackend(parallel.transformer_engine),
         regather=parallel.regather,
+        experts=ExpertRanks(expert, expert_tensor),
     )
     copies = _ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
+    expert_copies = _ranks(parallel_state.get_expert_data_parallel_group())
+    # the order of the dimensions is that of the ranks in a stage (`Mesh.at`)
+    meshes = {
+        DENSE: Mesh({"tensor": tensor}, copies),
+        EXPERTS: Mesh({"expert_tensor": expert_tensor, "expert": expert}, expert_copies),
+    }
     return Groups(
         tensor=tensor,
         pipeline=_ranks(parallel_state.get_pipeline_model_parallel_group()),
         data=_ranks(parallel_state.get_data_parallel_group()),
         context=_ranks(parallel_state.get_context_parallel_group()),
         stage=_ranks(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)),
-        meshes={DENSE: Mesh({"tensor": tensor}, copies)},
+        meshes=meshes,
         rank=launch.rank,
         world_size=launch.world_size,
     )
@@ -139,17 +151,20 @@ def _ranks(group: Any) -> RankGroup:
 def without_gloo_groups() -> Iterator[None]:
     """Let the block run without gloo groups, which `start(fake=True)` does not form.
 
-    Megatron's functions for the gloo groups return the data-parallel group instead.
+    Megatron's functions for the gloo groups return the groups for the device's tensors instead.
     """
     core: Any = parallel_state
-    names = ("get_data_parallel_group_gloo", "get_expert_data_parallel_group_gloo")
-    formed = [getattr(core, name) for name in names]
-    for name in names:
-        setattr(core, name, lambda *_, **__: parallel_state.get_data_parallel_group())
+    stand_ins = {
+        "get_data_parallel_group_gloo": lambda *_, **__: parallel_state.get_data_parallel_group(),
+        "get_expert_data_parallel_group_gloo": lambda *_, **__: parallel_state.get_expert_data_parallel_group(),
+    }
+    formed = {name: getattr(core, name) for name in stand_ins}
+    for name, getter in stand_ins.items():
+        setattr(core, name, getter)
     try:
         yield
     finally:
-        for name, getter in zip(names, formed, strict=True):
+        for name, getter in formed.items():
             setattr(core, name, getter)
 
 

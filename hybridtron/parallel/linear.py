@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from hybridtron.ops.product import LinearInputs, linear
 from hybridtron.ops.product.branch import branch
 from hybridtron.parallel.adapters import adapter_of
+from hybridtron.parallel.experts import ExpertRanks
 from hybridtron.parallel.fp8 import Fp8, Fp8Linear
 from hybridtron.parallel.fused_grad_accumulation import MARK, FusedAccumulationLinear, is_fused
 from hybridtron.parallel.mcore import layer_config
@@ -70,6 +71,19 @@ class TensorGroup(RankGroup):
     sequence: bool = False  # sequence parallelism: the ranks also divide the tokens of the residual stream
     backend: LinearBackend = MEGATRON
     regather: bool = False  # save only this rank's tokens of a mixer's input, and gather all tokens again in backward
+    experts: ExpertRanks | None = None  # ranks that divide routed experts; None: these ranks divide every expert
+
+    @property
+    def expert_ranks(self) -> ExpertRanks:
+        """The ranks that divide routed experts, and those that divide an expert's inner channels."""
+        if self.experts is None:
+            return ExpertRanks(tensor=self)
+        return self.experts
+
+    @property
+    def routes_own_tokens(self) -> bool:
+        """True if each rank routes only its own tokens of the residual stream, to full experts."""
+        return self.sequence and self.expert_ranks.tensor.size < self.size
 
     def whole(self) -> TensorGroup:
         """Return a single-rank group with the same backend, for a weight that every rank holds in full."""

@@ -1,7 +1,7 @@
 """The mesh: ranks along named dimensions, over which a family of weights is sharded and replicated.
 
-A family consists of weights that the same ranks shard and replicate, such as the dense weights. Each family has its own
-mesh. `parallel/groups.py` creates a layout's meshes.
+A family consists of weights that the same ranks shard and replicate: the dense weights, or the routed experts. Each
+family has its own mesh. `parallel/groups.py` creates a layout's meshes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from hybridtron.architecture.base import DENSE, Cut, groups_of_heads
+from hybridtron.architecture.base import DENSE, EXPERTS, Cut, groups_of_heads
 
 
 @dataclass(frozen=True)
@@ -81,4 +81,4 @@ class Mesh:
 
 def single_rank() -> dict[str, Mesh]:
     """Return the meshes for a single process, which holds all weights in full."""
-    return {DENSE: Mesh()}
+    return {DENSE: Mesh(), EXPERTS: Mesh()}

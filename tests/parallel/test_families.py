@@ -8,18 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from hybridtron.architecture import SPECS
-from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Parameter
+from hybridtron.architecture.base import EXPERTS, Cut, MixerSpec, ModelSizes, Parameter
 from hybridtron.architecture.inits import Normal
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import newest
@@ -40,7 +38,6 @@ from hybridtron.proving.audit.audit import micro_batches
 from hybridtron.proving.audit.cases import Layout, small, small_model
 from tests.distributed import run_distributed
 
-EXPERTS = "experts"
 COUNT = 4
 HIDDEN = 6
 LEARNING_RATE = 1e-2
@@ -133,25 +130,15 @@ class UnitSteps(UpdateRule):
         return momentum / (momentum.norm() + settings.eps)
 
 
-def ranks_of(group: Any) -> RankGroup:
-    return RankGroup(group.size(), group.rank(), group)
-
-
 @contextmanager
 def with_experts(seat: Seat, parallel: ParallelConfig) -> Iterator[Groups]:
     """The layout's groups, with a mesh in which two ranks side by side, or the only one, divide the experts."""
     size = min(2, seat.world_size)
-    form = parallel_state.initialize_model_parallel
-    formed = partial(form, expert_model_parallel_size=size, expert_tensor_parallel_size=1)
     SPECS[AllExpertsSpec.kind] = AllExpertsSpec  # the job's process ends with it
     OPTIMIZERS["unit_steps"] = UnitSteps
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel_state, "initialize_model_parallel", formed)
-        with seat.groups(parallel) as groups:
-            AllExperts.ranks = ranks_of(parallel_state.get_expert_model_parallel_group())
-            copies = ranks_of(parallel_state.get_expert_data_parallel_group())
-            experts = Mesh({"expert": AllExperts.ranks}, copies)
-            yield replace(groups, meshes={**groups.meshes, EXPERTS: experts})
+    with seat.groups(replace(parallel, expert=size, expert_tensor=1)) as groups:
+        AllExperts.ranks = groups.meshes[EXPERTS].dimensions["expert"]
+        yield groups
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -59,9 +60,8 @@ def test_ranks_together_hold_every_parameter(recipe, tensor, pipeline, virtual):
     assert sorted(once_each) == sorted([*(n for n in table if not table[n].shared), *["embedding.weight"] * tied])
     assert {name for names in homes for name in names} == set(table)
     once = {name: table[name] for names in homes for name in names}
-    holders = dict.fromkeys(once, tensor) | {
-        n: 1 for n, weight in once.items() if weight.cut_over("tensor", tensor) is None
-    }
+    sizes = config.parallel.mesh_sizes
+    holders = {n: math.prod(sizes[cut.over] for cut in weight.active_cuts(sizes)) for n, weight in once.items()}
     shares = sum(local_size(weight, config.parallel) * holders[name] for name, weight in once.items())
     assert shares == count(architecture(config.model), 4096).parameters
 

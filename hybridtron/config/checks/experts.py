@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hybridtron.architecture.moe import MoESpec
+from hybridtron.architecture.table import Architecture
 from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.resolve import ResolvedPhase
+from hybridtron.config.schema import ParallelConfig
 from hybridtron.config.update_rule import update_rule
 from hybridtron.optimizers import OPTIMIZERS
 from hybridtron.problems import Problem
@@ -21,9 +23,12 @@ def expert_problems(phase: ResolvedPhase) -> Iterator[Problem]:
     """List settings that can't be honoured in a model with experts."""
     if phase.parsed is None:
         return
-    letters = [letter for letter, spec in phase.arch.by_letter.items() if isinstance(spec, MoESpec)]
+    letters = moe_letters(phase.parsed)
     if not letters:
+        yield from _without_experts(phase.config.parallel)
         return
+    yield from _layout(phase.parsed, phase.config.parallel)
+    yield from _optimizer(phase)
     has = f"but model.pattern has experts ({', '.join(letters)})"
     if phase.precision.name in FP8_MULTIPLES:
         message = f"is {phase.precision.name}, {has}, whose products are not in FP8: use precision=bf16"
@@ -36,6 +41,66 @@ def expert_problems(phase: ResolvedPhase) -> Iterator[Problem]:
         yield Problem("run.compile", "unsupported", message)
 
 
+def moe_letters(arch: Architecture) -> dict[str, MoESpec]:
+    """Return letter -> spec, for the letters with experts."""
+    return {letter: spec for letter, spec in arch.by_letter.items() if isinstance(spec, MoESpec)}
+
+
+def divides_experts(parallel: ParallelConfig) -> bool:
+    """Return True if ranks divide experts otherwise than they divide other weights."""
+    return parallel.expert > 1 or parallel.expert_tensor_ranks != parallel.tensor
+
+
+def indivisible(arch: Architecture, parallel: ParallelConfig) -> Iterator[Problem]:
+    """List the letters whose experts, or whose experts' channels, the ranks can't divide evenly.
+
+    `expert_tensor` may equal `tensor`: `MoESpec.layout_problems` then reports channels.
+    """
+    for letter, spec in moe_letters(arch).items():
+        if spec.experts % parallel.expert:
+            what = f"is {parallel.expert}, which does not divide the {spec.experts} experts of model.layers.{letter}"
+            yield Problem("parallel.expert", "not-divisible", f"{what}: use a divisor of {spec.experts}")
+
+
+def _without_experts(parallel: ParallelConfig) -> Iterator[Problem]:
+    """Report expert parallelism in a model without experts."""
+    if parallel.expert > 1:
+        yield Problem("parallel.expert", "no-effect", f"is {parallel.expert}, but the model has no experts: use 1")
+    if parallel.expert_tensor is not None:
+        message = f"is {parallel.expert_tensor}, but the model has no experts: leave it out"
+        yield Problem("parallel.expert_tensor", "no-effect", message)
+
+
+def _layout(arch: Architecture, parallel: ParallelConfig) -> Iterator[Problem]:
+    """Report layouts in which the ranks can't divide the experts."""
+    tensor = parallel.tensor
+    within = parallel.expert_tensor
+    if min(parallel.expert, parallel.expert_tensor_ranks) < 1:
+        return  # `limit_problems` reports values below 1
+    if within is not None and within not in (1, tensor):
+        message = f"is {within}, must be 1 or parallel.tensor, {tensor}: leave it out for {tensor}"
+        yield Problem("parallel.expert_tensor", "out-of-range", message)
+        return
+    if parallel.expert_tensor_ranks < tensor and not parallel.sequence:
+        message = f"is 1 below parallel.tensor={tensor}, but each rank then needs tokens of its own"
+        yield Problem(
+            "parallel.expert_tensor", "needs-other-key", f"{message}: set parallel.sequence=true, or leave it out"
+        )
+    yield from indivisible(arch, parallel)
+
+
+def _optimizer(phase: ResolvedPhase) -> Iterator[Problem]:
+    """Report a rule for whole matrices, whose owners are the ranks that divide dense weights."""
+    parallel = phase.config.parallel
+    if phase.optim.name not in OPTIMIZERS or update_rule(phase.optim).matrix_stage is None:
+        return
+    if divides_experts(parallel):
+        key = "parallel.expert" if parallel.expert > 1 else "parallel.expert_tensor"
+        value = parallel.expert if parallel.expert > 1 else parallel.expert_tensor
+        message = f"is {value}, but {phase.optim.name} needs experts that are divided as other weights"
+        yield Problem(key, "unsupported", f"{message}: use optim.name=adamw, or leave it out")
+
+
 def expert_warnings(phases: Sequence[ResolvedPhase]) -> list[str]:
     """Return a sentence for each size with which a GPU computes the experts' products one after the other.
 
@@ -43,13 +108,13 @@ def expert_warnings(phases: Sequence[ResolvedPhase]) -> list[str]:
     """
     sizes: dict[str, int] = {}
     for phase in phases:
-        tensor = phase.config.parallel.tensor
+        tensor = phase.config.parallel.expert_tensor_ranks
         if phase.precision.name != "bf16":
             continue
         for letter, spec in phase.arch.by_letter.items():
             if isinstance(spec, MoESpec):
                 sizes["model.width"] = phase.model.width
-                sizes[phase.key(f"model.layers.{letter}.hidden") + " / parallel.tensor"] = spec.hidden // tensor
+                sizes[phase.key(f"model.layers.{letter}.hidden") + " / parallel.expert_tensor"] = spec.hidden // tensor
     return [
         f"{name} is {size}, not a multiple of {GROUPED_MULTIPLE}: on a GPU, experts run one after the other, "
         "and the host waits in each layer with experts"

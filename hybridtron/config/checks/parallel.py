@@ -29,7 +29,8 @@ def parallel_problems(phase: ResolvedPhase, world_size: int | None) -> Iterator[
     If `world_size` is None, the smallest number of processes that the layout needs is assumed.
     """
     parallel = phase.config.parallel
-    if min(parallel.tensor, parallel.pipeline, parallel.virtual_pipeline, parallel.context) < 1:
+    sizes = (parallel.tensor, parallel.pipeline, parallel.virtual_pipeline, parallel.context, parallel.expert)
+    if min(*sizes, parallel.expert_tensor_ranks) < 1:
         return  # `limit_problems` reports values below 1
     yield from _overlap(parallel)
     if parallel.gradient_accumulation_fusion and phase.config.run.compile:
@@ -44,7 +45,7 @@ def parallel_problems(phase: ResolvedPhase, world_size: int | None) -> Iterator[
     yield from _pipeline(phase)
     yield from _context(phase)
     model_ranks = parallel.model_ranks
-    world_size = model_ranks if world_size is None else world_size
+    world_size = parallel.fewest_ranks if world_size is None else world_size
     uneven = world_problems(parallel, world_size)
     yield from uneven
     if not uneven:

@@ -20,6 +20,7 @@ from hybridtron.architecture.adapters import AdaptersConfig, Adapting
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.mup import MupConfig
 from hybridtron.architecture.table import architecture
+from hybridtron.config.checks.experts import divides_experts, indivisible, moe_letters
 from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import (
     Config,
@@ -71,11 +72,18 @@ class Layout:
     virtual: int = 1
     context: int = 1
     data: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
 
     @property
     def world_size(self) -> int:
-        """Product of the rank counts. Virtual stages need no further ranks."""
+        """Product of the rank counts. Virtual stages and experts need no further ranks."""
         return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def divides_experts(self) -> bool:
+        """True if ranks divide experts otherwise than they divide other weights."""
+        return divides_experts(self.on(ParallelConfig()))
 
     def on(self, parallel: ParallelConfig) -> ParallelConfig:
         """Return `parallel` with this layout's sizes; its other settings are unchanged."""
@@ -86,6 +94,8 @@ class Layout:
             pipeline=self.pipeline,
             virtual_pipeline=self.virtual,
             context=self.context,
+            expert=self.expert,
+            expert_tensor=self.expert_tensor,
         )
 
 
@@ -105,8 +115,21 @@ LAYOUTS = {
     "cp2-pp2": Layout(context=2, pipeline=2),
     "cp2-dp2": Layout(context=2, data=2),
     "tp4": Layout(tensor=4),
+    "dp2-ep2": Layout(data=2, expert=2),
+    "dp4-ep4": Layout(data=4, expert=4),
+    "dp4-ep2": Layout(data=4, expert=2),
+    "tp2-dp2-ep2": Layout(tensor=2, data=2, expert=2),
+    "tp2-ep2-et1": Layout(tensor=2, sequence=True, expert=2, expert_tensor=1),
+    "tp2-dp2-ep4-et1": Layout(tensor=2, sequence=True, data=2, expert=4, expert_tensor=1),
+    "tp2-et1": Layout(tensor=2, sequence=True, expert_tensor=1),
+    "pp2-dp2-ep2": Layout(pipeline=2, data=2, expert=2),
+    "cp2-ep2": Layout(context=2, expert=2),
 }
-"""Layouts by name. In names, tp is tensor, sp sequence, pp pipeline, dp data and cp context parallelism."""
+"""Layouts by name.
+
+In names, tp is tensor, sp sequence, pp pipeline, dp data, cp context and ep expert parallelism. With et1, every rank
+has all inner channels of its experts.
+"""
 
 ARCHITECTURES = {
     "samba": "M-W-M",
@@ -229,7 +252,7 @@ MLPS: dict[str, dict[str, Any]] = {
 }
 EXPERTS: dict[str, dict[str, Any]] = {
     "e": {
-        **{"kind": "moe", "experts": 6, "top_k": 2, "hidden": 8, "shared": 12, "shared_gate": True},
+        **{"kind": "moe", "experts": 8, "top_k": 2, "hidden": 8, "shared": 12, "shared_gate": True},
         **{"coefficient": 0.5, "z_loss": 0.1},
     },
     "x": {
@@ -246,6 +269,8 @@ def shares_out(pattern: str, ranks: Layout) -> bool:
     if ranks.context > 1 and not all(spec.shares_rows for spec in arch.specs):
         return False
     if ranks.virtual > 1 and arch.carries_embedding:
+        return False
+    if ranks.divides_experts and (not moe_letters(arch) or any(indivisible(arch, ranks.on(ParallelConfig())))):
         return False
     return not any(list(spec.layout_problems(arch.sizes, ranks.tensor)) for spec in arch.specs)
 

@@ -22,6 +22,7 @@ from hybridtron.mixers.base import Routed
 from hybridtron.mixers.moe import MoE
 from hybridtron.ops.experts import ExpertsInputs, Router, Routing, experts, loads_of, route
 from hybridtron.ops.precision import at_least_fp32
+from hybridtron.proving.audit.expert_parallel_bugs import EXPERT_PARALLEL_BUGS
 from hybridtron.proving.audit.layer_bugs import Bug, Replaced, marked
 
 MIXER = "hybridtron.mixers.moe"
@@ -130,4 +131,5 @@ EXPERT_BUGS = {
         "the balance loss counts only the tokens of a rank's shard of a row", BALANCE_OF_SHARD, "experts", "cp2"
     ),
     "dropped": Bug("tokens beyond an expert's mean load are dropped in silence", DROPPED, "experts", "dp2"),
+    **EXPERT_PARALLEL_BUGS,
 }

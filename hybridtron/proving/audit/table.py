@@ -147,8 +147,11 @@ def _described(parallel: ParallelConfig, data: int) -> str:
         ("virtual", parallel.virtual_pipeline),
         ("cp", parallel.context),
         ("dp", data),
+        ("ep", parallel.expert),
     )
     words = [f"{name}{size}" for name, size in axes if size > 1] + ["sp"] * (parallel.sequence and parallel.tensor > 1)
+    if parallel.expert_tensor_ranks < parallel.tensor:
+        words.append("et1")
     return "-".join(words) or "one process"
 
 

@@ -338,6 +338,51 @@ def test_surprising_span_options_are_warned_of(settings: tuple[str, ...], keys: 
     assert [warning.split()[0] for warning in noted] == [f"model.layers.X.{key}" for key in keys]
 
 
+@pytest.mark.parametrize(
+    ("settings", "problems"),
+    [
+        (("parallel.expert=4",), {}),
+        (("parallel.expert=3",), {"parallel.expert": "not-divisible"}),
+        (("parallel.expert=0",), {"parallel.expert": "out-of-range"}),
+        (("parallel.expert=2", "parallel.tensor=2"), {}),
+        (("parallel.expert_tensor=1", "parallel.tensor=2"), {"parallel.expert_tensor": "needs-other-key"}),
+        (("parallel.expert_tensor=1", "parallel.tensor=2", "parallel.sequence=true"), {}),
+        (("parallel.expert_tensor=2", "parallel.tensor=4"), {"parallel.expert_tensor": "out-of-range"}),
+        (("parallel.expert_tensor=2",), {"parallel.expert_tensor": "out-of-range"}),
+    ],
+)
+def test_layouts_that_cannot_divide_experts_are_refused(settings: tuple[str, ...], problems: dict[str, Code]) -> None:
+    batch = ("phases.0.micro_batch=1", "phases.0.global_batch=48")
+    assert reported("recipe=moe_laptop", *batch, *settings) == problems
+
+
+@pytest.mark.parametrize("key", ["expert", "expert_tensor"])
+def test_layouts_of_experts_are_refused_in_a_model_without_experts(key: str) -> None:
+    ranks = {"expert": 2, "expert_tensor": 1}[key]
+    assert reported(f"parallel.{key}={ranks}", "phases.0.micro_batch=1") == {f"parallel.{key}": "no-effect"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes"),
+    [
+        (("parallel.expert=4",), [4, 8]),
+        (("parallel.expert=2", "parallel.tensor=2"), [4, 8]),
+        (("parallel.expert=2", "parallel.context=2"), [2, 4, 8]),
+        (("parallel.expert=2", "parallel.pipeline=2"), [4, 8]),
+        (("parallel.expert=4", "parallel.tensor=2", "parallel.sequence=true", "parallel.expert_tensor=1"), [4, 8]),
+    ],
+)
+def test_ranks_of_a_stage_must_divide_the_experts(settings: tuple[str, ...], processes: list[int]) -> None:
+    recipe = ("recipe=moe_laptop", "phases.0.micro_batch=1", *settings)
+    for count in (1, 2, 4, 8):
+        keys = set(reported(*recipe, world_size=count))
+        assert (not keys) == (count in processes), f"{count} processes: {keys}"
+
+
+def test_muon_with_divided_experts_is_refused() -> None:
+    assert reported("recipe=moe_laptop", "parallel.expert=2", "optim.name=muon")["parallel.expert"] == "unsupported"
+
+
 @pytest.mark.parametrize("patterns", [["*.correction"], ["*.correction", "*.router"]])
 def test_train_refuses_a_pattern_that_matches_only_weights_without_a_gradient(patterns: list[str]) -> None:
     """A step moves the corrections of routers by the experts' loads, whatever `train` names."""

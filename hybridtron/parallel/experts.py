@@ -1,0 +1,151 @@
+"""Expert parallelism: ranks divide the routed experts, and send each other the rows of tokens.
+
+In training, ranks have different tokens. A rank sorts its choices by expert, so that the rows for each owner of experts
+lie side by side, and sends them to the owners. An owner sorts what it has received by expert, computes its experts, and
+sends the outputs back. The sender weights the outputs and sums them per token:
+
+    rows of choices -> exchange -> rows of own experts -> MLPs -> exchange -> weighted sums
+
+The gradient of an exchange is the exchange in the opposite direction. So all ranks must run the same number of forward
+and backward passes in the same order, even a rank without a row for some pass.
+
+A reader (generation, evaluation) gives all ranks the same tokens. Then each rank computes the choices that fell on its
+own experts, and the ranks' results are summed.
+
+Legend: T tokens, K experts per token, E experts, N rows, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hybridtron.ops.experts import (
+    ExpertOrder,
+    ExpertOrderInputs,
+    ExpertsInputs,
+    FromExpertsInputs,
+    RowMLPInputs,
+    ToExpertsInputs,
+    expert_order,
+    from_experts,
+    mlp_of_rows,
+    to_experts,
+)
+from hybridtron.parallel.mesh import ONE_RANK, RankGroup
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """The ranks that divide the routed experts.
+
+    expert: ranks that each have some of the experts
+    tensor: ranks that each have some inner channels of every expert
+    same_tokens: all these ranks have the same tokens, and compute without gradients
+    """
+
+    expert: RankGroup = ONE_RANK
+    tensor: RankGroup = ONE_RANK
+    same_tokens: bool = False
+
+
+class RowCounts(NamedTuple):
+    """Numbers of rows that this rank sends to each rank and receives from each rank, in the order of ranks."""
+
+    sent: Sequence[int]
+    received: Sequence[int]
+    group: dist.ProcessGroup | None
+
+
+def experts_on_ranks(inputs: ExpertsInputs, ranks: ExpertRanks) -> Tensor:
+    """Return the weighted sum of its experts' outputs for each of this rank's tokens (T, D).
+
+    `inputs` has the weights of this rank's experts, and the routing over all experts.
+    """
+    if ranks.same_tokens:
+        return _summed(inputs, ranks.expert)
+    routing = inputs.routing
+    order = expert_order(ExpertOrderInputs(routing.experts_TK, routing.loads_E))
+    rows_ND = to_experts(ToExpertsInputs(inputs.x_TD, order))
+    received_RE, rows = exchanged_loads(routing.loads_E, ranks.expert)
+    received_ND = exchange(rows_ND, rows)
+    own = order_of_received(received_RE, sum(rows.received))
+    sorted_ND = to_experts(ToExpertsInputs(received_ND, own))
+    mlp = RowMLPInputs(sorted_ND, own.ends_E, inputs.gate_up_EFD, inputs.down_EDH, inputs.activation)
+    out_ND = to_experts(ToExpertsInputs(mlp_of_rows(mlp), inverse(own)))
+    returned_ND = exchange(out_ND, RowCounts(rows.received, rows.sent, rows.group))
+    return from_experts(FromExpertsInputs(returned_ND, routing.weights_TK, order))
+
+
+def exchanged_loads(loads_E: Tensor, ranks: RankGroup) -> tuple[Tensor, RowCounts]:
+    """Return the loads of this rank's experts, by rank (R, E / R), and the numbers of rows to send and to receive.
+
+    `loads_E` has the choices of this rank's own tokens. The host waits for the numbers, which are sizes of messages.
+    """
+    sent_RE = loads_E.view(ranks.size, -1)
+    received_RE = torch.empty_like(sent_RE)
+    dist.all_to_all_single(received_RE, sent_RE.contiguous(), group=ranks.group)
+    sent, received = torch.stack([sent_RE.sum(1), received_RE.sum(1)]).tolist()
+    return received_RE, RowCounts(sent, received, ranks.group)
+
+
+def order_of_received(received_RE: Tensor, count: int) -> ExpertOrder:
+    """Return the order by expert of `count` received rows, which lie in the order of ranks, then of experts."""
+    experts = torch.arange(received_RE.shape[1], device=received_RE.device).expand_as(received_RE)
+    experts_N = experts.flatten().repeat_interleave(received_RE.flatten(), output_size=count)
+    return expert_order(ExpertOrderInputs(experts_N[:, None], received_RE.sum(0)))
+
+
+def inverse(order: ExpertOrder) -> ExpertOrder:
+    """Return the order that brings rows back, for rows that were sorted once each (K = 1)."""
+    return ExpertOrder(order.place_TK.flatten(), order.source_N[:, None], order.ends_E)
+
+
+def exchange(rows_ND: Tensor, rows: RowCounts) -> Tensor:
+    """Send rows to their ranks, and return the rows that the ranks have sent here."""
+    return _Exchange.apply(rows_ND, rows)  # type: ignore[return-value]
+
+
+class _Exchange(torch.autograd.Function):
+    """Autograd function of an all-to-all; the rows' gradients go back to their senders."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, rows: RowCounts) -> Tensor:
+        ctx.rows = rows
+        return _sent(rows_ND, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        rows: RowCounts = ctx.rows
+        return _sent(grads[0], RowCounts(rows.received, rows.sent, rows.group)), None
+
+
+def _sent(rows_ND: Tensor, rows: RowCounts) -> Tensor:
+    received_ND = rows_ND.new_empty(sum(rows.received), rows_ND.shape[1])
+    dist.all_to_all_single(received_ND, rows_ND.contiguous(), list(rows.received), list(rows.sent), group=rows.group)
+    return received_ND
+
+
+def _summed(inputs: ExpertsInputs, ranks: RankGroup) -> Tensor:
+    """Compute the choices that fell on this rank's experts, and sum the ranks' results for the same tokens."""
+    x_TD, routing, gate_up_EFD, down_EDH, activation = inputs
+    order = expert_order(ExpertOrderInputs(routing.experts_TK, routing.loads_E))
+    ends = [0, *order.ends_E.tolist()]
+    own = ranks.share(len(routing.loads_E))
+    first = ends[ranks.rank * own]
+    stop = ends[(ranks.rank + 1) * own]
+    rows_ND = to_experts(ToExpertsInputs(x_TD, order))
+    own_ends_E = order.ends_E[ranks.rank * own : (ranks.rank + 1) * own] - first
+    own_ND = mlp_of_rows(RowMLPInputs(rows_ND[first:stop], own_ends_E, gate_up_EFD, down_EDH, activation))
+    out_ND = torch.zeros_like(rows_ND)
+    out_ND[first:stop] = own_ND
+    y_TD = from_experts(FromExpertsInputs(out_ND, routing.weights_TK, order))
+    dist.all_reduce(y_TD, group=ranks.group)
+    return y_TD

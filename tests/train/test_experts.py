@@ -17,7 +17,7 @@ from tests.train.test_stop_and_resume import losses, run
 pytestmark = [pytest.mark.slow, pytest.mark.gloo, pytest.mark.timeout(240)]
 EXPERTS = [
     "model.pattern=MeWx",
-    "model.layers.e={kind: moe, experts: 6, top_k: 2, hidden: 16, shared: 16, shared_gate: true, coefficient: 0.01}",
+    "model.layers.e={kind: moe, experts: 8, top_k: 2, hidden: 16, shared: 16, shared_gate: true, coefficient: 0.01}",
     "model.layers.x={kind: moe, experts: 8, top_k: 2, hidden: 16, activation: squared_relu, scores: sigmoid, groups: 4,"
     " group_limit: 2, balance: bias, speed: 0.01}",
     "run.eval_every=100",
@@ -42,12 +42,13 @@ def moved(before: Tensor) -> Tensor:
     return torch.stack([before - 0.01, before, before + 0.01])
 
 
-def test_resume_on_the_same_layout_is_bit_identical(counting_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["serial", "ep2", "tp2-ep2-et1"])
+def test_resume_on_the_same_layout_is_bit_identical(layout: str, counting_folder: Path, tmp_path: Path) -> None:
     whole = arguments_of(counting_folder, tmp_path / "whole")
     parts = arguments_of(counting_folder, tmp_path / "parts")
-    run("serial", whole)
-    run("serial", parts, stop_at=8)
-    run("serial", parts)
+    run(layout, whole)
+    run(layout, parts, stop_at=8)
+    run(layout, parts)
     assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
     different = differences(saved(tmp_path / "whole"), saved(tmp_path / "parts"))
     assert {difference.what for difference in different} == {"config.yaml run.dir"}
@@ -56,7 +57,10 @@ def test_resume_on_the_same_layout_is_bit_identical(counting_folder: Path, tmp_p
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("tp2", "pp2"), ("tp2", "serial"), ("dp2", "tp2-sp")],
+    [
+        *[("tp2", "pp2"), ("tp2", "serial"), ("dp2", "tp2-sp")],
+        *[("ep4", "tp2"), ("ep4", "serial"), ("serial", "ep4"), ("tp2-ep2-et1", "ep2")],
+    ],
 )
 def test_correction_has_the_same_bits_on_another_layout(
     before: str, after: str, counting_folder: Path, tmp_path: Path

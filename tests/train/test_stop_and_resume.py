@@ -37,6 +37,11 @@ LAYOUTS = {
     "dp2": (2, []),
     "tp2-pp2": (4, ["parallel.tensor=2", "parallel.pipeline=2"]),
 }
+EXPERT_LAYOUTS = {
+    "ep2": (2, ["parallel.expert=2"]),
+    "ep4": (4, ["parallel.expert=4", "phases.0.micro_batch=1"]),
+    "tp2-ep2-et1": (2, [f"parallel.{key}" for key in ("tensor=2", "sequence=true", "expert=2", "expert_tensor=1")]),
+}
 MODES = {
     **{mode: [f"phases.0.states.mode={mode}"] for mode in ("zero", "random", "fitted", "passing", "tbtt")},
     "through_time": [f"phases.0.states.{key}" for key in ("mode=tbtt", "chunks=2", "through_time=true")]
@@ -64,7 +69,7 @@ def rank_of_run(seat: Seat, place: dict[str, str], arguments: list[str], stop_at
 
 def run(layout: str, arguments: list[str], stop_at: int | None = None) -> Read:
     """Train; the rows that all ranks together read in each step."""
-    ranks, of_layout = LAYOUTS[layout]
+    ranks, of_layout = (LAYOUTS | EXPERT_LAYOUTS)[layout]
     rendezvous = Rendezvous()
     answers = run_distributed(
         rank_of_run, ranks, rendezvous.variables, [*arguments, *of_layout], stop_at, timeout_s=100

@@ -31,6 +31,7 @@ from hybridtron.ops.experts import (
     ExpertOrderInputs,
     ExpertsInputs,
     FromExpertsInputs,
+    Routing,
     RowMLPInputs,
     ToExpertsInputs,
     expert_order,
@@ -73,7 +74,7 @@ def experts_on_ranks(inputs: ExpertsInputs, ranks: ExpertRanks) -> Tensor:
     routing = inputs.routing
     order = expert_order(ExpertOrderInputs(routing.experts_TK, routing.loads_E))
     rows_ND = to_experts(ToExpertsInputs(inputs.x_TD, order))
-    received_RE, rows = exchanged_loads(routing.loads_E, ranks.expert)
+    received_RE, rows = exchanged_loads(routing, ranks.expert)
     received_ND = exchange(rows_ND, rows)
     own = order_of_received(received_RE, sum(rows.received))
     sorted_ND = to_experts(ToExpertsInputs(received_ND, own))
@@ -83,12 +84,12 @@ def experts_on_ranks(inputs: ExpertsInputs, ranks: ExpertRanks) -> Tensor:
     return from_experts(FromExpertsInputs(returned_ND, routing.weights_TK, order))
 
 
-def exchanged_loads(loads_E: Tensor, ranks: RankGroup) -> tuple[Tensor, RowCounts]:
+def exchanged_loads(routing: Routing, ranks: RankGroup) -> tuple[Tensor, RowCounts]:
     """Return the loads of this rank's experts, by rank (R, E / R), and the numbers of rows to send and to receive.
 
-    `loads_E` has the choices of this rank's own tokens. The host waits for the numbers, which are sizes of messages.
+    `routing` has the choices of this rank's own tokens. The host waits for the numbers, which are sizes of messages.
     """
-    sent_RE = loads_E.view(ranks.size, -1)
+    sent_RE = routing.loads_E.view(ranks.size, -1)
     received_RE = torch.empty_like(sent_RE)
     dist.all_to_all_single(received_RE, sent_RE.contiguous(), group=ranks.group)
     sent, received = torch.stack([sent_RE.sum(1), received_RE.sum(1)]).tolist()

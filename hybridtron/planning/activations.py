@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 
 from hybridtron.architecture.adapters import adapter_key
 from hybridtron.architecture.base import MixerSpec, ModelSizes, Parameter
+from hybridtron.architecture.moe import MoESpec
 from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.schema import Config, ParallelConfig, Recompute
@@ -86,6 +87,8 @@ def _sublayer_use(spec: MixerSpec, sizes: ModelSizes, config: Config) -> Sublaye
         stream = 0
         if regathers or not parallel.sequence:
             normed = 0  # counted in the previous sub-layer, since both save the same tensor
+    if parallel.expert_tensor_ranks < parallel.tensor and isinstance(spec, MoESpec):
+        sizes = replace(sizes, tensor=1)  # each rank routes only its own tokens
     inside = shared(spec.activation_values(sizes), parallel.tensor)
     gradients = stream + inside // 2
     if not is_recomputed(spec, sizes, parallel.recompute):

@@ -8,7 +8,8 @@ With t tensor-parallel ranks, p pipeline ranks with v virtual stages each, and m
                          the last pipeline rank.
     optimizer            Moments in the dtype that `precision.moments` selects; fp32 master weights, if weights have a
                          narrower dtype; and the moving average of `run.ema` in fp32. A distributed optimizer divides
-                         all of them among the data- and context-parallel ranks.
+                         all of them among the data- and context-parallel ranks, and those of experts among the ranks
+                         that have the same experts.
     activations          Saved by the forward passes for all micro-batches in flight (`activations.py`). With
                          `states.through_time`, one pass runs several chunks per row, one after another, and saves the
                          activations of all chunks. With recomputation, the pass saves only each chunk's input and
@@ -52,8 +53,15 @@ from hybridtron.planning.activations import (
 from hybridtron.planning.context_traffic import sent_by_layers, with_received
 from hybridtron.planning.count import VALUE_BYTES, gradient_bytes, loss_bytes
 from hybridtron.planning.states import carried_bytes
-from hybridtron.planning.traffic import Traffic, exchanged_values, summed_over_stages
-from hybridtron.planning.weights import WeightBytes, cached_bytes, local_size, weight_bytes, weights_by_rank
+from hybridtron.planning.traffic import Traffic, exchanged_rows, exchanged_values, summed_over_stages
+from hybridtron.planning.weights import (
+    WeightBytes,
+    cached_bytes,
+    copies_of,
+    local_size,
+    weight_bytes,
+    weights_by_rank,
+)
 
 
 @dataclass(frozen=True)
@@ -161,6 +169,7 @@ def plan(phase: ResolvedPhase, world_size: int) -> Plan:
         ),
         uses=with_received(with_frozen(sublayer_uses(phase), phase, table), phase),
         exchanged=exchanged_values(phase),
+        exchanged_rows=exchanged_rows(phase),
         carried=carried_bytes(phase),
         handed_over=sent_by_layers(phase),
         table=table,
@@ -187,15 +196,11 @@ class _Step:
     chunks: tuple[PlannedStage, ...]
     uses: tuple[SublayerUse, ...]
     exchanged: tuple[int, ...]  # elements per token that tensor-parallel ranks exchange, by sub-layer
+    exchanged_rows: tuple[int, ...]  # elements per token that ranks which divide experts send, by sub-layer
     carried: dict[int, int]  # bytes of the state that one row carries, by sub-layer
     handed_over: tuple[int, ...]  # bytes that a context-parallel rank sends in a micro-batch, by sub-layer
     table: Mapping[str, Parameter]
     weights_by_rank: list[list[str]]  # for each pipeline rank, the names of its weights
-
-    @property
-    def copies(self) -> int:
-        """Number of ranks that hold the same weight shards."""
-        return self.data * self.config.parallel.context
 
     @property
     def value_bytes(self) -> int:
@@ -222,7 +227,7 @@ def _rank_plan(step: _Step, rank: int) -> RankPlan:
         held_micro_batches(parallel, rank, step.micro_batches),
         key=lambda counts: sum(number * size for number, size in zip(counts, kept, strict=True)),
     )
-    resident = weight_bytes(step.phase, step.copies, weights)
+    resident = weight_bytes(step.phase, copies_of(parallel, step.data), weights)
     logits = _logits(step, chunks)
     return RankPlan(
         rank=rank,
@@ -304,8 +309,9 @@ def _traffic(step: _Step, rank: int, chunks: Sequence[PlannedStage], resident: W
     return Traffic(
         tensor=(parallel.tensor - 1) * exchanged * values // parallel.tensor,
         pipeline=num_boundaries * sent_values(step.phase) * values,
-        gradients=(1 if sharded else 2) * resident.gradients * (step.copies - 1) // step.copies + between_stages,
-        parameters=resident.learning * (step.copies - 1) // step.copies if sharded else 0,
+        gradients=(1 if sharded else 2) * resident.sent_gradients + between_stages,
+        parameters=resident.sent_weights if sharded else 0,
         context=step.micro_batches * sum(step.handed_over[layer] for layer in layers),
+        experts=values * sum(step.exchanged_rows[layer] for layer in layers),
         host=2 * values * sum(use.offloaded for chunk in chunks for use in step.sublayers(chunk)),
     )

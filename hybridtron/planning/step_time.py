@@ -12,6 +12,7 @@ For each micro-batch, the time on a pipeline rank is a sum of these parts:
                   be hidden behind half of the multiplications in a forward pass.
     pipeline      sending the residual stream between stages; 0 with virtual stages, whose schedule hides this traffic
     context       traffic between context-parallel ranks
+    experts       traffic between ranks that divide the experts
     offloading    copies to the host and back, minus the parts that the offloaded sub-layers' passes hide
 
 With m micro-batches, p pipeline ranks and v virtual stages per rank, a step takes m + (p - 1) / v times as long as a
@@ -88,6 +89,7 @@ def micro_batch_seconds(layout_plan: Plan, phase: ResolvedPhase, gpu: GPU) -> li
         else:
             between = 0.0
         between += rank.traffic.context / gpu.link(parallel.tensor * parallel.context)
+        between += rank.traffic.experts / gpu.link(parallel.expert * parallel.expert_tensor_ranks)
         first = [layer for chunk in rank.chunks for layer in chunk.layers[: parallel.offload]]
         copying = exposed_copies(
             rank.traffic.host / 2 / gpu.host / layout_plan.micro_batches,

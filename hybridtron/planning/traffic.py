@@ -14,6 +14,9 @@ With t tensor-parallel and d data-parallel ranks:
                 device sends twice as many bytes. Gradients for weights that several stages share are also all-reduced
                 over these stages.
     parameters  With a distributed optimizer, updated weights are all-gathered over the data-parallel ranks.
+    experts     Rows of tokens that e ranks exchange if they divide the experts. A device sends a row for each choice of
+                its tokens, and the outputs for other ranks' tokens. With even loads, each are n (e - 1) / e bytes, in
+                the forward pass and in the backward pass.
     context     Most bytes that any context-parallel rank sends (`context_traffic.py`).
     host        Offloaded activations, to the host and back.
 """
@@ -25,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridtron.architecture.base import MixerSpec, ModelSizes, Parameter
+from hybridtron.architecture.moe import MoESpec
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.planning.activations import chunks_run_again, gathers_in_backward, is_recomputed, is_row_parallel
 from hybridtron.planning.count import gradient_bytes
@@ -41,11 +45,31 @@ class Traffic:
     parameters: int
     host: int = 0
     context: int = 0
+    experts: int = 0
 
     @property
     def total(self) -> int:
         """Sum over all fields."""
-        return self.tensor + self.pipeline + self.gradients + self.parameters + self.host + self.context
+        return self.tensor + self.pipeline + self.gradients + self.parameters + self.host + self.context + self.experts
+
+
+def exchanged_rows(phase: ResolvedPhase) -> tuple[int, ...]:
+    """Return, for each sub-layer, the elements per token that a rank sends to ranks with other experts.
+
+    The loads are taken as even. Tokens are those of the rank's part of rows, before sequence parallelism divides them.
+    """
+    parallel = phase.config.parallel
+    return tuple(_rows_sent(spec, phase) if parallel.expert > 1 else 0 for spec in phase.arch.specs)
+
+
+def _rows_sent(spec: MixerSpec, phase: ResolvedPhase) -> int:
+    if not isinstance(spec, MoESpec):
+        return 0
+    parallel = phase.config.parallel
+    again = is_recomputed(spec, phase.arch.sizes, parallel.recompute) + chunks_run_again(phase)
+    values = 2 * (2 + again) * spec.top_k * phase.arch.sizes.width
+    sharing = parallel.tensor // parallel.expert_tensor_ranks  # ranks that route different tokens of the same row
+    return values * (parallel.expert - 1) // (parallel.expert * sharing)
 
 
 def exchanged_values(phase: ResolvedPhase) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from hybridtron.architecture.base import LayerOwner, LetterOwner, ModelOwner, Parameter
+from hybridtron.architecture.base import DENSE, EXPERTS, LayerOwner, LetterOwner, ModelOwner, Parameter
 from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.pipeline_layout import fp8_layers
 from hybridtron.config.resolve import ResolvedPhase
@@ -21,12 +21,16 @@ class WeightBytes(NamedTuple):
     stored: all weights
     learning: the weights that are trained
     gradients, optimizer: gradients and optimizer states for the trained weights
+    sent_gradients, sent_weights: gradients, and trained weights, that the device sends when ranks with the same shards
+        reduce-scatter or all-gather them
     """
 
     stored: int
     learning: int
     gradients: int
     optimizer: int
+    sent_gradients: int
+    sent_weights: int
 
 
 def weights_by_rank(
@@ -67,11 +71,29 @@ def local_size(parameter: Parameter, parallel: ParallelConfig) -> int:
     return math.prod(parameter.shard_shape(parallel.mesh_sizes))
 
 
-def weight_bytes(phase: ResolvedPhase, copies: int, weights: Mapping[str, Parameter]) -> WeightBytes:
+def copies_of(parallel: ParallelConfig, data: int) -> dict[str, int]:
+    """Return weight family -> number of ranks that hold the same shards; `data` counts data-parallel ranks."""
+    stage = parallel.tensor * parallel.context * data
+    return {DENSE: stage // parallel.tensor, EXPERTS: stage // (parallel.expert * parallel.expert_tensor_ranks)}
+
+
+def weight_bytes(phase: ResolvedPhase, copies: Mapping[str, int], weights: Mapping[str, Parameter]) -> WeightBytes:
     """Return the bytes of a pipeline rank's weights, their gradients and their optimizer states on one device.
 
-    copies: number of ranks that hold the same weight shards; a distributed optimizer divides its states among them
+    copies: `copies_of` the layout
     weights: the rank's weights by name. Frozen weights have neither gradients nor optimizer states.
+    """
+    families = [
+        _family_bytes(phase, ranks, {name: weight for name, weight in weights.items() if weight.family == family})
+        for family, ranks in copies.items()
+    ]
+    return WeightBytes(*map(sum, zip(*families, strict=True)))
+
+
+def _family_bytes(phase: ResolvedPhase, copies: int, weights: Mapping[str, Parameter]) -> WeightBytes:
+    """Return the bytes of the weights of one family.
+
+    copies: number of ranks that hold the same weight shards; a distributed optimizer divides its states among them
 
     With `run.ema`, the optimizer states include the moving average.
     """
@@ -100,7 +122,14 @@ def weight_bytes(phase: ResolvedPhase, copies: int, weights: Mapping[str, Parame
             else:
                 undivided += part_bytes
     ranks = copies if parallel.distributed_optimizer else 1
-    return WeightBytes(stored, learning, gradients, -(-divided // ranks) + undivided)
+    return WeightBytes(
+        stored,
+        learning,
+        gradients,
+        -(-divided // ranks) + undivided,
+        gradients * (copies - 1) // copies,
+        learning * (copies - 1) // copies,
+    )
 
 
 def cached_bytes(phase: ResolvedPhase, weights: Mapping[str, Parameter]) -> int:

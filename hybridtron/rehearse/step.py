@@ -41,6 +41,7 @@ from hybridtron.rehearse import events
 from hybridtron.rehearse.attention_cost import flex_kernel
 from hybridtron.rehearse.census import Census, Operation, Sent, Wait
 from hybridtron.rehearse.collectives import Collectives
+from hybridtron.rehearse.even_loads import even_loads
 from hybridtron.rehearse.fake_cuda import PlaceholderValues, fake_tensors
 from hybridtron.rehearse.launches import Launches
 from hybridtron.rehearse.memory_timeline import MemoryTimeline
@@ -131,6 +132,7 @@ def counting(census: Census, launches: Launches) -> Iterator[None]:
 
     with (
         groups.without_gloo_groups(),
+        even_loads(),
         fake_tensors(),
         PlaceholderValues(),
         census,

@@ -104,7 +104,7 @@ def training_reader(trained: Sequence[LanguageModel], groups: Groups, dtype: tor
             layer, _, leaf = name.rpartition(".")
             setattr(part.get_submodule(layer), leaf, nn.Parameter(weight.detach(), requires_grad=False))
         parts.append(part.eval())
-    whole = groups.tensor.size == groups.pipeline.size == 1
+    whole = groups.tensor.size == groups.pipeline.size == ranks.expert.size == 1
     if whole:
         return context_reader(reader(parts[0]), parts[0].arch.chunk_multiple, context)
     return staged_reader(parts, replace(groups, context=context), dtype)

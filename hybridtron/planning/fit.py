@@ -5,6 +5,7 @@ All combinations of these sizes are tried, as far as the GPU count and the model
 - 1, 2, 4 or 8 tensor-parallel ranks
 - 1 to 16 pipeline ranks, with 1, 2 or 4 virtual stages each
 - 1 to 64 context-parallel ranks, with at least 2,048 tokens of a row each
+- 1 to 64 ranks that divide the experts of a model with experts; with tensor parallelism, each expert divided or full
 - micro-batches with 1 to 16 rows, and up to 1,024 rows if a micro-batch has at most 65,536 tokens
 
 Each combination uses the least recomputation with which the estimated memory is at most 90% of a GPU's memory. The
@@ -22,6 +23,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hybridtron.config.checks.experts import expert_problems, moe_letters
 from hybridtron.config.checks.parallel import parallel_problems, uncuttable
 from hybridtron.config.checks.precision import precision_problems
 from hybridtron.config.resolve import ResolvedPhase, RunPlan
@@ -32,6 +34,7 @@ from hybridtron.planning.step_time import step_seconds
 
 TENSOR_SIZES = (1, 2, 4, 8)
 _CONTEXT_SIZES = (1, 2, 4, 8, 16, 32, 64)
+_EXPERT_SIZES = (1, 2, 4, 8, 16, 32, 64)
 _LEAST_SHARE = 2048  # minimum tokens per context-parallel rank; with fewer, communication would dominate
 _MAX_PIPELINE = 16
 _VIRTUAL = (1, 2, 4)
@@ -109,7 +112,8 @@ def _layouts(run_plan: RunPlan, gpus: int) -> Iterator[ParallelConfig]:
         for pipeline, context in itertools.product(pipelines, contexts):
             if gpus % (tensor * pipeline * context):
                 continue
-            for virtual in _VIRTUAL if pipeline > 1 else (1,):
+            divided = _divided_experts(run_plan, tensor, gpus // pipeline)
+            for virtual, (expert, within) in itertools.product(_VIRTUAL if pipeline > 1 else (1,), divided):
                 yield dataclasses.replace(
                     config.parallel,
                     tensor=tensor,
@@ -117,8 +121,27 @@ def _layouts(run_plan: RunPlan, gpus: int) -> Iterator[ParallelConfig]:
                     pipeline=pipeline,
                     virtual_pipeline=virtual,
                     context=context,
+                    expert=expert,
+                    expert_tensor=within,
                     distributed_optimizer=True,
                 )
+
+
+def _divided_experts(run_plan: RunPlan, tensor: int, stage: int) -> list[tuple[int, int | None]]:
+    """Return the possible values of `parallel.expert` and `parallel.expert_tensor`.
+
+    stage: number of ranks in a pipeline stage
+    """
+    counts = [spec.experts for spec in moe_letters(run_plan.arch).values()]
+    if not counts:
+        return [(1, None)]
+    within = [(None, tensor)] if tensor == 1 else [(None, tensor), (1, 1)]
+    return [
+        (expert, option)
+        for expert in _EXPERT_SIZES
+        for option, ranks in within
+        if stage % (expert * ranks) == 0 and not any(count % expert for count in counts)
+    ]
 
 
 def _fitting(
@@ -148,7 +171,8 @@ def _fitting(
 def _is_refused(phase: ResolvedPhase, gpus: int) -> bool:
     if phase.lanes % phase.settings.micro_batch:
         return True
-    return any(parallel_problems(phase, gpus)) or any(precision_problems(phase))
+    refused = itertools.chain(parallel_problems(phase, gpus), precision_problems(phase), expert_problems(phase))
+    return any(refused)
 
 
 def _recomputing(run_plan: RunPlan, gpus: int) -> Iterator[tuple[ResolvedPhase, Plan]]:

@@ -1,0 +1,157 @@
+"""Ranks that divide experts compute what one process computes, whatever tokens each of them has."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.architecture.base import EXPERTS
+from hybridtron.architecture.table import architecture
+from hybridtron.config.schema import ParallelConfig
+from hybridtron.data.batch import SeqInfo
+from hybridtron.inference.parallel_reader import training_reader
+from hybridtron.inference.reader import reader
+from hybridtron.model.init import initialise
+from hybridtron.model.lm import LanguageModel, ModelSlice
+from hybridtron.ops.experts import ExpertsInputs, Router, reference, route
+from hybridtron.parallel.experts import experts_on_ranks
+from hybridtron.parallel.groups import Groups
+from hybridtron.parallel.pool import Seat
+from hybridtron.proving.audit.cases import small_model
+from tests.distributed import run_distributed
+
+WIDTH = 6
+HIDDEN = 5
+COUNT = 8
+ROUTER = Router(top_k=2, scores="sigmoid", normalise=True)
+LAYOUTS = {
+    "ep2": (2, ParallelConfig(expert=2)),
+    "cp2-ep2": (2, ParallelConfig(context=2, expert=2)),
+    "tp2-dp2-ep2": (4, ParallelConfig(tensor=2, expert=2)),
+    "tp2-ep2-et1": (2, ParallelConfig(tensor=2, sequence=True, expert=2, expert_tensor=1)),
+    "pp2-dp2-ep2": (4, ParallelConfig(pipeline=2, expert=2)),
+}
+
+
+class Job(NamedTuple):
+    """Tokens of each rank, and a router that sends them to experts."""
+
+    tokens: tuple[int, ...]
+    only: int | None = None  # the expert to which all choices but one per token go
+
+
+JOBS = {
+    "even": Job((7, 7)),
+    "uneven": Job((1, 12)),
+    "no tokens": Job((0, 5)),
+    "one expert": Job((6, 3), only=7),
+    "four ranks": Job((4, 0, 9, 1)),
+}
+
+
+def weights() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((COUNT, WIDTH), (COUNT, 2 * HIDDEN, WIDTH), (COUNT, WIDTH, HIDDEN))
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def tokens_of(job: Job, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(job.tokens[rank], WIDTH, generator=generator, dtype=torch.float64)
+
+
+def inputs_of(x_TD: Tensor, job: Job, router: Tensor, gate_up: Tensor, down: Tensor) -> ExpertsInputs:
+    logits_TE = x_TD @ router.T
+    if job.only is not None:
+        logits_TE = logits_TE + 100 * (torch.arange(COUNT) == job.only)
+    return ExpertsInputs(x_TD, route(logits_TE, None, ROUTER), gate_up, down, "swiglu")
+
+
+def sent(seat: Seat, job: Job) -> list[Tensor]:
+    """Return outputs, the gradient of the tokens, and the gradients of this rank's experts."""
+    with seat.groups(ParallelConfig(expert=seat.world_size)) as groups:
+        ranks = groups.tensor.expert_ranks
+        router, gate_up, down = weights()
+        own = [weight.chunk(seat.world_size)[seat.rank].clone().requires_grad_() for weight in (gate_up, down)]
+        x_TD = tokens_of(job, seat.rank).requires_grad_()
+        y_TD = experts_on_ranks(inputs_of(x_TD, job, router, *own), ranks)
+        y_TD.square().sum().backward()
+        return [y_TD.detach(), *(t.grad for t in (x_TD, *own) if t.grad is not None)]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", JOBS)
+def test_exchanged_rows_give_the_outputs_and_gradients_of_one_process(name: str) -> None:
+    job = JOBS[name]
+    router, gate_up, down = weights()
+    learned = [gate_up.requires_grad_(), down.requires_grad_()]
+    x_TD = torch.cat([tokens_of(job, rank) for rank in range(len(job.tokens))]).requires_grad_()
+    y_TD = reference.experts(inputs_of(x_TD, job, router, *learned))
+    y_TD.square().sum().backward()
+    ranks = run_distributed(sent, len(job.tokens), job)
+    expected = [y_TD.detach(), *(t.grad for t in (x_TD, *learned))]
+    for number, whole in enumerate(expected):
+        assert whole is not None
+        torch.testing.assert_close(torch.cat([rank[number] for rank in ranks]), whole, rtol=1e-10, atol=1e-10)
+
+
+def place(seat: Seat, parallel: ParallelConfig) -> tuple[int, int, int]:
+    with seat.groups(parallel) as groups:
+        mesh = groups.meshes[EXPERTS]
+        return mesh.dimensions["expert_tensor"].rank, mesh.dimensions["expert"].rank, mesh.copies.rank
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("parallel", "places"),
+    [
+        (ParallelConfig(tensor=2, expert=2), [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)]),
+        (
+            ParallelConfig(tensor=2, sequence=True, expert=2, expert_tensor=1),
+            [(0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)],
+        ),
+        (ParallelConfig(context=2, expert=2), [(0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)]),
+    ],
+    ids=["tensor", "full-experts", "context"],
+)
+def test_ranks_side_by_side_divide_the_experts(parallel: ParallelConfig, places: list[tuple[int, int, int]]) -> None:
+    assert run_distributed(place, 4, parallel) == places
+
+
+def small() -> LanguageModel:
+    return LanguageModel(architecture(small_model("eMx", tied=True, heads={}))).double()
+
+
+def own_part(groups: Groups) -> LanguageModel:
+    layers = {(1, 0): None, (2, 0): range(2), (2, 1): range(2, 3)}[groups.pipeline.size, groups.pipeline.rank]
+    last = groups.pipeline.rank == groups.pipeline.size - 1
+    part = ModelSlice(layers, groups.pipeline.rank == 0, last, groups.tensor, groups.meshes)
+    return LanguageModel(architecture(small_model("eMx", tied=True, heads={})), part).double()
+
+
+def read(seat: Seat, parallel: ParallelConfig, tokens_BL: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the next logits by the reader that shares a training model's weights, and the rank's weights."""
+    with seat.groups(parallel) as groups:
+        part = own_part(groups)
+        initialise(part, seed=2)
+        logits_BV, _ = training_reader([part], groups, torch.float64).read(tokens_BL, None, SeqInfo.stream(3, 11))
+        return logits_BV, {name: weight.detach() for name, weight in part.named_parameters()}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    "layout", [name if name == "tp2-ep2-et1" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
+def test_readers_with_divided_experts_give_the_logits_of_one_process(layout: str) -> None:
+    world, parallel = LAYOUTS[layout]
+    whole = small()
+    initialise(whole, seed=2)
+    tokens_BL = torch.randint(96, (3, 11), generator=torch.Generator().manual_seed(4))
+    expected_BV, _ = reader(whole.eval()).read(tokens_BL, None, SeqInfo.stream(3, 11))
+    for logits_BV, weights_of_rank in run_distributed(read, world, parallel, tokens_BL):
+        torch.testing.assert_close(logits_BV, expected_BV, rtol=1e-9, atol=1e-9)
+        gate_up = weights_of_rank.get("layers.0.mixer.gate_up")
+        assert gate_up is None or len(gate_up) == 4, "a rank has only its own experts"

@@ -34,7 +34,6 @@ SECRET = re.compile(  # names of environment variables that probably contain sec
 # user:password@ in a URL; passwords may contain a slash
 WITH_PASSWORD = re.compile(r"://(?:[^/@\s]+@|[^/@\s:]*:(?!\d+(?:/|$))[^@\s]*@)")
 LEAVE_IT = "which a run would write to config.yaml: remove the secret, and set the environment variable of its library"
-DROPPED = {"parallel": ("expert",)}  # section -> former keys; their only allowed value was 1
 NAMES_CODE = {"run": ("hooks",)}  # section -> keys that name code to run
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([^,}\s]*)")
 
@@ -99,7 +98,7 @@ def spelled_secrets(values: Any, key: str = "") -> Iterator[Problem]:
 
 
 def _without_unread(values: Any) -> Any:
-    """Remove the keys in NAMES_CODE, and the keys in DROPPED if their value is 1."""
+    """Remove the keys in NAMES_CODE."""
     if not isinstance(values, DictConfig):
         return values
     for section, names in NAMES_CODE.items():
@@ -107,11 +106,6 @@ def _without_unread(values: Any) -> Any:
         for name in names:
             if isinstance(node, DictConfig):
                 node.pop(name, None)
-    for section, names in DROPPED.items():
-        node = values.get(section)
-        for name in names:
-            if isinstance(node, DictConfig) and node.get(name) == 1:
-                del node[name]
     return values
 
 

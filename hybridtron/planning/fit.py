@@ -186,6 +186,8 @@ def _recomputing(run_plan: RunPlan, gpus: int) -> Iterator[tuple[ResolvedPhase, 
 
 
 def _text(value: object) -> str:
+    if value is None:
+        return "null"
     if isinstance(value, bool):
         return str(value).lower()
     return str(value)

@@ -252,14 +252,10 @@ def test_keys_missing_in_old_configurations_keep_old_values(tmp_path):
     assert (loaded.optim.weight_decay_schedule, loaded.optim.decay_all) == ("constant", False)
 
 
-def test_removed_parallel_sizes_of_1_are_dropped(tmp_path):
-    config = load(["parallel.tensor=2"])
-    written = to_yaml(config).replace("parallel:\n", "parallel:\n  expert: 1\n")
-    (tmp_path / "config.yaml").write_text(written)
-    assert load_saved(tmp_path / "config.yaml") == config
-    (tmp_path / "config.yaml").write_text(written.replace("expert: 1", "expert: 2"))
-    with raises_code(ConfigError, "unreadable", "parallel.expert"):
-        load_saved(tmp_path / "config.yaml")
+def test_saved_numbers_of_ranks_that_divide_experts_are_kept(tmp_path):
+    config = load(["recipe=moe_laptop", "parallel.expert=4"])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert load_saved(tmp_path / "config.yaml").parallel.expert == 4
 
 
 def test_a_mixture_is_set_on_the_command_line() -> None:

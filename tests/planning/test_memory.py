@@ -11,6 +11,7 @@ import pytest
 
 from hybridtron.architecture.table import architecture
 from hybridtron.config.check import check
+from hybridtron.config.checks.experts import moe_letters
 from hybridtron.config.choices import StateMode
 from hybridtron.config.load import load
 from hybridtron.config.pipeline_layout import stages_of
@@ -519,3 +520,42 @@ def test_estimated_seconds_are_ordered_as_the_layouts(slower, faster):
         config, planned_run = planned(32, ["recipe=samba_421m", "phases.0.micro_batch=2", *settings])
         times.append(step_seconds(planned_run, largest_phase(RunPlan.of(config)), GPUS["h100"]))
     assert times[0] > times[1]
+
+
+EXPERTS = ["recipe=moe_laptop", "phases.0.micro_batch=1", "phases.0.seq_len=256"]
+
+
+def planned_experts(*layout: str, gpus: int = 8) -> Plan:
+    return plan(RunPlan.of(load([*EXPERTS, *(f"parallel.{setting}" for setting in layout)])).phases[0], gpus)
+
+
+def test_ranks_divide_experts_and_their_states_apart_from_other_weights() -> None:
+    """Eight devices: AdamW's 8 bytes a weight are divided among those with the same experts."""
+    weights = architecture(load(EXPERTS).model).table.values()
+    experts = sum(weight.size for weight in weights if weight.active < 1)
+    others = sum(weight.size for weight in weights if weight.active == 1)
+    for ranks in (1, 2, 8):
+        (rank,) = planned_experts(f"expert={ranks}").ranks
+        assert rank.parameters == others + experts // ranks
+        assert rank.memory.optimizer == others * 8 // 8 + experts // ranks * 8 // (8 // ranks)
+        sent = 4 * (others * 7 // 8 + experts // ranks * (8 // ranks - 1) // (8 // ranks))
+        assert rank.traffic.gradients == rank.traffic.parameters == sent
+
+
+def test_rows_of_each_choice_are_sent_twice_in_each_pass() -> None:
+    config = load(EXPERTS)
+    (spec,) = moe_letters(architecture(config.model)).values()
+    tokens = 256 * config.phases[0].global_batch // 8
+    rows = sum(layer.kind == "moe" for layer in architecture(config.model).specs) * tokens * spec.top_k
+    one_way = rows * config.model.width * 4
+    assert planned_experts("expert=1").ranks[0].traffic.experts == 0
+    assert planned_experts("expert=2").ranks[0].traffic.experts == 4 * one_way // 2
+    assert planned_experts("expert=2", "recompute=layer").ranks[0].traffic.experts == 6 * one_way // 2
+    full = planned_experts("tensor=2", "sequence=true", "expert=2", "expert_tensor=1").ranks[0]
+    assert full.traffic.experts == 4 * 2 * one_way // 2 // 2  # half the data ranks, each with half of the tokens
+
+
+def test_fit_divides_experts() -> None:
+    layouts = fit(RunPlan.of(load(EXPERTS)), 4, 80e9)
+    pairs = {(layout.parallel.expert, layout.parallel.expert_tensor) for layout in layouts}
+    assert {(1, None), (2, None), (4, None), (2, 1)} <= pairs

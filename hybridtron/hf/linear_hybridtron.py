@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -19,6 +20,11 @@ class OneProcess:
 
     size: int = 1
     rank: int = 0
+    routes_own_tokens: bool = False
+
+    @property
+    def expert_ranks(self) -> OneOwner:
+        return OneOwner(self, self)
 
     def share(self, total: int) -> int:
         return total
@@ -31,6 +37,14 @@ class OneProcess:
 
     def without_fp8(self) -> OneProcess:
         return self
+
+
+@dataclass(frozen=True)
+class OneOwner:
+    """One process, which has all experts and all inner channels of each."""
+
+    expert: OneProcess
+    tensor: OneProcess
 
 
 TensorGroup = OneProcess
@@ -88,3 +102,7 @@ gather_output = gather_input
 sum_output = gather_input
 all_reduce_gradients = gather_input
 all_reduce_sum = gather_input
+
+
+def experts_on_ranks(*_: Any) -> NoReturn:
+    raise NotImplementedError("experts are not divided over ranks here")

@@ -34,6 +34,7 @@ GENERATED = "mixers_hybridtron"
 STAND_INS = {
     "parallel.linear": "linear_hybridtron",
     "parallel.context": "context_hybridtron",
+    "parallel.experts": "linear_hybridtron",
     "ops.transition": "context_hybridtron",
 }
 IMPLEMENTATIONS = {

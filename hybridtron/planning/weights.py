@@ -83,11 +83,11 @@ def weight_bytes(phase: ResolvedPhase, copies: Mapping[str, int], weights: Mappi
     copies: `copies_of` the layout
     weights: the rank's weights by name. Frozen weights have neither gradients nor optimizer states.
     """
-    families = [
-        _family_bytes(phase, ranks, {name: weight for name, weight in weights.items() if weight.family == family})
-        for family, ranks in copies.items()
-    ]
-    return WeightBytes(*map(sum, zip(*families, strict=True)))
+    total = [0] * len(WeightBytes._fields)
+    for family, ranks in copies.items():
+        of_family = {name: weight for name, weight in weights.items() if weight.family == family}
+        total = [before + more for before, more in zip(total, _family_bytes(phase, ranks, of_family), strict=True)]
+    return WeightBytes(*total)
 
 
 def _family_bytes(phase: ResolvedPhase, copies: int, weights: Mapping[str, Parameter]) -> WeightBytes:

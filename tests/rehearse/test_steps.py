@@ -125,3 +125,17 @@ def test_traffic_of_tensor_ranks_equals_the_plan(reports: dict[str, Report]) -> 
         kinds = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
         per_micro_batch = sent(report, kinds, ranks=2, once=False) / 4
         assert per_micro_batch * report["micro_batches"] == pytest.approx(rank_plan.traffic.tensor, rel=0.03), job
+
+
+@pytest.mark.slow
+def test_rows_between_owners_of_experts_equal_the_plan() -> None:
+    """In each layer, two exchanges in each pass, one message of numbers, and one wait for them."""
+    settings = ["recipe=moe_laptop", "precision=bf16", "parallel.expert=2", "phases.0.micro_batch=4"]
+    (report,) = printed_by("steps", json.dumps([[settings, 2, 0, False]]), processor_s=600)
+    run_plan = RunPlan.of(load(settings))
+    layers = len([spec for spec in run_plan.arch.specs if spec.kind == "moe"])
+    exchanges = [row for row in report["sent"] if row[1] == "all_to_all_single"]
+    rows, numbers = max(exchanges, key=lambda row: row[6]), min(exchanges, key=lambda row: row[6])
+    assert rows[5:] == [4 * layers, plan(largest_phase(run_plan), 2).ranks[0].traffic.experts]
+    assert numbers[5] == layers
+    assert [count for part, _, _, count in report["waits"] if part == "passes"] == [layers]

@@ -104,7 +104,7 @@ def order_of_received(received_RE: Tensor, count: int) -> ExpertOrder:
 
 
 def inverse(order: ExpertOrder) -> ExpertOrder:
-    """Return the order that brings rows back, for rows that were sorted once each (K = 1)."""
+    """Return the inverse of an order, for rows with one choice each (K = 1)."""
     return ExpertOrder(order.place_TK.flatten(), order.source_N[:, None], order.ends_E)
 
 
@@ -114,7 +114,7 @@ def exchange(rows_ND: Tensor, rows: RowCounts) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """Autograd function of an all-to-all; the rows' gradients go back to their senders."""
+    """Autograd function of an all-to-all, which sends the rows' gradients to the rows' senders."""
 
     @staticmethod
     def forward(ctx: Any, rows_ND: Tensor, rows: RowCounts) -> Tensor:

@@ -52,10 +52,7 @@ def divides_experts(parallel: ParallelConfig) -> bool:
 
 
 def indivisible(arch: Architecture, parallel: ParallelConfig) -> Iterator[Problem]:
-    """List the letters whose experts, or whose experts' channels, the ranks can't divide evenly.
-
-    `expert_tensor` may equal `tensor`: `MoESpec.layout_problems` then reports channels.
-    """
+    """Report experts that the ranks can't divide evenly; `MoESpec.layout_problems` reports their inner channels."""
     for letter, spec in moe_letters(arch).items():
         if spec.experts % parallel.expert:
             what = f"is {parallel.expert}, which does not divide the {spec.experts} experts of model.layers.{letter}"
@@ -90,7 +87,7 @@ def _layout(arch: Architecture, parallel: ParallelConfig) -> Iterator[Problem]:
 
 
 def _optimizer(phase: ResolvedPhase) -> Iterator[Problem]:
-    """Report a rule for whole matrices, whose owners are the ranks that divide dense weights."""
+    """Report an optimizer for full matrices, whose owners are ranks of the dense mesh."""
     parallel = phase.config.parallel
     if phase.optim.name not in OPTIMIZERS or update_rule(phase.optim).matrix_stage is None:
         return

@@ -75,7 +75,7 @@ class TensorGroup(RankGroup):
 
     @property
     def expert_ranks(self) -> ExpertRanks:
-        """The ranks that divide routed experts, and those that divide an expert's inner channels."""
+        """The ranks that divide routed experts and their inner channels."""
         if self.experts is None:
             return ExpertRanks(tensor=self)
         return self.experts

@@ -38,7 +38,7 @@ class RankShapes:
 
 
 def build_every_rank(plan: RunPlan) -> Iterator[RankShapes]:
-    """Build the model for each rank in one data-parallel replica, and yield the shapes of the rank's weights."""
+    """Build the model for each rank, for as few ranks as the layout allows, and yield the shapes of its weights."""
     config = plan.config
     dtype = DTYPES[config.precision.name]
     world = config.parallel.fewest_ranks
@@ -61,7 +61,7 @@ def faults(plan: RunPlan, ranks: list[RankShapes]) -> list[str]:
     """
     config = plan.config
     table = plan.arch.table
-    tensor = config.parallel.tensor
+    count = len(ranks) // config.parallel.pipeline  # ranks in a stage
     homes = shared_homes(plan.arch, stages_of(plan.arch, config))
     lines = []
     for name, parameter in table.items():
@@ -79,7 +79,7 @@ def faults(plan: RunPlan, ranks: list[RankShapes]) -> list[str]:
             lines.append(f"{name} is on {len(by_stage)} pipeline ranks, not on {expected}")
         shape = parameter.shard_shape(config.parallel.mesh_sizes)
         for stage, shapes in by_stage.items():
-            if shapes != [shape] * tensor:
-                lines.append(f"{name} on pipeline rank {stage} has shards of {shapes}, not {tensor} shards of {shape}")
+            if shapes != [shape] * count:
+                lines.append(f"{name} on pipeline rank {stage} has shards of {shapes}, not {count} shards of {shape}")
     unknown = {name for rank in ranks for name in rank.shapes} - set(table)
     return lines + [f"{name} is not in the parameter table" for name in sorted(unknown)]

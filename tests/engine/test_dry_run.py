@@ -13,6 +13,7 @@ from hybridtron.config.resolve import RunPlan
 from hybridtron.engine.dry_run import build_every_rank, faults
 from hybridtron.planning.memory import largest_phase, plan
 
+EXPERTS = ["recipe=moe_laptop", "parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2"]
 LAYOUTS = [
     ["recipe=samba_421m", "parallel.tensor=2", "parallel.pipeline=3"],
     ["recipe=samba_1.7b", "parallel.tensor=4", "parallel.sequence=true"],
@@ -50,3 +51,15 @@ def test_json_with_a_dry_run_is_one_object(capsys: pytest.CaptureFixture[str], m
     monkeypatch.setattr("hybridtron.engine.dry_run.faults", lambda *_: ["a weight is missing"])
     assert inspect.main([*settings, "--json", "--dry-run"]) == 1
     assert json.loads(capsys.readouterr().out)["dry_run"]["mismatches"] == ["a weight is missing"]
+
+
+@pytest.mark.parametrize(
+    "layout", [["parallel.expert=2"], ["parallel.expert=4", "parallel.expert_tensor=1"]], ids=" ".join
+)
+def test_every_rank_has_its_share_of_the_experts(layout: list[str]) -> None:
+    run_plan = RunPlan.of(load([*EXPERTS, *layout]))
+    ranks = list(build_every_rank(run_plan))
+    assert len(ranks) == 8
+    assert faults(run_plan, ranks) == []
+    experts = {shape[0] for rank in ranks for name, shape in rank.shapes.items() if name.endswith("gate_up")}
+    assert experts == {8 // run_plan.config.parallel.expert}

@@ -17,7 +17,7 @@ from hybridtron.cluster.scheduler import Partition, SlurmError
 from hybridtron.config.choices import Precision
 from hybridtron.config.cluster import ClusterConfig
 from hybridtron.config.resolve import RunPlan
-from hybridtron.config.saved import WITH_PASSWORD
+from hybridtron.config.saved import WITH_PASSWORD, named_start
 from hybridtron.problems import Problem, did_you_mean
 
 
@@ -85,6 +85,20 @@ def resume_problems(resume: str) -> Iterator[Problem]:
             "use auto; to start from scratch set another run.dir; to resume, copy a checkpoint into run.dir/checkpoints"
         )
         yield Problem("run.resume", "unsupported", f"is {resume!r}, so every start of the job would {does}: {cure}")
+
+
+def folder_problems(run_dir: Path) -> Iterator[Problem]:
+    """Yield a problem if the last start in the run's folder resumed from a path, and wrote no checkpoint of its own.
+
+    The job would train from scratch: it resumes only from checkpoints in the folder, and the folder's configuration,
+    which names the path, is overwritten when a job is submitted.
+    """
+    start = named_start(run_dir)
+    if start is None or any((run_dir / "checkpoints").glob("step-*")):
+        return
+    why = f"is {run_dir}, which was started from {start} and has no checkpoint of its own yet"
+    cure = f"copy {start} into {run_dir / 'checkpoints'}, or set another run.dir to start from scratch"
+    yield Problem("run.dir", "conflict", f"{why}, so the job would start from scratch: {cure}")
 
 
 def job_problems(job: SlurmJob) -> Iterator[Problem]:

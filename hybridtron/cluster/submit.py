@@ -40,6 +40,7 @@ from hybridtron.cluster.job import SlurmJob, script
 from hybridtron.cluster.problems import (
     cluster_problems,
     device_problems,
+    folder_problems,
     job_problems,
     password_problems,
     queue_problems,
@@ -113,7 +114,7 @@ def plan_job(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> 
     if not dry_run:  # a dry run may happen on a machine without the data
         problems += data_problems(plan)
     problems += [*cluster_problems(config.cluster), *device_problems(plan), *resume_problems(config.run.resume)]
-    problems += job_problems(job)
+    problems += [*folder_problems(job.run_dir), *job_problems(job)]
     if (silence := scheduler.silence()) is None:
         problems += queue_problems(job, nodes, ask_sbatch=not problems)
     elif not dry_run:

@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from hybridtron.config.schema import Config
+from hybridtron.nested import NotParsed, yaml_of
 from hybridtron.problems import ConfigError, Problem
 from hybridtron.safe_open import read_regular
 
@@ -36,6 +37,21 @@ WITH_PASSWORD = re.compile(r"://(?:[^/@\s]+@|[^/@\s:]*:(?!\d+(?:/|$))[^@\s]*@)")
 LEAVE_IT = "which a run would write to config.yaml: remove the secret, and set the environment variable of its library"
 NAMES_CODE = {"run": ("hooks",)}  # section -> keys that name code to run
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([^,}\s]*)")
+
+
+def named_start(run_dir: Path) -> str | None:
+    """Return the checkpoint from which `run.resume` let the last start in a run's folder continue, or None.
+
+    The last start has written its configuration into the folder. Without a readable configuration, nothing was trained
+    yet.
+    """
+    try:
+        resume = yaml_of(read_regular(run_dir / "config.yaml", MAX_CONFIG_BYTES))["run"]["resume"]
+    except (OSError, NotParsed, KeyError, TypeError):
+        return None
+    if resume in ("auto", "never"):
+        return None
+    return resume
 
 
 def read_saved(path: Path) -> DictConfig:

@@ -26,17 +26,15 @@ from hybridtron.checkpoint.merged import merge_adapters
 from hybridtron.config.checks.precision import needs
 from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.resolve import ResolvedPhase, RunPlan
-from hybridtron.config.saved import MAX_CONFIG_BYTES
+from hybridtron.config.saved import named_start
 from hybridtron.config.schema import Config
 from hybridtron.config.weights import BEST, folder_of
 from hybridtron.data.loader import Fingerprint
 from hybridtron.device import compute_device
 from hybridtron.model.init import starting_value
-from hybridtron.nested import NotParsed, yaml_of
 from hybridtron.ops.registry import force_problems
 from hybridtron.parallel.transformer_engine import fp8_fault
 from hybridtron.problems import ConfigError, Problem
-from hybridtron.safe_open import read_regular
 
 LOG = logging.getLogger(__name__)
 
@@ -73,16 +71,9 @@ def starting_point(config: Config) -> Checkpoint | None:
 
 
 def _require_no_named_start(run_dir: Path) -> None:
-    """Raise ConfigError if the last start in a run's folder resumed from a path, so that it must not start at step 0.
-
-    The last start has written its configuration into the folder. Without a readable configuration, nothing was trained
-    yet.
-    """
-    try:
-        resume = yaml_of(read_regular(run_dir / "config.yaml", MAX_CONFIG_BYTES))["run"]["resume"]
-    except (OSError, NotParsed, KeyError, TypeError):
-        return
-    if resume not in ("auto", "never"):
+    """Raise ConfigError if the last start in this folder resumed from a path, so that step 0 would be wrong."""
+    resume = named_start(run_dir)
+    if resume is not None:
         why = f"is auto, but {run_dir} was started from {resume} and has no checkpoint of its own yet"
         cure = f"repeat run.resume={resume}, or start from scratch with run.resume=never"
         raise ConfigError([Problem("run.resume", "missing", f"{why}: {cure}")])

@@ -131,6 +131,28 @@ def test_wrong_settings_are_refused(kind: str, programs: Path, counting_folder: 
     assert problem_codes(submit.main, arguments(counting_folder, tmp_path / "run", *wrong)) == dict(wrong.values())
 
 
+def test_folder_of_a_killed_start_from_another_checkpoint_is_refused(
+    programs: Path, counting_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job would start from scratch: it resumes only from the folder, and its configuration names no checkpoint."""
+    run = tmp_path / "run"
+    elsewhere = tmp_path / "other" / "checkpoints" / "step-00000004"
+    run.mkdir()
+    (run / "config.yaml").write_text(f"run:\n  resume: {elsewhere}\n")
+    before = (run / "config.yaml").read_bytes()
+    for more in ([], ["--dry-run"]):
+        assert main(["submit", *arguments(counting_folder, run), *more]) == 2
+        said = capsys.readouterr().err
+        assert "run.dir" in said
+        assert f"copy {elsewhere} into {run / 'checkpoints'}" in said
+    assert (run / "config.yaml").read_bytes() == before
+    assert not (tmp_path / "asked").exists()
+    (run / "checkpoints" / "step-00000004").mkdir(parents=True)  # as the message says
+    assert main(["submit", *arguments(counting_folder, run)]) == 0
+    (run / "checkpoints" / "step-00000004").rmdir()
+    assert main(["submit", *arguments(counting_folder, run)]) == 0  # the configuration has auto now
+
+
 @pytest.mark.parametrize(
     "setting", ["cluster=h100", "cluster.peak_tflops=500", "precision=bf16", "phases.0.precision.name=bf16"]
 )

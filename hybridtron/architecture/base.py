@@ -149,7 +149,7 @@ class Parameter(Sharded):
     checkpoint stores each part under its own name, and a layout cuts each part separately. `heads` has for each part
     the number of heads among which the part's rows are divided: 1 for a part without heads. If no part has heads,
     `heads` is empty. `family` selects the ranks that shard or replicate the weight. `active` is the fraction of the
-    elements with which a token is computed: less than 1 for the weights of experts. Seven fields are flags:
+    elements with which a token is computed: less than 1 for the weights of experts. Nine fields are flags:
 
         decay         weight decay applies to the weight
         trained       gradients change the weight; False for values that a training step sets by a rule of its own
@@ -157,6 +157,8 @@ class Parameter(Sharded):
         fp8           a large projection, whose matmuls are in FP8 if the run uses FP8
         projection    a linear layer's weight, which can have an adapter
         inner         a projection that reads another projection's output, and not the mixer's input
+        stacked       projections of several experts: each index of the first axis is the matrix of one expert
+        scoring       a linear layer's weight whose outputs are scores, such as a router's: AdamW updates it
         shared        all sub-layers with the same pattern letter share the weight
 
     `lr_factor` multiplies the learning rate of every step. It does not change weight decay: for any factor, a step
@@ -190,6 +192,8 @@ class Parameter(Sharded):
     fp8: bool = False
     projection: bool = False
     inner: bool = False
+    stacked: bool = False
+    scoring: bool = False
     shared: bool = False
     lr_factor: float = 1.0
     grown: Init | tuple[str, ...] | None = None
@@ -199,6 +203,16 @@ class Parameter(Sharded):
     def is_mixer_projection(self) -> bool:
         """True for a linear layer's weight in a mixer: not for embedding, head, convolutions or A_log."""
         return self.projection and not isinstance(self.owner, ModelOwner)
+
+    @property
+    def is_matrix(self) -> bool:
+        """True for mixers' projections, and for stacked projections of experts, each of which is a matrix."""
+        return self.is_mixer_projection or self.stacked
+
+    @property
+    def is_linear(self) -> bool:
+        """True if the last axis counts the inputs of a linear layer, also for the head and for routers."""
+        return self.projection or self.stacked or self.scoring
 
     def fused_sizes(self, axis: int) -> tuple[int, ...]:
         if self.parts and axis == self.parts_axis:

@@ -46,6 +46,7 @@ class MoESpec(MixerSpec):
     kind: ClassVar[str] = "moe"
     module: ClassVar[str] = "hybridtron.mixers.moe:MoE"
     supports_context_parallel: ClassVar[bool] = True
+    supports_mup: ClassVar[bool] = True
     width_option: ClassVar[str] = "hidden"
 
     # number of experts; must be set
@@ -67,6 +68,12 @@ class MoESpec(MixerSpec):
     coefficient: Annotated[float, at_least(0)] = 0.01  # factor of the loss, for balance: auxiliary
     speed: Annotated[float, at_least(0)] = 0.001  # change of the correction in a step, for balance: bias
     z_loss: Annotated[float, at_least(0)] = 0.0  # factor of the loss on the router's logits
+
+    @property
+    def growing_sizes(self) -> tuple[str, ...]:
+        if self.shared:
+            return ("hidden", "shared")
+        return ("hidden",)
 
     @property
     def corrected(self) -> bool:
@@ -93,7 +100,9 @@ class MoESpec(MixerSpec):
         # Each rank has the router, and some inner channels of its experts. An output is weighted before tensor-parallel
         # ranks sum it, so a rank computes the part of the router's gradient that comes from its channels.
         table = {
-            "router": Parameter((self.experts, width), Projection(width**-0.5), fp32=True, partial_gradient=True),
+            "router": Parameter(
+                (self.experts, width), Projection(width**-0.5), fp32=True, partial_gradient=True, scoring=True
+            ),
             "gate_up": Parameter(
                 (self.experts, inner, width),
                 EachExpert(Projection(width**-0.5)),
@@ -102,6 +111,7 @@ class MoESpec(MixerSpec):
                 cuts=(Cut(0, "expert"), Cut(1, "expert_tensor")),
                 family=EXPERTS,
                 active=active,
+                stacked=True,
             ),
             "down": Parameter(
                 (self.experts, width, self.hidden),
@@ -109,6 +119,7 @@ class MoESpec(MixerSpec):
                 cuts=(Cut(0, "expert"), Cut(2, "expert_tensor")),
                 family=EXPERTS,
                 active=active,
+                stacked=True,
             ),
         }
         if self.corrected:
@@ -119,7 +130,7 @@ class MoESpec(MixerSpec):
             table["shared_gate_up.weight"] = linear(self.matrices * self.shared, width, parts=both, fp8=False)
             table["shared_down.weight"] = output_linear(width, self.shared, deep, fp8=False)
         if self.shared_gate:
-            table["shared_gate"] = Parameter((1, width), Projection(width**-0.5), partial_gradient=True)
+            table["shared_gate"] = Parameter((1, width), Projection(width**-0.5), partial_gradient=True, scoring=True)
         return table
 
     def exported_names(self, model: ModelSizes) -> Names:

@@ -14,8 +14,8 @@ weight's number of inputs in the model, divided by its number of inputs in the b
     any other weight                              base model's                  lr
 
 Other weights have no inputs that grow: embedding, norms, biases, convolutions, a recurrence's A_log. Only the inputs
-grow in an untied head, and in Mamba's projections to B and C. If a weight is fused from several parts, each part has
-its own standard deviation.
+grow in an untied head, in routers, and in Mamba's projections to B and C. If a weight is fused from several parts, each
+part has its own standard deviation. The number of experts does not grow; their inner channels do.
 
 Two more rules change the computation. If the head is tied to the embedding, logits are divided by width / base_width,
 because the embedding keeps its standard deviation and learning rate. If the heads of attention grow from b to d
@@ -30,7 +30,7 @@ from fractions import Fraction
 from typing import Annotated, Any
 
 from hybridtron.architecture.base import MixerSpec, ModelSizes, Parameter
-from hybridtron.architecture.inits import Init, Normal, RowFactors, Uniform
+from hybridtron.architecture.inits import EachExpert, Init, Normal, RowFactors, Uniform
 from hybridtron.limits import at_least
 from hybridtron.problems import Problem
 
@@ -94,15 +94,20 @@ def transferred(table: Mapping[str, Parameter], base: Mapping[str, Parameter]) -
 
 def _transferred(weight: Parameter, base: Parameter) -> Parameter:
     inputs = weight.shape[-1] / base.shape[-1]
-    if not weight.projection or inputs == 1:
+    if not weight.is_linear or inputs == 1:
         return replace(weight, init=base.init)
-    sizes = zip(weight.fused_sizes(0), base.fused_sizes(0), strict=True)
+    outputs = len(weight.shape) - 2  # the axis before the inputs; experts are the axis before it
+    sizes = zip(weight.fused_sizes(outputs), base.fused_sizes(outputs), strict=True)
     parts = [(size, inputs**-0.5 if size != base_size else 1 / inputs) for size, base_size in sizes]
     return replace(weight, init=_scaled(base.init, parts), lr_factor=1 / inputs)
 
 
 def _scaled(init: Init, parts: list[tuple[int, float]]) -> Init:
     """Return an initialisation with scaled values; `parts` has a pair (number of rows, factor) for each part."""
+    if isinstance(init, EachExpert):
+        of_expert = _scaled(init.init, parts)
+        assert isinstance(of_expert, Normal | Uniform)  # the parts of an expert, gate and up, have equal sizes
+        return EachExpert(of_expert)
     if not isinstance(init, Normal | Uniform):
         return init  # zeros: the only other initialisation of projections in mixers that support muP
     factor = parts[0][1]

@@ -101,8 +101,8 @@ class MatrixStage(ABC):
     def direction(self, matrix: Tensor) -> Tensor:
         """Return the direction for a full matrix, before it is scaled, in the matrix's number format.
 
-        With `by_head`, a matrix with several heads has three axes, and the first axis is the head. The rule must not
-        change the matrix, because the matrix may be part of the state.
+        A tensor with three axes is a batch: the heads of a matrix, with `by_head`, or matrices of experts. The rule
+        must not change the matrix, because the matrix may be part of the state.
         """
 
     @abstractmethod

@@ -12,9 +12,9 @@ iteration is named after Newton and Schulz. The coefficients a, b, c are equal i
 different in each step (Polar Express, Amsel et al., 2025).
 
 Muon updates the weights that the parameter table marks as projections in mixers. A projection that is fused from
-several matrices, such as keys and values, is cut into these matrices, and each is orthogonalized separately. With the
-option `heads`, a projection to heads is also cut into the rows of each head. AdamW updates all other weights:
-embedding, head, norms, biases, convolutions, decays such as A_log, and adapters.
+several matrices, such as keys and values, is cut into these matrices, and each is orthogonalized separately. So is the
+matrix of each expert. With the option `heads`, a projection to heads is also cut into the rows of each head. AdamW
+updates all other weights: embedding, head, routers, norms, biases, convolutions, decays such as A_log, and adapters.
 """
 
 from __future__ import annotations
@@ -120,19 +120,19 @@ class Muon(UpdateRule):
         self.others = AdamW()
 
     def parts(self, name: str, weight: Parameter) -> dict[str, Parameter]:
-        if weight.is_mixer_projection:
+        if weight.is_matrix:
             return {"exp_avg": like(weight)}
         return self.others.parts(name, weight)
 
     def lr_factor(self, name: str, weight: Parameter) -> float:
-        if weight.is_mixer_projection:
+        if weight.is_matrix:
             return self.options.lr_factor
         return 1.0
 
     def direction(
         self, name: str, weight: Parameter, gradient: Tensor, parts: dict[str, Tensor], settings: UpdateSettings
     ) -> Tensor:
-        if not weight.is_mixer_projection:
+        if not weight.is_matrix:
             return self.others.direction(name, weight, gradient, parts, settings)
         momentum = parts["exp_avg"].lerp_(gradient, 1 - self.options.momentum)
         if self.options.nesterov:
@@ -140,7 +140,7 @@ class Muon(UpdateRule):
         return momentum
 
     def has_matrix_stage(self, name: str, weight: Parameter) -> bool:
-        return weight.is_mixer_projection
+        return weight.is_matrix
 
 
 class Orthogonalization(MatrixStage):

@@ -4,9 +4,10 @@ Each rank updates some entries of each weight: a range in its tensor-parallel sh
 Muon needs full matrices. So every matrix in a pipeline stage has an owner among the stage's ranks. The ranks send their
 entries to the owner, the owner computes the matrix's direction, and sends each rank the direction of the rank's
 entries. A weight that is fused from several matrices has an owner for each matrix. If the optimizer takes the heads of
-a projection separately, the owner of the matrix processes all of its heads.
+a projection separately, the owner of the matrix processes all of its heads. Small matrices of consecutive experts have
+one owner, which processes them as a batch; the sizes of batches depend on nothing but the experts' size.
 
-A matrix's cost is the cost of its product with itself: m n min(m, n) for m rows and n columns, summed over heads. To
+A matrix's cost is the cost of its product with itself: m n min(m, n) for m rows and n columns, summed over a batch. To
 balance the owners, the matrices are distributed in decreasing order of cost, each to the rank with the smallest sum so
 far. Every matrix is processed by one rank in full, so the result's bits do not depend on the number of ranks.
 
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridtron.architecture.base import Parameter
-from hybridtron.parallel.blocks import flat_rectangles, weight_blocks, writes
+from hybridtron.parallel.blocks import Rectangle, flat_rectangles, weight_blocks, writes
 from hybridtron.parallel.mesh import Mesh, RankGroup
 
 ENTRIES_OF_RANK = 2**26
@@ -35,6 +36,10 @@ ENTRIES_OF_RANK = 2**26
 
 A weight with more entries is alone in a round. The owners also hold their matrices in full.
 """
+
+
+ENTRIES_TOGETHER = 2**24
+"""Largest number of entries in a batch of experts' matrices. A larger matrix is alone in a batch."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +64,16 @@ class DividedWeight:
     def matrices(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the fused matrices, by their names in a checkpoint.
 
-        With `by_head`, the shape of a matrix with several heads is (heads, rows of a head, columns).
+        With `by_head`, the shape of a matrix with several heads is (heads, rows of a head, columns). The shape of a
+        batch of experts is (experts, rows, columns); to its name the number of its first expert is appended.
         """
         shapes = self.parameter.stored(self.name)
+        if self.parameter.stacked:
+            return {
+                f"{key}.{first}": (min(self.experts_together, count - first), rows, columns)
+                for key, (count, rows, columns) in shapes.items()
+                for first in range(0, count, self.experts_together)
+            }
         if not self.by_head:
             return shapes
         heads = self.parameter.stored_heads(self.name)
@@ -69,6 +81,12 @@ class DividedWeight:
             key: (heads[key], rows // heads[key], columns) if heads[key] > 1 else (rows, columns)
             for key, (rows, columns) in shapes.items()
         }
+
+    @property
+    def experts_together(self) -> int:
+        """Number of experts in a batch, if the weight has a matrix for each expert."""
+        entries = max(math.prod(shape[1:]) for shape in self.parameter.stored(self.name).values())
+        return max(1, ENTRIES_TOGETHER // entries)
 
     @property
     def entries_of_rank(self) -> float:
@@ -80,10 +98,10 @@ class DividedWeight:
 
 
 class Piece(NamedTuple):
-    """Rectangle of a matrix, as a view of the entries that a rank updates.
+    """Rectangle of a matrix, or of a batch of experts, as a view of the entries that a rank updates.
 
     matrix: the matrix's name
-    index: the rectangle's position in the matrix
+    index: the rectangle's position in the matrix; in a batch of experts it has three axes
     shape, stride, start: the view of the rank's flat entries
     sent: True if this rank sends the rectangle to the owner; other ranks may hold the same entries
     """
@@ -113,10 +131,26 @@ def pieces_of(weight: DividedWeight, rank: int) -> Iterator[Piece]:
     flat = torch.empty(len(held), device="meta")
     rectangles = flat_rectangles(flat, held.start, parameter.shard_shape(mesh.sizes))
     for block in weight_blocks(weight.name, rectangles, parameter, mesh):
-        data = block.data
-        assert data is not None
-        index = tuple(slice(at, at + size) for at, size in zip(block.global_offset, data.shape, strict=True))
-        yield Piece(block.key, index, tuple(data.shape), data.stride(), int(data.storage_offset()), sent)
+        assert block.data is not None
+        whole = Rectangle(block.global_offset, block.data)
+        if parameter.stacked:
+            in_batches = list(_batches(block.key, whole, weight.experts_together))
+        else:
+            in_batches = [(block.key, whole)]
+        for matrix, (offset, data) in in_batches:
+            index = tuple(slice(at, at + size) for at, size in zip(offset, data.shape, strict=True))
+            yield Piece(matrix, index, tuple(data.shape), data.stride(), int(data.storage_offset()), sent)
+
+
+def _batches(key: str, rectangle: Rectangle, together: int) -> Iterator[tuple[str, Rectangle]]:
+    """Divide a rectangle of several experts among batches; yield (the batch's name, the rectangle in the batch)."""
+    first = rectangle.offset[0]
+    last = first + rectangle.data.shape[0]
+    for start in range(first - first % together, last, together):
+        low = max(first, start)
+        high = min(last, start + together)
+        data = rectangle.data.narrow(0, low - first, high - low)
+        yield f"{key}.{start}", Rectangle((low - start, *rectangle.offset[1:]), data)
 
 
 def balanced_owners(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
@@ -159,20 +193,21 @@ class Exchange:
         """Yield the directions of this rank's entries: (the weight's name, the rectangle, its direction).
 
         updates: this rank's flat entries of each weight; a weight without entries may be missing
-        direction_of: function from a full matrix, or a batch of heads, to its direction
+        direction_of: function from a full matrix, or a batch of heads or experts, to its direction
         empty: tensor without entries, with the dtype and the device of the updates
         """
         sent = [[piece.view(updates[name]) for name, piece in held if piece.sent] for held in self.held]
         received = self._exchange(sent, [[piece for piece in owned if piece.sent] for owned in self.owned], empty)
         matrices: dict[str, Tensor] = {}
         for piece, entries in received:
-            rows = math.prod(self.shapes[piece.matrix][:-1])
-            columns = self.shapes[piece.matrix][-1]
-            if piece.size == rows * columns:
+            shape = self.shapes[piece.matrix]
+            if piece.size == math.prod(shape):
                 matrices[piece.matrix] = entries
                 continue
             if piece.matrix not in matrices:
-                matrices[piece.matrix] = empty.new_empty(rows, columns)
+                if len(piece.index) == 2:  # the heads of a matrix are consecutive rows
+                    shape = (math.prod(shape[:-1]), shape[-1])
+                matrices[piece.matrix] = empty.new_empty(shape)
             matrices[piece.matrix][piece.index] = entries
         for name, matrix in matrices.items():
             matrices[name] = direction_of(matrix.reshape(self.shapes[name])).reshape(matrix.shape)

@@ -102,10 +102,8 @@ def test_options_at_the_limit_are_allowed(options: dict[str, Any]) -> None:
     ("settings", "key", "code"),
     [
         (["precision=fp8_block", "precision.emulate=true"], "precision.name", "unsupported"),
-        (["optim.name=muon"], "optim.name", "unsupported"),
         (["run.compile=true"], "run.compile", "unsupported"),
         (["parallel.tensor=3"], "parallel.tensor", "not-divisible"),
-        (["model.mup.base_width=64"], "model.layers.-.kind", "unsupported"),
     ],
 )
 def test_settings_that_experts_lack_are_refused(settings: list[str], key: str, code: str) -> None:

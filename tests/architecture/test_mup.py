@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridtron.architecture.attention import AttentionSpec
-from hybridtron.architecture.inits import Normal, Projection, RowFactors, Uniform
+from hybridtron.architecture.inits import EachExpert, Normal, Projection, RowFactors, Uniform
 from hybridtron.architecture.model import ModelConfig, Start
 from hybridtron.architecture.mup import MupConfig
 from hybridtron.architecture.table import Architecture, architecture
@@ -29,6 +29,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "M": {"kind": "mamba"},
     "r": {"kind": "mamba", "dt_rank": 4},
     "S": {"kind": "mamba2", "state": 16, "head_dim": 16},
+    "e": {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 128, "shared": 64, "shared_gate": True},
     "D": {"kind": "gated_deltanet", "heads": 8, "key_heads": 4, "expand_k": 0.5, "expand_v": 1.0},
 }
 BASE = 32
@@ -47,6 +48,8 @@ def sub_layer(arch: Architecture, letter: str, name: str) -> Any:
 
 
 def bound_of(init: Any) -> float:
+    if isinstance(init, EachExpert):
+        init = init.init
     assert isinstance(init, Uniform)
     return init.bound
 
@@ -65,6 +68,8 @@ def bound_of(init: Any) -> float:
         ("S", "in_proj.weight", BASE),
         ("D", "in_proj.weight", BASE),
         ("D", "ab_proj.weight", BASE),
+        ("e", "gate_up", BASE),
+        ("e", "shared_gate_up.weight", BASE),
     ],
 )
 def test_matrices_that_grow_both_ways(letter: str, name: str, base_inputs: int) -> None:
@@ -73,7 +78,9 @@ def test_matrices_that_grow_both_ways(letter: str, name: str, base_inputs: int) 
     assert bound_of(weight.init) == pytest.approx((base_inputs * GROWTH) ** -0.5)
 
 
-@pytest.mark.parametrize(("letter", "name"), [("1", "kv.weight"), ("S", "bc_proj.weight")])
+@pytest.mark.parametrize(
+    ("letter", "name"), [("1", "kv.weight"), ("S", "bc_proj.weight"), ("e", "router"), ("e", "shared_gate")]
+)
 def test_matrices_with_a_fixed_number_of_outputs(letter: str, name: str) -> None:
     weight = sub_layer(architecture(model()), letter, name)
     assert weight.lr_factor == 1 / GROWTH

@@ -159,7 +159,8 @@ def by_hand(seat: Seat, config: Config, steps: int) -> dict[str, Tensor]:
 def hand_direction(
     name: str, weight: Parameter, gradient: np.ndarray, state: list[np.ndarray], step: int, optim: OptimConfig
 ) -> np.ndarray:
-    if not weight.is_mixer_projection:
+    by_expert = gradient.ndim == 3
+    if not weight.is_mixer_projection and not by_expert:
         for index, (beta, value) in enumerate(zip(optim.betas, (gradient, gradient**2), strict=True)):
             state[index] = beta * state[index] + (1 - beta) * value
         mean, square = (moment / (1 - beta**step) for moment, beta in zip(state, optim.betas, strict=True))
@@ -167,7 +168,11 @@ def hand_direction(
     mu = optim.muon.momentum
     state[0] = mu * state[0] + (1 - mu) * gradient
     update = mu * state[0] + (1 - mu) * gradient
-    matrices = np.split(update, np.cumsum(weight.fused_sizes(0))[:-1])
+    if by_expert:
+        ends = np.cumsum(weight.fused_sizes(1))[:-1]
+        matrices = [part for expert in update for part in np.split(expert, ends)]
+    else:
+        matrices = np.split(update, np.cumsum(weight.fused_sizes(0))[:-1])
     if optim.muon.heads and name in HEADS:
         matrices = [head for part, heads in zip(matrices, HEADS[name], strict=True) for head in np.split(part, heads)]
     blocks = []
@@ -177,7 +182,7 @@ def hand_direction(
         for a, b, c in polynomials(optim.muon.coefficients, optim.muon.steps):
             values = a * values + b * values**3 + c * values**5
         blocks.append(0.2 * max(block.shape) ** 0.5 * (left * values) @ right)
-    return np.concatenate(blocks)
+    return np.concatenate(blocks).reshape(update.shape)
 
 
 @pytest.mark.parametrize("optim", [OPTIM, BY_HEAD], ids=["matrices", "heads"])
@@ -256,6 +261,8 @@ def stepped_from_gradients(seat: Seat, config: Config, steps: int) -> dict[str, 
         table = architecture(config.model).table
         for step in range(steps):
             for name, shard in engine.optimizer.shards.items():
+                if not shard.weight.requires_grad:  # the correction of a router
+                    continue
                 generator = torch.Generator().manual_seed(1000 * step + sorted(table).index(name))
                 gradient = torch.randn(table[name].shape, generator=generator)
                 shard.weight.main_grad.copy_(cut(gradient, table[name], groups.dense))

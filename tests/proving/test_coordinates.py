@@ -31,6 +31,11 @@ MIXERS: dict[str, dict[str, Any]] = {
     "mamba": {"kind": "mamba"},
     "mamba2": {"kind": "mamba2", "state": 16, "head_dim": 16},
     "gated-deltanet": {"kind": "gated_deltanet", "heads": 2, "expand_k": 0.5, "expand_v": 1.0},
+    "experts": {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 88},
+    "experts-and-shared": {
+        **{"kind": "moe", "experts": 8, "top_k": 2, "hidden": 44, "shared": 44, "shared_gate": True},
+        **{"scores": "sigmoid", "balance": "bias", "activation": "squared_relu"},
+    },
     "shared-attention": {"kind": "shared_attention", "heads": 4, "head_dim": 32, "hidden": 176, "rank": 4},
 }
 FAST = [64, 128, 256]

@@ -33,9 +33,6 @@ def expert_problems(phase: ResolvedPhase) -> Iterator[Problem]:
     if phase.precision.name in FP8_MULTIPLES:
         message = f"is {phase.precision.name}, {has}, whose products are not in FP8: use precision=bf16"
         yield Problem("precision.name", "unsupported", message)
-    if phase.optim.name in OPTIMIZERS and update_rule(phase.optim).matrix_stage is not None:
-        message = f"is {phase.optim.name}, {has}, whose matrices it does not separate: use optim.name=adamw"
-        yield Problem("optim.name", "unsupported", message)
     if phase.config.run.compile:
         message = f"is true, {has}, whose routing can't be compiled: use run.compile=false"
         yield Problem("run.compile", "unsupported", message)

@@ -10,7 +10,7 @@ a time.
 A rule with a second stage for full matrices, such as Muon, keeps its state in shards. Each matrix has one owner among
 the ranks. A rank sends its results of the first stage to the owners, which return the directions
 (`parallel/matrix_owners.py`). In bf16, a rank communicates at most 4 bytes per element that it updates. An owner
-communicates more.
+communicates more. Transfers overlap with the directions of other matrices, and the last with all other weights.
 
 State that is stored in bf16 is converted to fp32 for the update, and rounded to the nearest bf16 number after a step.
 If beta, the moving average's decay, is close to 1, the change in a step is smaller than the rounding error. In a
@@ -33,7 +33,7 @@ from torch import Tensor
 from hybridtron.architecture.base import Parameter
 from hybridtron.device import plain_torch
 from hybridtron.optimizers.base import UpdateRule, UpdateSettings
-from hybridtron.parallel.matrix_owners import DividedWeight, Exchange, exchanges
+from hybridtron.parallel.matrix_owners import DividedWeight, Exchange, Transfer, exchanges, overlapped
 from hybridtron.parallel.mesh import Mesh, RankGroup
 from hybridtron.parallel.sharding import cut, gather
 
@@ -92,6 +92,23 @@ class RuleOptimizer(torch.optim.Optimizer):
         assert closure is None
         self.steps += 1
         group_of = {master: group for group in self.param_groups for master in group["params"]}
+        if not self.exchanges:
+            self._update_others(group_of)
+            return
+        stage = self.rule.matrix_stage
+        assert stage is not None
+        weight = next(iter(self.shards.values())).weight
+        empty = stage.narrow(torch.empty(0, dtype=self.master_dtype, device=weight.device))
+        for exchange, returning in overlapped(self.exchanges, self._narrow_updates, stage.direction, empty):
+            if exchange is self.exchanges[-1]:
+                self._update_others(group_of)  # while the last directions travel
+            for name, direction in self._matrix_directions(exchange, returning).items():
+                master = self.shards[name].master
+                assert master is not None
+                self._apply(name, master, direction, group_of[master])
+
+    def _update_others(self, group_of: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Update the weights without a matrix stage; `group_of` has each master's parameter group."""
         for name, shard in self.shards.items():
             if self.rule.has_matrix_stage(name, self.table[name]):
                 continue
@@ -101,11 +118,6 @@ class RuleOptimizer(torch.optim.Optimizer):
                 direction = self._shard_direction(name, shard)
             if shard.master is not None and direction is not None:
                 self._apply(name, shard.master, direction, group_of[shard.master])
-        for exchange in self.exchanges:
-            for name, direction in self._matrix_directions(exchange).items():
-                master = self.shards[name].master
-                assert master is not None
-                self._apply(name, master, direction, group_of[master])
 
     def _apply(self, name: str, master: Tensor, direction: Tensor, group: Mapping[str, Any]) -> None:
         """Update the master of this rank's elements. `group` has the learning rate and the weight decay."""
@@ -113,8 +125,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         master.mul_(1 - lr * group["weight_decay"])
         master.sub_(direction.view_as(master), alpha=lr)
 
-    def _matrix_directions(self, exchange: Exchange) -> dict[str, Tensor]:
-        """Return {weight's name: direction of this rank's elements} for the weights in one exchange between ranks."""
+    def _narrow_updates(self, exchange: Exchange) -> dict[str, Tensor]:
+        """Return {weight's name: results of the first stage for this rank's elements} for the weights in a round."""
         stage = self.rule.matrix_stage
         assert stage is not None
         updates = {}
@@ -122,10 +134,19 @@ class RuleOptimizer(torch.optim.Optimizer):
             update = self._shard_direction(name, self.shards[name])
             if update is not None:
                 updates[name] = stage.narrow(update)
-        weight = self.shards[exchange.names[0]].weight
-        empty = stage.narrow(torch.empty(0, dtype=self.master_dtype, device=weight.device))
-        directions = {name: torch.empty_like(update, dtype=self.master_dtype) for name, update in updates.items()}
-        for name, piece, entries in exchange.directions(updates, stage.direction, empty):
+        return updates
+
+    def _matrix_directions(self, exchange: Exchange, returning: Transfer) -> dict[str, Tensor]:
+        """Return {weight's name: direction of this rank's elements} for the weights in a round."""
+        stage = self.rule.matrix_stage
+        assert stage is not None
+        shards = {name: self.shards[name] for name in exchange.names}
+        directions = {
+            name: torch.empty(shard.stop - shard.start, dtype=self.master_dtype, device=shard.master.device)
+            for name, shard in shards.items()
+            if shard.master is not None
+        }
+        for name, piece, entries in exchange.directions(returning):
             piece.view(directions[name]).copy_(entries).mul_(stage.scale(*exchange.shapes[piece.matrix][-2:]))
         return directions
 

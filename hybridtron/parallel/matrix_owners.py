@@ -11,8 +11,15 @@ A matrix's cost is the cost of its product with itself: m n min(m, n) for m rows
 balance the owners, the matrices are distributed in decreasing order of cost, each to the rank with the smallest sum so
 far. Every matrix is processed by one rank in full, so the result's bits do not depend on the number of ranks.
 
-The exchange takes several rounds, which limits the memory for its buffers. All ranks compute the owners, and which
-entries other ranks send, from the parameter table and from the layout, without communication.
+The exchange takes several rounds, which limits the memory for its buffers, and lets transfers overlap with computation:
+
+    before round k is processed     the entries of round k + 1 are sent
+    while round k is processed      they travel, as do the directions of round k - 1
+    after round k is processed      its directions are sent, and those of round k - 1 are applied
+
+So a rank that has more to do than others in a round need not be waited for until the end of the next round, and sums of
+costs are balanced over all rounds so far. All ranks compute the owners, and which entries other ranks send, from the
+parameter table and from the layout, without communication.
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,10 +38,11 @@ from hybridtron.architecture.base import Parameter
 from hybridtron.parallel.blocks import Rectangle, flat_rectangles, weight_blocks, writes
 from hybridtron.parallel.mesh import Mesh, RankGroup
 
-ENTRIES_OF_RANK = 2**26
+ENTRIES_OF_RANK = 2**25
 """Largest number of entries that a rank updates in a round, on average over ranks.
 
-A weight with more entries is alone in a round. The owners also hold their matrices in full.
+A weight with more entries is alone in a round. The owners also hold their matrices in full. There are buffers of up to
+three successive rounds at a time.
 """
 
 
@@ -153,15 +161,21 @@ def _batches(key: str, rectangle: Rectangle, together: int) -> Iterator[tuple[st
         yield f"{key}.{start}", Rectangle((low - start, *rectangle.offset[1:]), data)
 
 
-def balanced_owners(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
-    """Return a rank for each matrix; the sums of the matrices' costs are about equal."""
+def balanced_owners(rounds: Sequence[Mapping[str, tuple[int, ...]]], ranks: int) -> list[dict[str, int]]:
+    """Return for each round a rank for each matrix; the sums of costs up to each round are about equal.
+
+    rounds: in each round, the shapes of the matrices by name
+    """
     loads = [0] * ranks
-    owners = {}
-    for name in sorted(shapes, key=lambda name: (-cost(shapes[name]), name)):
-        owner = loads.index(min(loads))
-        owners[name] = owner
-        loads[owner] += cost(shapes[name])
-    return owners
+    owners_of_rounds = []
+    for shapes in rounds:
+        owners = {}
+        for name in sorted(shapes, key=lambda name: (-cost(shapes[name]), name)):
+            owner = loads.index(min(loads))
+            owners[name] = owner
+            loads[owner] += cost(shapes[name])
+        owners_of_rounds.append(owners)
+    return owners_of_rounds
 
 
 def cost(shape: tuple[int, ...]) -> int:
@@ -169,37 +183,86 @@ def cost(shape: tuple[int, ...]) -> int:
     return math.prod(shape) * min(shape[-2:])
 
 
-class Exchange:
-    """One round: the ranks send the entries of some matrices to the owners, and receive the directions."""
+class Transfer:
+    """All-to-all exchange of rectangles that has been started. It overlaps with computation until it is waited for.
 
-    def __init__(self, weights: Sequence[DividedWeight], ranks: RankGroup) -> None:
+    ranks: the ranks that take part
+    sent: for each rank, the tensors that this rank sends
+    expected: for each rank, the rectangles that this rank receives
+    empty: tensor without entries, with the dtype and the device of the tensors
+    """
+
+    def __init__(
+        self,
+        ranks: RankGroup,
+        sent: Sequence[Sequence[Tensor]],
+        expected: Sequence[Sequence[Piece]],
+        empty: Tensor,
+    ) -> None:
+        self._pieces = [piece for pieces in expected for piece in pieces]
+        self._handle: Any = None
+        if ranks.size == 1:  # a single rank receives its own tensors, without a copy
+            self._sent = sent[0]
+            return
+        self._outgoing = torch.cat([empty, *(tensor.reshape(-1) for tensors in sent for tensor in tensors)])
+        sizes_in = [sum(piece.size for piece in pieces) for pieces in expected]
+        sizes_out = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
+        self._incoming = empty.new_empty(sum(sizes_in))
+        self._handle = dist.all_to_all_single(
+            self._incoming, self._outgoing, sizes_in, sizes_out, group=ranks.group, async_op=True
+        )
+
+    def received(self) -> Iterator[tuple[Piece, Tensor]]:
+        """Wait for the transfer's end, and yield the rectangles that this rank receives, in the order of `expected`."""
+        if self._handle is None:
+            yield from zip(self._pieces, self._sent, strict=True)
+            return
+        self._handle.wait()
+        at = 0
+        for piece in self._pieces:
+            yield piece, self._incoming[at : at + piece.size].view(piece.shape)
+            at += piece.size
+
+
+class Exchange:
+    """One round: the ranks send the entries of some matrices to the owners, and receive the directions.
+
+    weights: the weights in the round
+    owners: a rank for each matrix
+    ranks: the ranks that take part
+    """
+
+    def __init__(self, weights: Sequence[DividedWeight], owners: Mapping[str, int], ranks: RankGroup) -> None:
         self.names = [weight.name for weight in weights]
         self.ranks = ranks
         self.shapes = {name: shape for weight in weights for name, shape in weight.matrices.items()}
-        self.owners = balanced_owners(self.shapes, ranks.size)
         own_pieces = [(weight.name, piece) for weight in weights for piece in pieces_of(weight, ranks.rank)]
         # for each rank r, this rank's rectangles in the matrices that r owns, as (weight's name, rectangle)
-        self.held = [[pair for pair in own_pieces if self.owners[pair[1].matrix] == r] for r in range(ranks.size)]
-        owned_weights = [w for w in weights if any(self.owners[name] == ranks.rank for name in w.matrices)]
+        self.held = [[pair for pair in own_pieces if owners[pair[1].matrix] == r] for r in range(ranks.size)]
+        owned_weights = [w for w in weights if any(owners[name] == ranks.rank for name in w.matrices)]
         # for each rank r, the rectangles that r holds in the matrices that this rank owns
         self.owned = [
-            [piece for w in owned_weights for piece in pieces_of(w, r) if self.owners[piece.matrix] == ranks.rank]
+            [piece for w in owned_weights for piece in pieces_of(w, r) if owners[piece.matrix] == ranks.rank]
             for r in range(ranks.size)
         ]
 
-    def directions(
-        self, updates: Mapping[str, Tensor], direction_of: Callable[[Tensor], Tensor], empty: Tensor
-    ) -> Iterator[tuple[str, Piece, Tensor]]:
-        """Yield the directions of this rank's entries: (the weight's name, the rectangle, its direction).
+    def send(self, updates: Mapping[str, Tensor], empty: Tensor) -> Transfer:
+        """Start to send this rank's entries to the owners.
 
         updates: this rank's flat entries of each weight; a weight without entries may be missing
-        direction_of: function from a full matrix, or a batch of heads or experts, to its direction
         empty: tensor without entries, with the dtype and the device of the updates
         """
         sent = [[piece.view(updates[name]) for name, piece in held if piece.sent] for held in self.held]
-        received = self._exchange(sent, [[piece for piece in owned if piece.sent] for owned in self.owned], empty)
+        return Transfer(self.ranks, sent, [[piece for piece in owned if piece.sent] for owned in self.owned], empty)
+
+    def process(self, arriving: Transfer, direction_of: Callable[[Tensor], Tensor], empty: Tensor) -> Transfer:
+        """Compute the directions of the matrices that this rank owns, and start to return them.
+
+        arriving: the entries of these matrices, from all ranks
+        direction_of: function from a full matrix, or a batch of heads or experts, to its direction
+        """
         matrices: dict[str, Tensor] = {}
-        for piece, entries in received:
+        for piece, entries in arriving.received():
             shape = self.shapes[piece.matrix]
             if piece.size == math.prod(shape):
                 matrices[piece.matrix] = entries
@@ -212,30 +275,36 @@ class Exchange:
         for name, matrix in matrices.items():
             matrices[name] = direction_of(matrix.reshape(self.shapes[name])).reshape(matrix.shape)
         returned = [[matrices[piece.matrix][piece.index] for piece in owned] for owned in self.owned]
-        expected = [[piece for _, piece in held] for held in self.held]
+        return Transfer(self.ranks, returned, [[piece for _, piece in held] for held in self.held], empty)
+
+    def directions(self, returning: Transfer) -> Iterator[tuple[str, Piece, Tensor]]:
+        """Yield the directions of this rank's entries: (the weight's name, the rectangle, its direction)."""
         names = [name for held in self.held for name, _ in held]
-        for name, (piece, entries) in zip(names, self._exchange(returned, expected, empty), strict=True):
+        for name, (piece, entries) in zip(names, returning.received(), strict=True):
             yield name, piece, entries
 
-    def _exchange(
-        self, sent: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Piece]], empty: Tensor
-    ) -> Iterator[tuple[Piece, Tensor]]:
-        """Send tensors to each rank, and yield the rectangles that this rank receives, in the order of `expected`.
 
-        A single rank receives its own tensors, without a copy.
-        """
-        if self.ranks.size == 1:
-            yield from zip(expected[0], sent[0], strict=True)
-            return
-        outgoing = torch.cat([empty, *(tensor.reshape(-1) for tensors in sent for tensor in tensors)])
-        sizes_in = [sum(piece.size for piece in pieces) for pieces in expected]
-        sizes_out = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
-        incoming = empty.new_empty(sum(sizes_in))
-        dist.all_to_all_single(incoming, outgoing, sizes_in, sizes_out, group=self.ranks.group)
-        at = 0
-        for piece in (piece for pieces in expected for piece in pieces):
-            yield piece, incoming[at : at + piece.size].view(piece.shape)
-            at += piece.size
+def overlapped(
+    rounds: Sequence[Exchange],
+    updates_of: Callable[[Exchange], Mapping[str, Tensor]],
+    direction_of: Callable[[Tensor], Tensor],
+    empty: Tensor,
+) -> Iterator[tuple[Exchange, Transfer]]:
+    """Process all rounds, and yield each with its directions, one round later than they were computed.
+
+    The first item is (round, transfer) of round 0, after round 1 has been processed. So the directions of a round, and
+    the entries of the round after the next, travel while matrices are processed.
+
+    updates_of: function from a round to this rank's flat entries of each of its weights
+    """
+    arriving = [one_round.send(updates_of(one_round), empty) for one_round in rounds[:1]]
+    returning: list[tuple[Exchange, Transfer]] = []
+    for index, one_round in enumerate(rounds):
+        arriving += [later.send(updates_of(later), empty) for later in rounds[index + 1 : index + 2]]
+        returning.append((one_round, one_round.process(arriving.pop(0), direction_of, empty)))
+        if len(returning) == 2:
+            yield returning.pop(0)
+    yield from returning
 
 
 def interleaved(weights: Sequence[DividedWeight]) -> list[DividedWeight]:
@@ -265,4 +334,6 @@ def exchanges(
             size = 0.0
         rounds[-1].append(weight)
         size += weight.entries_of_rank
-    return [Exchange(round_weights, ranks) for round_weights in rounds]
+    shapes = [{name: shape for weight in in_round for name, shape in weight.matrices.items()} for in_round in rounds]
+    owners = balanced_owners(shapes, ranks.size)
+    return [Exchange(in_round, owned, ranks) for in_round, owned in zip(rounds, owners, strict=True)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hybridtron.config.choices import KeptFormat, Precision
@@ -15,7 +17,7 @@ from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.engine import update_rules
 from hybridtron.engine.engine import Engine
 from hybridtron.engine.update_rules import RuleOptimizer
-from hybridtron.optimizers.muon import MuonOptions
+from hybridtron.optimizers.muon import MuonOptions, Orthogonalization
 from hybridtron.parallel.matrix_owners import exchanges
 from hybridtron.parallel.pool import Seat
 from hybridtron.proving.audit.cases import Layout, small_model
@@ -191,3 +193,68 @@ def test_several_rounds_on_several_processes_change_no_bits(layout: Layout) -> N
     assert all(count > 2 for count, _ in results)
     whole, *_ = run_distributed(trained, layout.world_size, config, STEPS)
     assert [name for name, weight in results[0][1].items() if not torch.equal(weight, whole[name])] == []
+
+
+def order_of_calls(seat: Seat, config: Config, limit: int) -> tuple[int, list[str]]:
+    """Return the number of rounds, and the calls of a step: transfers that start and end, iterations, other weights."""
+    calls: list[str] = []
+    with pytest.MonkeyPatch.context() as patch, seat.groups(config.parallel) as groups:
+        patch.setattr(update_rules, "exchanges", partial(exchanges, entries_of_rank=limit))
+        engine = Engine(resolve(config)[0], groups)
+        (optimizer,) = (part.optimizer for part in engine.optimizer.megatron.chained_optimizers)
+        assert isinstance(optimizer, RuleOptimizer)
+        start = dist.all_to_all_single
+        direction = Orthogonalization.direction
+        others = RuleOptimizer._update_others
+
+        def started(*arguments: Any, **named: Any) -> Handle:
+            number = sum(call.startswith("start") for call in calls)
+            calls.append(f"start {number}")
+            return Handle(number, start(*arguments, **named), calls)
+
+        def iterated(self: Orthogonalization, matrix: Tensor) -> Tensor:
+            if calls[-1] != "iterate":
+                calls.append("iterate")
+            return direction(self, matrix)
+
+        def updated(self: RuleOptimizer, *arguments: Any) -> None:
+            calls.append("others")
+            others(self, *arguments)
+
+        patch.setattr(dist, "all_to_all_single", started)
+        patch.setattr(Orthogonalization, "direction", iterated)
+        patch.setattr(RuleOptimizer, "_update_others", updated)
+        take_steps(engine, 1)
+        return len(optimizer.exchanges), calls
+
+
+@dataclass
+class Handle:
+    """Handle of a transfer, whose wait is listed."""
+
+    number: int
+    inner: Any
+    calls: list[str]
+
+    def wait(self) -> None:
+        self.calls.append(f"end {self.number}")
+        self.inner.wait()
+
+
+def test_transfers_overlap_with_the_iteration_of_other_matrices() -> None:
+    """A round's directions arrive after the next round's iteration, and its entries leave before the last round's.
+
+    Transfers 0, 1 and 3 have the entries of the three rounds, and transfers 2, 4 and 5 their directions. A rank without
+    a matrix in a round iterates none.
+    """
+    expected = [
+        *("start 0", "start 1", "end 0", "iterate", "start 2"),
+        *("start 3", "end 1", "iterate", "start 4", "end 2"),
+        *("end 3", "iterate", "start 5", "end 4"),
+        *("others", "end 5"),
+    ]
+    results = run_distributed(order_of_calls, 2, configured(Layout(data=2), BF16), 5000)
+    assert [rounds for rounds, _ in results] == [3, 3]
+    assert expected in [calls for _, calls in results]
+    transfers = [call for call in expected if call != "iterate"]
+    assert all([call for call in calls if call != "iterate"] == transfers for _, calls in results)

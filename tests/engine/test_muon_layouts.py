@@ -23,7 +23,7 @@ from hybridtron.config.schema import Config, Documents, OptimConfig, ParallelCon
 from hybridtron.engine.engine import Engine
 from hybridtron.optimizers.muon import IterationFormat, MuonOptions, Orthogonalization, polynomials
 from hybridtron.parallel import matrix_owners
-from hybridtron.parallel.matrix_owners import DividedWeight, balanced_owners, cost, exchanges, pieces_of
+from hybridtron.parallel.matrix_owners import DividedWeight, balanced_owners, cost, exchanges, overlapped, pieces_of
 from hybridtron.parallel.mesh import Mesh, RankGroup
 from hybridtron.parallel.pool import Seat
 from hybridtron.parallel.sharding import cut
@@ -343,11 +343,19 @@ def test_entries_that_are_sent_twice_are_noticed(monkeypatch: pytest.MonkeyPatch
 
 def test_owners_are_balanced_by_cost() -> None:
     shapes = {f"layers.{n}.{k}": shape for n in range(6) for k, shape in {"up": (64, 16), "q": (16, 16)}.items()}
-    owners = balanced_owners(shapes, 3)
+    (owners,) = balanced_owners([shapes], 3)
     loads = [sum(cost(shapes[name]) for name, owner in owners.items() if owner == rank) for rank in range(3)]
     assert len(set(loads)) == 1
     assert cost((64, 16)) == cost((16, 64)) == 64 * 16 * 16
     assert cost((8, 4, 16)) == 8 * cost((4, 16)) == 8 * 4 * 16 * 4
+
+
+def test_owners_are_balanced_over_rounds() -> None:
+    """Each round has one matrix fewer than ranks; the rank that goes without one has fewer sums, and gets the next."""
+    rounds = [{f"layers.{n}.{k}": (16, 16) for k in ("q", "out")} for n in range(3)]
+    owners = balanced_owners(rounds, 3)
+    assert sorted(owner for in_round in owners for owner in in_round.values()) == [0, 0, 1, 1, 2, 2]
+    assert all(len(set(in_round.values())) == 2 for in_round in owners)
 
 
 def test_rounds_limit_the_entries_and_change_no_bits() -> None:
@@ -358,8 +366,8 @@ def test_rounds_limit_the_entries_and_change_no_bits() -> None:
     def directions(limit: int) -> tuple[int, dict[str, Tensor]]:
         rounds = exchanges(weights, RankGroup(), limit)
         result = {name: torch.zeros_like(update) for name, update in updates.items()}
-        for one_round in rounds:
-            for name, piece, entries in one_round.directions(updates, stage.direction, torch.empty(0)):
+        for one_round, returning in overlapped(rounds, lambda _: updates, stage.direction, torch.empty(0)):
+            for name, piece, entries in one_round.directions(returning):
                 piece.view(result[name]).copy_(entries)
         return len(rounds), result
 

@@ -81,8 +81,14 @@ def unread_by_phases(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
 
 
 def update_rule_warnings(phases: Sequence[ResolvedPhase]) -> list[str]:
-    """Return a sentence for each phase whose optimizer has a matrix stage but gets no weight for it."""
-    return [
+    """Return a sentence for each phase whose optimizer has a matrix stage but gets no weight for it, or no shard."""
+    whole = [
+        f"{phase.key('optim.muon')}.blocked=true changes nothing with parallel.tensor=1, which cuts no matrix"
+        for phase in phases
+        if phase.config.parallel.tensor == 1 and (stage := update_rule(phase.config.optim).matrix_stage) is not None
+        if stage.by_shard
+    ]
+    return whole + [
         f"{phase.key('optim.name')}={phase.optim.name} updates no matrix in phase {phase.settings.name}, which trains "
         f"no projection of a mixer: train projections, or use {phase.own_key('optim.name')}=adamw"
         for phase in phases

@@ -83,7 +83,10 @@ class RuleOptimizer(torch.optim.Optimizer):
             for name, shard in self.shards.items()
             if rule.has_matrix_stage(name, table[name])
         ]
-        self.exchanges = exchanges(divided, stage_ranks)
+        if rule.matrix_stage is not None and rule.matrix_stage.by_shard and divided:
+            self.exchanges = exchanges([weight.in_shards() for weight in divided], divided[0].mesh.copies)
+        else:
+            self.exchanges = exchanges(divided, stage_ranks)
 
     @torch.no_grad()
     @plain_torch()

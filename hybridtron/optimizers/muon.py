@@ -106,6 +106,9 @@ class MuonOptions:
     lr_factor: Annotated[float, above(0)] = 1.0
     iteration: IterationFormat = IterationFormat.bf16  # for name=muon: number format of the iteration
     heads: bool = False  # for name=muon: orthogonalize each head of a projection to heads separately
+    # for name=muon: each tensor-parallel rank orthogonalizes its own cut of a matrix, so the direction depends on
+    # parallel.tensor; false: one rank orthogonalizes the full matrix
+    blocked: bool = False
 
 
 class Muon(UpdateRule):
@@ -149,6 +152,7 @@ class Orthogonalization(MatrixStage):
     def __init__(self, options: MuonOptions) -> None:
         self.options = options
         self.by_head = options.heads
+        self.by_shard = options.blocked
         self.polynomials = polynomials(options.coefficients, options.steps)
 
     def narrow(self, update: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +67,20 @@ class DividedWeight:
     ranges: Sequence[range]
     everywhere: bool
     by_head: bool = False
+
+    def in_shards(self) -> DividedWeight:
+        """Return this tensor-parallel rank's shard as a weight of its own, divided among the ranks in `mesh.copies`."""
+        shape = list(self.parameter.shape)
+        parts = self.parameter.parts
+        heads = self.parameter.heads
+        for cut in self.parameter.active_cuts(self.mesh.sizes):
+            ranks = self.mesh.dimensions[cut.over]
+            shape[cut.axis] = ranks.share(shape[cut.axis])
+            if cut.axis == self.parameter.parts_axis:
+                parts = tuple((name, ranks.share(size)) for name, size in parts)
+                heads = tuple(ranks.share(count) if count > 1 else 1 for count in heads)
+        shard = replace(self.parameter, shape=tuple(shape), parts=parts, heads=heads, cuts=())
+        return replace(self, parameter=shard, mesh=Mesh({}, self.mesh.copies))
 
     @property
     def matrices(self) -> dict[str, tuple[int, ...]]:
@@ -324,7 +338,7 @@ def interleaved(weights: Sequence[DividedWeight]) -> list[DividedWeight]:
 def exchanges(
     weights: Sequence[DividedWeight], ranks: RankGroup, entries_of_rank: int = ENTRIES_OF_RANK
 ) -> list[Exchange]:
-    """Divide the weights into rounds; `ranks` are all ranks of the pipeline stage."""
+    """Divide the weights into rounds; `ranks` are all ranks among which the weights are divided."""
     assert all(weight.mesh.at(ranks.rank) == weight.mesh.without_groups() for weight in weights)
     rounds: list[list[DividedWeight]] = []
     size = 0.0

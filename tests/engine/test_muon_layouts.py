@@ -175,14 +175,15 @@ def hand_direction(
         matrices = np.split(update, np.cumsum(weight.fused_sizes(0))[:-1])
     if optim.muon.heads and name in HEADS:
         matrices = [head for part, heads in zip(matrices, HEADS[name], strict=True) for head in np.split(part, heads)]
-    blocks = []
-    for block in matrices:
-        left, values, right = np.linalg.svd(block, full_matrices=False)
-        values = values / np.sqrt((block**2).sum())
-        for a, b, c in polynomials(optim.muon.coefficients, optim.muon.steps):
-            values = a * values + b * values**3 + c * values**5
-        blocks.append(0.2 * max(block.shape) ** 0.5 * (left * values) @ right)
-    return np.concatenate(blocks).reshape(update.shape)
+    return np.concatenate([hand_orthogonal(matrix, optim) for matrix in matrices]).reshape(update.shape)
+
+
+def hand_orthogonal(matrix: np.ndarray, optim: OptimConfig) -> np.ndarray:
+    left, values, right = np.linalg.svd(matrix, full_matrices=False)
+    values = values / np.sqrt((matrix**2).sum())
+    for a, b, c in polynomials(optim.muon.coefficients, optim.muon.steps):
+        values = a * values + b * values**3 + c * values**5
+    return 0.2 * max(matrix.shape) ** 0.5 * (left * values) @ right
 
 
 @pytest.mark.parametrize("optim", [OPTIM, BY_HEAD], ids=["matrices", "heads"])

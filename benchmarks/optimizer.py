@@ -7,6 +7,7 @@ AdamW does. What is above their sum is the cost of the rule: norms, momentum, up
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -64,14 +65,15 @@ def wide_matrices(config: Config, options: MuonOptions) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     matrices = []
     for name, weight in resolve(config)[0].table.items():
-        if not weight.is_mixer_projection:
+        if not weight.is_matrix:
             continue
-        for shape in weight.stored(name).values():
-            matrix = torch.randn(min(shape), max(shape), generator=generator)
-            matrix /= matrix.norm()
-            if options.iteration is IterationFormat.bf16:
-                matrix = matrix.bfloat16()
-            matrices.append(matrix)
+        for *experts, rows, columns in weight.stored(name).values():
+            for _ in range(math.prod(experts)):
+                matrix = torch.randn(min(rows, columns), max(rows, columns), generator=generator)
+                matrix /= matrix.norm()
+                if options.iteration is IterationFormat.bf16:
+                    matrix = matrix.bfloat16()
+                matrices.append(matrix)
     return matrices
 
 

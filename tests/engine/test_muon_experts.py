@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from tests.engine.test_muon_layouts import (
     sent_counts,
     stepped_from_gradients,
     trained,
+    trained_with_stop,
 )
 from tests.slow import slow_except
 
@@ -128,6 +130,18 @@ def test_equal_gradients_give_equal_bits_on_any_number_of_ranks(layout: Layout, 
     alone = with_experts(Layout(), optim=optim, distributed=False)
     (serial,) = run_distributed(stepped_in_batches, 1, alone, STEPS, IN_BATCHES)
     assert [name for name, weight in serial.items() if not torch.equal(several[name], weight)] == []
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_same_bits_and_continues_under_another_layout(tmp_path: Path) -> None:
+    config = with_experts(Layout(tensor=2), GATED, replace(OPTIM, muon=MuonOptions()))
+    whole, *_ = run_distributed(trained_with_stop, 2, config, 4, tmp_path / "run")
+    again, *_ = run_distributed(trained_with_stop, 2, config, 4, tmp_path / "run")
+    assert [name for name, weight in whole.items() if not torch.equal(again[name], weight)] == []
+    data = with_experts(Layout(data=2), GATED, config.optim)
+    other, *_ = run_distributed(trained_with_stop, 2, data, 4, tmp_path / "run")
+    worst = largest_difference(other, whole)
+    assert worst.difference < 5e-3, worst
 
 
 @pytest.mark.parametrize("everywhere", [False, True])

@@ -17,6 +17,7 @@ from hybridtron.architecture.base import MixerSpec
 from hybridtron.architecture.gated_deltanet import GatedDeltaNetSpec
 from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.architecture.mamba2 import Mamba2Spec, ProjectionMultipliers
+from hybridtron.architecture.moe import MoESpec
 from hybridtron.architecture.shared_attention import SharedAttentionSpec
 from hybridtron.architecture.sparse import RecurrenceSpec
 from hybridtron.architecture.squared_relu import SquaredReLUSpec
@@ -183,22 +184,38 @@ def _expanded(arch: Architecture) -> str | None:
 
 
 def _nemotron_h(arch: Architecture, norm_eps: float) -> str | None:
-    """Check for Nemotron-H: Mamba-2, squared-ReLU MLPs and attention without positions, in any order."""
+    """Check for Nemotron-H: Mamba-2, squared-ReLU MLPs or experts, and attention without positions, in any order."""
     mamba = [spec for spec in arch.specs if isinstance(spec, Mamba2Spec)]
     mlps = [spec for spec in arch.specs if isinstance(spec, SquaredReLUSpec)]
+    experts = [spec for spec in arch.specs if isinstance(spec, MoESpec)]
     attention = [spec for spec in arch.specs if isinstance(spec, AttentionSpec)]
-    if other_kinds := [spec.kind for spec in arch.specs if spec not in (*mamba, *mlps, *attention)]:
-        return f"{other_kinds[0]} is none of mamba2, squared_relu and attention"
-    kinds = {"mamba2": mamba, "squared_relu": mlps, "attention": attention}
+    if other_kinds := [spec.kind for spec in arch.specs if spec not in (*mamba, *mlps, *experts, *attention)]:
+        return f"{other_kinds[0]} is none of mamba2, squared_relu, moe and attention"
+    kinds = {"mamba2": mamba, "squared_relu or moe": [*mlps, *experts], "attention": attention}
     if missing := [kind for kind, specs in kinds.items() if not specs]:
         return f"it has no {missing[0]} sub-layer"
-    misfit = _only(mamba, Mamba2Spec) or _only(mlps, SquaredReLUSpec) or _same_eps(mamba[0], norm_eps)
+    misfit = _only(mamba, Mamba2Spec) or _same_eps(mamba[0], norm_eps)
+    misfit = misfit or (_only(mlps, SquaredReLUSpec) if mlps else None)
+    misfit = misfit or (_only(experts, MoESpec) or _nemotron_experts(experts[0]) if experts else None)
     if misfit := misfit or _only(attention, AttentionSpec) or _attention(attention[0], part=True):
         return misfit
     if attention[0].positions is not None:
         return "its attention has rotary positions"
     if attention[0].window is not None:
         return "its attention has a window"
+    return None
+
+
+def _nemotron_experts(spec: MoESpec) -> str | None:
+    """Check for the experts of Nemotron-H: sigmoid scores with a correction, and an ungated shared expert."""
+    wanted = {"activation": "squared_relu", "scores": "sigmoid", "balance": "bias", "shared_gate": False}
+    for name, value in wanted.items():
+        if (actual := getattr(spec, name)) != value:
+            return f"its experts have {name}={actual}, not {value}"
+    if not spec.shared:
+        return "its experts have no shared expert"
+    if spec.groups == spec.experts:
+        return "its groups of experts have one expert each, of which transformers can't take the two best"
     return None
 
 

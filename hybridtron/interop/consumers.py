@@ -106,6 +106,13 @@ def pattern_alone(config: Settings) -> bool:
     return isinstance(config.get("hybrid_override_pattern"), str) and config.get("layers_block_type") is None
 
 
+def experts_alone(config: Settings) -> bool:
+    """Return True if Nemotron-H has either dense MLPs or experts, and the key from which llama.cpp infers experts."""
+    pattern = config.get("hybrid_override_pattern") or ""
+    has_experts = "E" in pattern
+    return has_experts == ("num_experts_per_tok" in config) and not (has_experts and "-" in pattern)
+
+
 def plain_llama3(config: Settings) -> bool:
     """Return False for a scale `llama3` with another original length than the one that llama.cpp assumes."""
     rope = config.get("rope_parameters") or {}
@@ -137,9 +144,12 @@ GROUPS_TWICE = Condition(
     lambda config: config.get("mamba_n_groups") == config["n_groups"], "`mamba_n_groups` = `n_groups`"
 )
 RMS_EPS = Condition(lambda config: "rms_norm_eps" in config, "`rms_norm_eps` is there")
-NO_EXPERTS = Condition(lambda config: "num_experts_per_tok" not in config, "`num_experts_per_tok` is not there")
 MAMBA_EXPAND_2 = Condition(lambda config: config["mamba_expand"] == 2, "`mamba_expand` = 2")
 NO_LOCAL_EXPERTS = Condition(lambda config: not config.get("num_local_experts"), "`num_local_experts` = 0")
+EXPERTS_ALONE = Condition(
+    experts_alone, "`num_experts_per_tok` is there exactly for a model with experts, which has no dense MLPs"
+)
+ONE_EXPERT_GROUP = Condition(lambda config: config.get("n_group", 1) == 1, "experts have no groups")
 EQUAL_MULTIPLIERS = Condition(
     equal_head_multipliers, "the head is untied or `embedding_multiplier` = `lm_head_multiplier`"
 )
@@ -227,7 +237,7 @@ LLAMA_CPP = Consumer(
         "MistralForCausalLM": (NO_WINDOW, LLAMA3_OF_8192),
         "GraniteForCausalLM": (HEADS_FILL_WIDTH, LLAMA3_OF_8192),
         "GraniteMoeHybridForCausalLM": (HEADS_FILL_WIDTH, NO_ROPE),
-        "NemotronHForCausalLM": (PATTERN, RMS_EPS, NO_EXPERTS),
+        "NemotronHForCausalLM": (PATTERN, RMS_EPS, EXPERTS_ALONE, ONE_EXPERT_GROUP),
         "FalconH1ForCausalLM": (DEFAULT_ROPE, EQUAL_MULTIPLIERS),
     },
     {

@@ -42,6 +42,7 @@ from hybridtron.interop.native_granite import Granite, GraniteHybrid
 from hybridtron.interop.native_nemotron import NemotronH
 from hybridtron.interop.native_pairs import Llama, Mistral
 from hybridtron.interop.native_zamba2 import Zamba2
+from hybridtron.interop.rules import remembering
 from hybridtron.interop.tokenizer import CHAT, SpecialTokens, write_tokenizer
 from hybridtron.interop.writer import Planned, write_json, write_weights
 from hybridtron.requirements import PROJECT, is_checkout, is_there
@@ -100,7 +101,8 @@ class ExportPlan:
                 f"{self.source.folder} has no tensor {missing[0]}, which the model in its config.yaml needs",
                 code="mismatch",
             )
-        write_weights(folder, tensors, self.shard_bytes, lambda rule: rule.to_theirs(self.source.whole), progress)
+        read = remembering(self.source.whole)
+        write_weights(folder, tensors, self.shard_bytes, lambda rule: rule.to_theirs(read), progress)
         dtype_name = str(max({t.dtype for t in tensors if not t.rule.fp32}, key=str)).removeprefix("torch.")
         length = longest_row(self.source)
         tokenizer = self.source.verified("tokenizer.json")

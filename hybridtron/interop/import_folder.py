@@ -40,7 +40,7 @@ from hybridtron.interop.export import MAX_POSITIONS_KEY, TARGETS
 from hybridtron.interop.native import ModelFormat
 from hybridtron.interop.original import Original
 from hybridtron.interop.reader import Weights
-from hybridtron.interop.rules import TensorRule
+from hybridtron.interop.rules import TensorRule, ours_of, remembering, together
 from hybridtron.interop.tokenizer import CHAT
 from hybridtron.problems import Code, Unusable
 from hybridtron.safe_open import Unreadable, read_regular
@@ -146,12 +146,17 @@ class ImportFolder:
 
         A file's tensors are read and converted only when the iterator reaches the file.
         """
-        for number, rules in enumerate(in_parts(self.rules, lambda rule: 4 * math.prod(rule.shape), PART_BYTES)):
-            converted = (rule.to_ours(self.weights.read(rule.theirs)) for rule in rules)
+        for number, part in enumerate(in_parts(together(self.rules), _bytes_of, PART_BYTES)):
+            converted = (ours_of(rules, self.weights.read) for rules in part)
             yield (
                 f"model-{number:05}.safetensors",
                 {key: tensor.contiguous() for ours in converted for key, tensor in ours.items()},
             )
+
+
+def _bytes_of(rules: list[TensorRule]) -> int:
+    """Return how many bytes the tensors of a list of rules have in fp32."""
+    return sum(4 * math.prod(rule.shape) for rule in rules)
 
 
 def _kind(folder: Path, settings: dict[str, Any]) -> ModelFormat:
@@ -219,9 +224,10 @@ def same_tensors(source: ImportFolder, checkpoint: Checkpoint) -> None:
     Raises CannotImport if a tensor is not equal bit for bit. Exception: in a format that subtracts 1 from norm weights
     (`less_one`), these weights may differ by fp32 rounding.
     """
+    read = remembering(checkpoint.whole)
     for rule in source.rules:
         theirs = source.weights.read(rule.theirs)
-        if not rule.same(rule.to_theirs(checkpoint.whole), theirs):
+        if not rule.same(rule.to_theirs(read), theirs):
             raise CannotImport(
                 f"{rule.theirs}, converted back from the checkpoint, differs from the imported tensor", code="changed"
             )

@@ -25,6 +25,7 @@ from hybridtron.interop.rules import Rules, TensorRule
 Settings = dict[str, Any]
 # a minimum for Mamba-2's step size that has no effect; not 0, because transformers takes the logarithm of the minimum
 NO_FLOOR = 1e-30
+MAX_EXPERTS = 2**17  # experts in all layers; the largest models have 512 in a hundred layers
 
 
 class SubLayerNames(NamedTuple):
@@ -147,6 +148,12 @@ def require_known(theirs: Settings, key: str, known: Collection[str]) -> None:
     """Raise ValueError if the layer types listed under `key` are not all among `known`."""
     if unknown := sorted(set(theirs[key]) - set(known)):
         raise ValueError(f"has {key} with {unknown[0]!r}; only {', '.join(known)} can be imported")
+
+
+def require_few_experts(experts: int, layers: int) -> None:
+    """Raise ValueError if files with a tensor for each expert would have more tensors than any model has."""
+    if experts * layers > MAX_EXPERTS:
+        raise ValueError(f"has {experts} experts in {layers} layers; at most {MAX_EXPERTS} in total can be imported")
 
 
 def to_theirs(names: Mapping[str, str], options: Settings) -> Settings:

@@ -1,6 +1,7 @@
-"""Nemotron-H: each layer is either Mamba-2, full attention without positions, or an MLP with squared ReLU.
+"""Nemotron-H: each layer is Mamba-2, full attention without positions, an MLP with squared ReLU, or experts.
 
-Nemotron-H with experts is not supported, because this package has no experts.
+The experts have the same MLP. Their router adds a correction to sigmoid scores, which is a buffer in transformers. Each
+layer with experts has a shared expert, whose size is not limited by the routed experts' size.
 
 transformers clamps Mamba-2's step sizes to at least `time_step_min` in full forward passes, but not in generation. The
 models were trained without this clamp: `time_step_min` was only used for initialization. So exports write a
@@ -14,8 +15,8 @@ config.json can have the layer types in two forms. Imports read both. Exports wr
 
 Two settings have two names: `rms_norm_eps` is for llama.cpp, and `mamba_n_groups` for SGLang.
 
-Exports do not write the key `num_experts_per_tok`, because converters treat a model with this key as a mixture of
-experts.
+Exports write the key `num_experts_per_tok` only for models with experts, because converters treat every model with this
+key as a mixture of experts.
 """
 
 from __future__ import annotations
@@ -23,12 +24,23 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
+from hybridtron.architecture.base import Names
 from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.moe import MoESpec
 from hybridtron.architecture.rope import NO_POSITIONS
 from hybridtron.architecture.squared_relu import SquaredReLUSpec
 from hybridtron.architecture.table import Architecture
-from hybridtron.interop.native import NO_FLOOR, Native, Settings, require_known, to_ours, to_theirs
+from hybridtron.interop.native import (
+    NO_FLOOR,
+    Native,
+    Settings,
+    SubLayerNames,
+    require_few_experts,
+    require_known,
+    to_ours,
+    to_theirs,
+)
 from hybridtron.interop.native_pairs import attention_of
 from hybridtron.interop.rules import TensorRule
 
@@ -40,6 +52,15 @@ LAYERS = {
     "M": ("linear_attention", "mamba", "M"),
     "A": ("full_attention", "attention", "*"),
     "-": ("mlp", "mlp", "-"),
+    "E": ("moe", "moe", "E"),
+}
+EXPERTS: Names = {
+    "gate.weight": ("router",),
+    "gate.e_score_correction_bias": ("correction",),
+    "experts.*.up_proj.weight": ("gate_up",),
+    "experts.*.down_proj.weight": ("down",),
+    "shared_experts.up_proj.weight": ("shared_gate_up.weight",),
+    "shared_experts.down_proj.weight": ("shared_down.weight",),
 }
 
 
@@ -55,6 +76,7 @@ class NemotronH(Native):
     final_norm = "backbone.norm_f.weight"
     layers = "backbone.layers"
     norm_eps = "layer_norm_epsilon"
+    sub_layers: ClassVar = {"moe": SubLayerNames(weights=EXPERTS)}
     fixed: ClassVar = {
         **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias", "tie_word_embeddings"), False),
         "use_conv_bias": True,
@@ -71,6 +93,14 @@ class NemotronH(Native):
         "n_groups": "groups",
         "conv_kernel": "conv",
     }
+    experts: ClassVar = {
+        "n_routed_experts": "experts",
+        "num_experts_per_tok": "top_k",
+        "moe_intermediate_size": "hidden",
+        "moe_shared_expert_intermediate_size": "shared",
+        "routed_scaling_factor": "scale",
+        "norm_topk_prob": "normalise",
+    }
 
     def rules(self, arch: Architecture) -> list[TensorRule]:
         return [self._with_both_names(rule) for rule in super().rules(arch)]
@@ -81,9 +111,8 @@ class NemotronH(Native):
 
     def settings(self, arch: Architecture, length: int) -> Settings:
         mamba = next(spec for spec in arch.specs if isinstance(spec, Mamba2Spec))
-        mlp = next(spec for spec in arch.specs if isinstance(spec, SquaredReLUSpec))
         attention = attention_of(arch)
-        letters = {"mamba2": "M", "attention": "A", "squared_relu": "-"}
+        letters = {"mamba2": "M", "attention": "A", "squared_relu": "-", "moe": "E"}
         layer_names = [LAYERS[letters[spec.kind]] for spec in arch.specs]
         heads = mamba.num_heads(arch.sizes)
         return {
@@ -96,11 +125,25 @@ class NemotronH(Native):
             "num_key_value_heads": attention.groups(),
             "head_dim": attention.head(arch.sizes),
             "attention_dropout": 0.0,
-            "intermediate_size": mlp.hidden,
+            **self.mlp_settings(arch),
             "max_position_embeddings": length,
             "residual_in_fp32": arch.model.residual_fp32,
             **self.proven_with,
         }
+
+    def mlp_settings(self, arch: Architecture) -> Settings:
+        """Return the entries in config.json for MLPs and experts.
+
+        A model without dense MLPs needs their size too. Published folders give the size of an expert.
+        """
+        hidden = [spec.hidden for spec in arch.specs if isinstance(spec, SquaredReLUSpec | MoESpec)]
+        dense = [spec.hidden for spec in arch.specs if isinstance(spec, SquaredReLUSpec)]
+        settings: Settings = {"intermediate_size": (dense or hidden)[0]}
+        for spec in arch.specs:
+            if isinstance(spec, MoESpec):
+                settings |= to_theirs(self.experts, spec.exported_options(arch.sizes))
+                settings |= {"n_shared_experts": 1, "n_group": spec.groups, "topk_group": spec.group_limit or 1}
+        return settings
 
     def model(self, theirs: Settings) -> ModelConfig:
         return replace(super().model(theirs), residual_fp32=theirs.get("residual_in_fp32", False))
@@ -117,7 +160,27 @@ class NemotronH(Native):
             "A": self.attention(theirs),
             "-": {"kind": "squared_relu", "hidden": theirs["intermediate_size"]},
         }
+        if "E" in pattern:
+            require_few_experts(theirs["n_routed_experts"], len(pattern))
+            layers["E"] = self.expert_options(theirs)
         return pattern, {letter: options for letter, options in layers.items() if letter in pattern}
+
+    def expert_options(self, theirs: Settings) -> Settings:
+        """Translate config.json to options for our experts. Raises ValueError for a feature that we don't have."""
+        if (shared := theirs.get("n_shared_experts", 1)) != 1:
+            raise ValueError(f"has n_shared_experts={shared!r}; only 1 can be imported")
+        options = {
+            "kind": "moe",
+            **to_ours(self.experts, theirs),
+            "activation": "squared_relu",
+            "scores": "sigmoid",
+            "balance": "bias",
+        }
+        groups = theirs.get("n_group", 1)
+        limit = theirs.get("topk_group", 1)
+        if limit < groups:  # otherwise a token may choose from all groups
+            options |= {"groups": groups, "group_limit": limit}
+        return options
 
     def attention(self, theirs: Settings) -> Settings:
         """Translate config.json to options for our attention.

@@ -31,7 +31,7 @@ from hybridtron.checkpoint.merged import adapter_pair, merge_adapters
 from hybridtron.config.export_class import SHIPPED, CannotExport
 from hybridtron.interop.import_folder import ImportFolder
 from hybridtron.interop.peft_settings import CONFIG
-from hybridtron.interop.rules import TensorRule
+from hybridtron.interop.rules import TensorRule, remembering
 from hybridtron.interop.writer import write_json
 
 WEIGHTS = "adapter_model.safetensors"
@@ -67,9 +67,15 @@ def export_adapter(source: Checkpoint, base: Path, output: Path) -> int:
             code="unsupported",
         )
     layers = {module_of(rule): layer_tensors for rule in rules if (layer_tensors := adapter_tensors(source, rule))}
-    changed = {
-        module_of(rule) for rule in rules if not rule.same(rule.to_theirs(source.whole), _theirs(base_folder, rule))
-    }
+    read = remembering(source.whole)
+    changed_rules = [rule for rule in rules if not rule.same(rule.to_theirs(read), _theirs(base_folder, rule))]
+    if changed_experts := [rule for rule in changed_rules if rule.expert is not None]:
+        raise CannotExport(
+            f"{changed_experts[0].theirs} was trained in full, and peft can't save single experts: export without "
+            "--base, to merge the adapters",
+            code="unsupported",
+        )
+    changed = {module_of(rule) for rule in changed_rules}
     if changed_layers := sorted(changed & layers.keys()):
         raise CannotExport(
             f"{base} is not the model that was adapted: its {changed_layers[0]}.weight differs",

@@ -297,9 +297,10 @@ def _merged(source: AdaptedFolder, theirs: Any) -> Any:
 
     An adapted weight W becomes W + (alpha / rank) * B A. With DoRA, each row is then rescaled to its learned norm.
     """
+    values = theirs.state_dict()  # parameters, and a router's correction, which is a buffer
     for rule in source.rules:
         if rule.theirs in source.saved:
-            theirs.get_parameter(rule.in_memory).copy_(source.weights.read(rule.theirs))
+            values[rule.in_memory].copy_(source.weights.read(rule.theirs))
     for layer, rule in source.adapted.items():
         weight = theirs.get_parameter(rule.in_memory)
         scale = source.lora.alpha / source.lora.rank

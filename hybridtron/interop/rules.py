@@ -7,12 +7,17 @@ rows.
 
 Qwen3-Next is an exception in two ways. In a fused tensor, all projections' rows for head 0 come first, then all rows
 for head 1, and so on. And each norm's weight is stored minus 1.
+
+In a mixture of experts our tensor has the matrices of all experts, with the expert's index as axis 0. Files of most
+formats have a tensor for each expert. Each of them has a rule of its own, and these rules follow each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -21,6 +26,7 @@ from hybridtron.architecture.base import Names
 from hybridtron.architecture.table import Architecture, weight_name
 
 CONVOLUTION = "conv1d.weight"
+EACH_EXPERT = "*"  # stands for an expert's index in a name
 ROUNDING = 2.0**-23  # relative rounding error of fp32 near 1
 
 
@@ -38,6 +44,7 @@ class TensorRule:
     less_one  True for a norm whose weight is stored minus 1. The conversion is in fp32: bf16 would round values near 1
     also      the tensor's second name, which some files have instead of `theirs`, or ""
     memory    the parameter's name in the transformers module, which peft uses, or "" if this name equals `theirs`
+    expert    index along axis 0 of our tensor, if the tensor belongs to one expert, else None
     """
 
     theirs: str
@@ -49,6 +56,7 @@ class TensorRule:
     less_one: bool = False
     also: str = ""
     memory: str = ""
+    expert: int | None = None
 
     @property
     def in_memory(self) -> str:
@@ -57,6 +65,8 @@ class TensorRule:
 
     def to_theirs(self, read: Callable[[str], Tensor]) -> Tensor:
         """Build the other format's tensor from ours. `read` returns a tensor of ours by its key."""
+        if self.expert is not None:
+            return read(self.ours[0])[self.expert]
         parts = [read(key).unflatten(0, (self.blocks, -1)) for key in self.ours]
         fused = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).reshape(self.shape)
         if self.less_one:
@@ -65,6 +75,7 @@ class TensorRule:
 
     def to_ours(self, theirs: Tensor) -> dict[str, Tensor]:
         """Split the other format's tensor. Return key -> tensor for our tensors, in fp32 if `fp32` is True."""
+        assert self.expert is None, "an expert's tensor is only a part of ours: use ours_of"
         if self.theirs.endswith(CONVOLUTION):
             other_axes = self.shape[2:]
         else:
@@ -95,6 +106,27 @@ class TensorRule:
         return self
 
 
+def together(rules: Sequence[TensorRule]) -> list[list[TensorRule]]:
+    """Divide rules into lists. The rules of all experts in one tensor of ours form a list, any other rule its own."""
+    return [list(same) for _, same in groupby(rules, key=lambda rule: rule.ours)]
+
+
+def ours_of(rules: Sequence[TensorRule], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """Return key -> tensor for our tensors, by a list of rules from `together`.
+
+    `read` returns a tensor of the other format by its name.
+    """
+    first = rules[0]
+    if first.expert is None:
+        return first.to_ours(read(first.theirs))
+    return {first.ours[0]: torch.stack([read(rule.theirs) for rule in rules])}
+
+
+def remembering(read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+    """Return a function that reads like `read`, and keeps the last tensor, of which each expert needs a part."""
+    return lru_cache(maxsize=1)(read)
+
+
 class Rules:
     """A collection of the rules for a model's tensors."""
 
@@ -118,23 +150,35 @@ class Rules:
             shape = (shape[0], 1, *shape[1:])
         self._rules.append(TensorRule(theirs, shape, ours, rows, ours[0] in self._fp32))
 
+    def add_experts(self, theirs: str, ours: str) -> None:
+        """Add a rule for each expert in one of our tensors. In `theirs`, EACH_EXPERT stands for the expert's index."""
+        self._used.add(ours)
+        experts, *shape = self.shapes[ours]
+        for expert in range(experts):
+            name = theirs.replace(EACH_EXPERT, str(expert))
+            self._rules.append(TensorRule(name, tuple(shape), (ours,), (experts,), False, expert=expert))
+
     def add_mixer(self, theirs: str, index: int, names: Names | None = None) -> None:
         """Add the rules for the weights of a sub-layer (attention, Mamba, MLP, ...), with names under `theirs`.
 
         `names` maps names in the other format to our keys; the default is `exported_names` of the sub-layer's spec.
         Names of weights that the sub-layer does not have are ignored. Weights that several sub-layers share get a
-        single rule.
+        single rule. A name with EACH_EXPERT gets a rule for each expert.
         """
         if names is None:
             names = self._arch.specs[index].exported_names(self._arch.sizes)
         for name, keys in names.items():
             ours = [weight_name(self._arch, index, key) for key in keys]
-            if ours[0] in self.shapes and ours[0] not in self._used:  # another sub-layer may share these weights
+            if ours[0] not in self.shapes or ours[0] in self._used:  # another sub-layer may share these weights
+                continue
+            if EACH_EXPERT in name:
+                self.add_experts(f"{theirs}.{name}", ours[0])
+            else:
                 self.add(f"{theirs}.{name}", *ours)
 
     def complete(self) -> list[TensorRule]:
         """Return all rules, after checking that each weight is in exactly one rule."""
-        used = [key for rule in self._rules for key in rule.ours]
+        used = [key for rule in self._rules if not rule.expert for key in rule.ours]  # of experts the first alone
         assert sorted(used) == sorted(self.shapes), (
             f"weights without a rule, or with two: {set(used) ^ set(self.shapes)}"
         )

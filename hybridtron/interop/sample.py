@@ -81,10 +81,10 @@ def sample_size(arch: Architecture, target: Native) -> int:
 
 def _names_in_the_folder(whole: Architecture, part: Architecture, taken: list[int], target: Native) -> dict[str, str]:
     """Map each tensor's name in the sampled model to its name in the exported folder."""
-    in_whole = {rule.ours: rule.theirs for rule in target.rules(whole)}
+    in_whole = {(rule.ours, rule.expert): rule.theirs for rule in target.rules(whole)}
 
-    def moved(rule: TensorRule) -> tuple[str, ...]:
-        return tuple(_of_whole(key, taken) for key in rule.ours)
+    def moved(rule: TensorRule) -> tuple[tuple[str, ...], int | None]:
+        return tuple(_of_whole(key, taken) for key in rule.ours), rule.expert
 
     return {rule.theirs: in_whole[moved(rule)] for rule in target.rules(part)}
 

@@ -117,6 +117,17 @@ MODELS |= {
     ),
 }
 SQUARED = {"kind": "squared_relu", "hidden": 56}
+EXPERTS = {
+    "kind": "moe",
+    "experts": 8,
+    "top_k": 3,
+    "hidden": 24,
+    "activation": "squared_relu",
+    "shared": 40,
+    "scores": "sigmoid",
+    "scale": 2.5,
+    "balance": "bias",
+}
 MODELS |= {
     "nemotron_h": (
         "M-A-MM",
@@ -124,6 +135,17 @@ MODELS |= {
         False,
     ),
     "nemotron_h-in_any_order": ("-AM-A", {"M": MAMBA2, "A": {**ATTENTION, "rope": "none"}, "-": SQUARED}, False),
+    "nemotron_h-experts": ("MEAEM", {"M": MAMBA2, "A": {**ATTENTION, "rope": "none"}, "E": EXPERTS}, False),
+    "nemotron_h-groups": (
+        "M-AE",
+        {
+            "M": MAMBA2,
+            "A": {**ATTENTION, "rope": "none"},
+            "-": SQUARED,
+            "E": {**EXPERTS, "normalise": False, "groups": 4, "group_limit": 2},
+        },
+        False,
+    ),
 }
 SHARED = {"kind": "shared_attention", "heads": 4, "hidden": 40, "rank": 3}
 ADAPTED = {**SHARED, "adapt_attention": True, "rope": "none"}

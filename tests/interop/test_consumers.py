@@ -43,6 +43,8 @@ EXPECTED: dict[str, tuple[str, str | None, str | None, str | None]] = {
     "olmo_hybrid-rope": ("5.16", f"only if {HEADS}", NO_CLASS, "its converter has no such class"),
     "qwen3_next": ("5.16", "it needs at least one layer", "it takes every layer", "it needs experts"),
     "nemotron_h": ("5.16", None, None, None),
+    "nemotron_h-experts": ("5.16", None, None, None),
+    "nemotron_h-groups": ("5.16", None, None, "only if `num_experts_per_tok`"),
     "zamba2": ("5.17", None, NO_CLASS, "its converter has no such class"),
     "zamba2-floor": ("5.16", None, NO_CLASS, "its converter has no such class"),
     "falcon_h1": ("5.16", None, None, None),
@@ -58,6 +60,8 @@ CHANGES: list[tuple[str, dict[str, Any], int]] = [
     ("nemotron_h", {"mamba_n_groups": 8}, 1),
     ("nemotron_h", {"hybrid_override_pattern": None}, 2),
     ("nemotron_h", {"num_experts_per_tok": 2}, 2),
+    ("nemotron_h-experts", {"hybrid_override_pattern": "ME*-M"}, 2),
+    ("nemotron_h-experts", {"n_group": 2}, 2),
     ("falcon_h1", {"rope_parameters": {"rope_type": "yarn"}}, 2),
 ]
 

@@ -24,7 +24,7 @@ from hybridtron.data.batch import SeqInfo
 from hybridtron.interop.native_nemotron import NemotronH
 from tests.interop.conftest import Stored
 from tests.interop.models import TOKENIZER, model_config, own_model
-from tests.interop.parity import exported_as_it_was
+from tests.interop.parity import assert_same_logits, exported_as_it_was
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 40, "vocab_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -34,12 +34,19 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def written(folder: Path, step: float) -> NemotronHForCausalLM:
+EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40, "routed_scaling_factor": 2.5,
+    "layers_block_type": ["mamba", "moe", "attention", "moe", "mlp"],
+}  # fmt: skip
+
+
+def written(folder: Path, step: float, **settings: Any) -> NemotronHForCausalLM:
     """Write a folder by transformers itself, with weights far from their initial values; `step` is added to dt_bias."""
     torch.manual_seed(5)
-    model = NemotronHForCausalLM(NemotronHConfig(**SIZES)).eval()
+    model = NemotronHForCausalLM(NemotronHConfig(**(SIZES | settings))).eval()
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for name, weight in [*model.named_parameters(), *model.named_buffers()]:
             weight += 0.2 * torch.randn_like(weight)
             if name.endswith("dt_bias"):
                 weight += step
@@ -66,6 +73,23 @@ def test_imported_folder_gives_the_logits_of_transformers(tmp_path: Path) -> Non
     logits_BLV = logits_of(tmp_path / "mid", tokens_BL)
     torch.testing.assert_close(logits_BLV, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
+    assert exported_as_it_was(tmp_path) == model
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"n_group": 4, "topk_group": 2, "norm_topk_prob": False}, {"n_group": 2, "topk_group": 2}],
+    ids=["plain", "groups", "all_groups"],
+)
+def test_imported_experts_give_the_logits_of_transformers(settings: dict[str, Any], tmp_path: Path) -> None:
+    theirs = written(tmp_path / "in", 4.0, **EXPERTS, **settings)
+    names = load_file(tmp_path / "in/model.safetensors").keys()
+    assert "backbone.layers.3.mixer.experts.7.down_proj.weight" in names  # as in published folders
+    assert main(["import", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "mid")]) == 0
+    checkpoint = Checkpoint.open(tmp_path / "mid")
+    model = checkpoint.config.model
+    assert model.pattern == "MEAE-"
+    assert_same_logits(checkpoint, theirs)
     assert exported_as_it_was(tmp_path) == model
 
 
@@ -107,46 +131,50 @@ def test_keys_of_published_folders_are_read(tmp_path: Path) -> None:
     assert NemotronH().model(settings | {"attention_head_dim": 12}) == model
 
 
+KINDS = "M*-E"  # letters of hybrid_override_pattern
+
+
 def layers_by_text(config: dict[str, Any]) -> dict[str, list[int]]:
     """The layers of each kind as vLLM reads a config.json: a letter of the text for each of `num_hidden_layers`."""
     letters = [config["hybrid_override_pattern"][index] for index in range(config["num_hidden_layers"])]
-    return {kind: [index for index, letter in enumerate(letters) if letter == kind] for kind in "M*-"}
+    return {kind: [index for index, letter in enumerate(letters) if letter == kind] for kind in KINDS}
 
 
 def layers_by_converter(config: dict[str, Any]) -> dict[str, list[int]]:
     """The layers of each kind as llama.cpp's converter reads a config.json.
 
-    It prefers the text. In a list it takes experts alone for MLPs.
+    It prefers the text. A model has either experts or dense MLPs, and one key tells which.
     """
-    assert "num_experts_per_tok" not in config  # or it takes the model for one of experts
+    has_experts = "num_experts_per_tok" in config
     pattern = config.get("hybrid_override_pattern") or config["layers_block_type"]
-    names = {"M": ("mamba", "linear_attention"), "*": ("attention", "full_attention"), "-": ("moe",)}
+    names: dict[str, tuple[str, ...]] = {"M": ("mamba",), "*": ("attention",), "-": (), "E": ("moe",)}
     if isinstance(pattern, str):
-        names = {kind: (kind,) for kind in names}
+        names = {"M": ("M",), "*": ("*",), "-": () if has_experts else ("-",), "E": ("E",) if has_experts else ()}
     assert len(pattern) == config["num_hidden_layers"]
-    return {kind: [index for index, layer in enumerate(pattern) if layer in names[kind]] for kind in "M*-"}
+    return {kind: [index for index, layer in enumerate(pattern) if layer in names[kind]] for kind in KINDS}
 
 
 def layers_by_list(config: dict[str, Any]) -> dict[str, list[int]]:
     """The layers of each kind as transformers reads a config.json."""
     types = NemotronHConfig.from_dict(config).layers_block_type
-    names = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
+    names = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
     return {kind: [index for index, layer in enumerate(types) if layer == name] for kind, name in names.items()}
 
 
+@pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h-experts"])
 @pytest.mark.parametrize("read", [layers_by_text, layers_by_converter, layers_by_list])
 def test_other_readers_see_the_same_layers_in_an_export(
-    read: Callable[[dict[str, Any]], dict[str, list[int]]], stored: Stored, tmp_path: Path
+    read: Callable[[dict[str, Any]], dict[str, list[int]]], name: str, stored: Stored, tmp_path: Path
 ) -> None:
-    source = stored("nemotron_h")
+    source = stored(name)
     assert (
         main(["export", "--checkpoint", str(source.folder), "--output", str(tmp_path / "out"), "--verify", "none"]) == 0
     )
     config = json.loads((tmp_path / "out/config.json").read_text())
-    letters = dict(zip("MA-", "M*-", strict=True))
+    letters = dict(zip("MA-E", KINDS, strict=True))
     pattern = [letters[letter] for letter in source.config.model.pattern]
-    assert {"M", "*", "-"} <= set(pattern)
-    assert read(config) == {kind: [index for index, letter in enumerate(pattern) if letter == kind] for kind in "M*-"}
+    assert {"M", "*"} < set(pattern)
+    assert read(config) == {kind: [index for index, letter in enumerate(pattern) if letter == kind] for kind in KINDS}
 
 
 def test_tensor_names_of_transformers_in_memory_are_imported(tmp_path: Path) -> None:
@@ -159,8 +187,8 @@ def test_tensor_names_of_transformers_in_memory_are_imported(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"layers_block_type": ["mamba", "moe"]}, "layers_block_type"),
-        ({"layers_block_type": None, "hybrid_override_pattern": "MEM*"}, "hybrid_override_pattern"),
+        ({"layers_block_type": ["mamba", "moe", "dense", "attention"]}, "layers_block_type"),
+        ({"layers_block_type": None, "hybrid_override_pattern": "MEM"}, "hybrid_override_pattern"),
         ({"layers_block_type": ["mamba", "mlp"]}, "layers_block_type"),
         ({"mlp_hidden_act": "silu"}, "mlp_hidden_act"),
         ({"use_conv_bias": False}, "use_conv_bias=False"),
@@ -168,6 +196,8 @@ def test_tensor_names_of_transformers_in_memory_are_imported(tmp_path: Path) -> 
         ({"sliding_window": 64}, "sliding_window=64"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings=True"),
         ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1"),
+        ({**EXPERTS, "n_shared_experts": 2}, "n_shared_experts=2"),
+        ({**EXPERTS, "n_routed_experts": 2**16}, "65536 experts in 5 layers"),
     ],
 )
 def test_unsupported_settings_are_refused(changed: dict[str, Any], named: str) -> None:
@@ -182,17 +212,32 @@ def with_options(letter: str, **options: Any) -> ModelConfig:
     return replace(model, layers={**model.layers, letter: {**model.layers[letter], **options}})
 
 
+def with_experts(**options: Any) -> ModelConfig:
+    model = model_config("nemotron_h-experts")
+    return replace(model, layers={**model.layers, "E": {**model.layers["E"], **options}})
+
+
 OTHERS = {
     "has rotary positions": with_options("A", rope={"base": 100.0}),
     "has a window": with_options("A", window=8),
     "has qk_norm=head, not none": with_options("A", qk_norm="head"),
     "norm_eps=0.001, not model": with_options("M", norm_eps=1e-3),
     "squared_relu sub-layers have their norm after them": with_options("-", norm_after=True),
-    "swiglu is none of mamba2, squared_relu and attention": with_options("-", kind="swiglu"),
+    "swiglu is none of mamba2, squared_relu, moe and attention": with_options("-", kind="swiglu"),
     "no mamba2 sub-layer": replace(model_config("nemotron_h"), pattern="A-"),
-    "no squared_relu sub-layer": replace(model_config("nemotron_h"), pattern="MA"),
+    "no squared_relu or moe sub-layer": replace(model_config("nemotron_h"), pattern="MA"),
     "no attention sub-layer": replace(model_config("nemotron_h"), pattern="M-"),
     "its head is tied": replace(model_config("nemotron_h"), tie_embeddings=True),
+}
+
+
+OTHERS |= {
+    "its experts have activation=swiglu": with_experts(activation="swiglu"),
+    "its experts have scores=softmax": with_experts(scores="softmax"),
+    "its experts have balance=auxiliary": with_experts(balance="auxiliary"),
+    "its experts have shared_gate=True": with_experts(shared_gate=True),
+    "its experts have no shared expert": with_experts(shared=0),
+    "its groups of experts have one expert each": with_experts(groups=8, group_limit=4),
 }
 
 

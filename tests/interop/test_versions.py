@@ -24,7 +24,7 @@ from tests.interop.models import CLASSES, MAMBA2, MODELS
 
 CODE = ("samba", "everything")
 ONE_GROUP = {"M": {**MAMBA2, "groups": 1}}
-NAMES = (*CLASSES, "zamba2-floor", "falcon_h1-normed", "mamba2-group", *CODE)
+NAMES = (*CLASSES, "nemotron_h-experts", "zamba2-floor", "falcon_h1-normed", "mamba2-group", *CODE)
 CHILD = Path(__file__).with_name("load_exports.py")
 HUB = {"5.16.0": "huggingface_hub<2"}  # what the version needs instead of the installed package
 

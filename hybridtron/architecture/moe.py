@@ -9,7 +9,8 @@
     y = sum_k w_k expert_{i_k}(u) + sigmoid(v u) shared(u)
 
 u is the input. Experts and shared expert are gated MLPs, down(silu(gate(u)) * up(u)), or down(relu(up(u))^2), without
-biases. The factor sigmoid(v u) exists with `shared_gate`. No token is dropped.
+biases. The factor sigmoid(v u) exists with `shared_gate`. No token is dropped. With `latent`, routed experts read a
+projection of u to `latent` channels, and their sum is projected back to the model's width, as in Nemotron 3 Super.
 
 Training keeps the experts' loads even by one of two rules. A load is the number of choices that fall on an expert:
 
@@ -57,6 +58,8 @@ class MoESpec(MixerSpec):
     hidden: Annotated[int, at_least(1, "8/3 of model.width, divided by top_k, is usual")] = 0
     activation: Annotated[str, one_of(ACTIVATIONS)] = "swiglu"  # MLP of an expert, and of the shared expert
     shared: Annotated[int, at_least(0)] = 0  # inner channels of an expert that computes every token; 0: none
+    # width of the routed experts' inputs and outputs, if it is not the model's: they are projected
+    latent: Annotated[int | None, at_least(1, "a quarter of model.width is usual")] = None
     shared_gate: bool = False  # multiply the shared expert's output by a sigmoid of the input, as in Qwen3-Next
     scores: Annotated[str, one_of(SCORES)] = "softmax"  # function from the router's logits to scores
     normalise: bool = True  # divide a token's weights by their sum
@@ -91,12 +94,18 @@ class MoESpec(MixerSpec):
         """Number of matrices that an expert applies to its input: gate and up, or up alone."""
         return 2 if self.activation == "swiglu" else 1
 
+    def outer(self, model: ModelSizes) -> int:
+        """Return the width of the routed experts' inputs and outputs."""
+        return self.latent or model.width
+
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         width = model.width
+        outer = self.outer(model)
         deep = model.num_sublayers
         active = Fraction(self.top_k, self.experts)
         inner = self.matrices * self.hidden
         parts = (("gate", self.hidden), ("up", self.hidden)) if self.activation == "swiglu" else ()
+        output = Projection(self.hidden**-0.5) if self.latent else OutputProjection((self.hidden * deep) ** -0.5)
         # Each rank has the router, and some inner channels of its experts. An output is weighted before tensor-parallel
         # ranks sum it, so a rank computes the part of the router's gradient that comes from its channels.
         table = {
@@ -104,8 +113,8 @@ class MoESpec(MixerSpec):
                 (self.experts, width), Projection(width**-0.5), fp32=True, partial_gradient=True, scoring=True
             ),
             "gate_up": Parameter(
-                (self.experts, inner, width),
-                EachExpert(Projection(width**-0.5)),
+                (self.experts, inner, outer),
+                EachExpert(Projection(outer**-0.5)),
                 parts=parts,
                 parts_axis=1,
                 cuts=(Cut(0, "expert"), Cut(1, "expert_tensor")),
@@ -114,14 +123,18 @@ class MoESpec(MixerSpec):
                 stacked=True,
             ),
             "down": Parameter(
-                (self.experts, width, self.hidden),
-                EachExpert(OutputProjection((self.hidden * deep) ** -0.5)),
+                (self.experts, outer, self.hidden),
+                EachExpert(output),
                 cuts=(Cut(0, "expert"), Cut(2, "expert_tensor")),
                 family=EXPERTS,
                 active=active,
                 stacked=True,
             ),
         }
+        if self.latent:
+            back = OutputProjection((outer * deep) ** -0.5)
+            table["latent_in"] = Parameter((outer, width), Projection(width**-0.5), partial_gradient=True)
+            table["latent_out"] = Parameter((width, outer), back, partial_gradient=True)
         if self.corrected:
             zero = Constant(0.0)
             table["correction"] = Parameter((self.experts,), zero, decay=False, fp32=True, trained=False, grown=zero)
@@ -140,6 +153,8 @@ class MoESpec(MixerSpec):
         else:
             names["experts.up_proj"] = ("gate_up",)
         names["experts.down_proj"] = ("down",)
+        if self.latent:
+            names |= {"fc1_latent_proj.weight": ("latent_in",), "fc2_latent_proj.weight": ("latent_out",)}
         if self.corrected:
             names["gate.e_score_correction_bias"] = ("correction",)
         if self.shared and self.activation == "swiglu":
@@ -156,7 +171,7 @@ class MoESpec(MixerSpec):
     def activation_values(self, model: ModelSizes) -> int:
         inner = (self.matrices + 1) * self.hidden
         # Every tensor-parallel rank saves the router's input, and for each of a token's experts its input and output.
-        copies = 2 * self.top_k * model.width
+        copies = 2 * self.top_k * self.outer(model) + 2 * (self.latent or 0)
         router = model.wide * (model.width + 3 * self.experts)
         return self.top_k * inner + (self.matrices + 1) * self.shared + model.tensor * (copies + router)
 
@@ -166,6 +181,9 @@ class MoESpec(MixerSpec):
         if self.top_k == 1 and self.normalise:
             what = "is true with top_k=1: weights would always be 1, so the router would not learn"
             yield Problem("normalise", "no-effect", f"{what}: use normalise=false")
+        if self.latent is not None and self.latent >= model.width:
+            what = f"is {self.latent}, must be below model.width, {model.width}"
+            yield Problem("latent", "out-of-range", f"{what}: or leave it out, for experts of the model's width")
         if self.experts % self.groups:
             what = f"is {self.groups}, which does not divide {self.experts} experts"
             yield Problem("groups", "not-divisible", f"{what}: use a divisor of experts, or 1")

@@ -98,6 +98,7 @@ KINDS: dict[str, Kind] = {
     **_all(COUNT, "linear_conv_kernel_dim"),
     **_all(COUNT_OR_NONE, "num_experts num_experts_per_tok"),
     **_all(COUNT_OR_NONE.or_null(), "n_shared_experts"),
+    **_all(COUNT.or_null(), "moe_latent_size"),
     **_all(COUNT, "n_routed_experts moe_intermediate_size moe_shared_expert_intermediate_size"),
     **_all(COUNT, "n_group topk_group"),
     **_all(NUMBER, "routed_scaling_factor"),

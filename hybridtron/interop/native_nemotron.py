@@ -57,6 +57,8 @@ LAYERS = {
 EXPERTS: Names = {
     "gate.weight": ("router",),
     "gate.e_score_correction_bias": ("correction",),
+    "fc1_latent_proj.weight": ("latent_in",),
+    "fc2_latent_proj.weight": ("latent_out",),
     "experts.*.up_proj.weight": ("gate_up",),
     "experts.*.down_proj.weight": ("down",),
     "shared_experts.up_proj.weight": ("shared_gate_up.weight",),
@@ -142,7 +144,12 @@ class NemotronH(Native):
         for spec in arch.specs:
             if isinstance(spec, MoESpec):
                 settings |= to_theirs(self.experts, spec.exported_options(arch.sizes))
-                settings |= {"n_shared_experts": 1, "n_group": spec.groups, "topk_group": spec.group_limit or 1}
+                settings |= {
+                    "moe_latent_size": spec.latent,
+                    "n_shared_experts": 1,
+                    "n_group": spec.groups,
+                    "topk_group": spec.group_limit or 1,
+                }
         return settings
 
     def model(self, theirs: Settings) -> ModelConfig:
@@ -175,6 +182,7 @@ class NemotronH(Native):
             "activation": "squared_relu",
             "scores": "sigmoid",
             "balance": "bias",
+            "latent": theirs.get("moe_latent_size"),
         }
         groups = theirs.get("n_group", 1)
         limit = theirs.get("topk_group", 1)

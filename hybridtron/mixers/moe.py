@@ -3,14 +3,15 @@
 Each tensor-parallel rank has the router, and some inner channels of each expert. All ranks route all tokens. An
 expert's output is weighted before the ranks' outputs are summed. So a rank's gradient of the router comes from its own
 channels, like every gradient between `gather_input` and the sum, and the ranks' gradients are summed. For the same
-reason the auxiliary losses have full value, but 1 / (number of ranks) of their gradient on each rank.
+reason the auxiliary losses have full value, but 1 / (number of ranks) of their gradient on each rank. Each rank also
+has the projections to and from the experts' latent width, and projects its outputs back before the sum.
 
 With `parallel.expert_tensor=1`, a rank has full experts and routes only its own tokens of the residual stream, which
 sequence parallelism divides. Only the shared expert then gathers all tokens. With `parallel.expert`, ranks divide the
 experts, and exchange rows of tokens (`parallel/experts.py`).
 
-Legend: B rows (sequences), L tokens, D width, T = L B tokens, E experts, K experts per token, C channels of the shared
-expert on this rank.
+Legend: B rows (sequences), L tokens, D width, T = L B tokens, E experts, K experts per token, P latent channels, C
+channels of the shared expert on this rank.
 """
 
 from __future__ import annotations
@@ -61,8 +62,12 @@ class MoE(Mixer):
         hidden = self.expert_ranks.tensor.share(spec.hidden)
         count = self.expert_ranks.expert.share(spec.experts)
         self.router = nn.Parameter(torch.empty(spec.experts, width))
-        self.gate_up = nn.Parameter(torch.empty(count, spec.matrices * hidden, width))
-        self.down = nn.Parameter(torch.empty(count, width, hidden))
+        outer = spec.outer(sizes)
+        self.gate_up = nn.Parameter(torch.empty(count, spec.matrices * hidden, outer))
+        self.down = nn.Parameter(torch.empty(count, outer, hidden))
+        if spec.latent:
+            self.latent_in = nn.Parameter(torch.empty(outer, width))
+            self.latent_out = nn.Parameter(torch.empty(width, outer))
         if spec.corrected:
             self.correction = nn.Parameter(torch.empty(spec.experts), requires_grad=False)
         if spec.shared:
@@ -91,7 +96,13 @@ class MoE(Mixer):
 
     def _routed_experts(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """Return each token's sum of weighted outputs, from this rank's inner channels of the experts."""
-        inputs = ExpertsInputs(x_TD, routing, self.gate_up, self.down, self.activation)
+        if not self.spec.latent:
+            return self._experts(x_TD, routing)
+        latent_TP = F.linear(x_TD, self.latent_in)
+        return F.linear(self._experts(latent_TP, routing), self.latent_out)
+
+    def _experts(self, x_TP: Tensor, routing: Routing) -> Tensor:
+        inputs = ExpertsInputs(x_TP, routing, self.gate_up, self.down, self.activation)
         if self.expert_ranks.expert.size == 1:
             return experts(inputs)
         return experts_on_ranks(inputs, self.expert_ranks)

@@ -37,6 +37,13 @@ def test_counts_are_those_computed_by_hand() -> None:
     assert sum(spec.flops(SIZES, 128).values()) == 2 * (router + 2 * expert + shared)
 
 
+def test_experts_of_a_latent_width_read_and_write_its_channels() -> None:
+    spec = MoESpec(**GOOD, shared=24, latent=8)
+    counted = 8 * 32 + 8 * 3 * 16 * 8 + 2 * 8 * 32 + 3 * 24 * 32
+    assert sum(weight.size for weight in spec.parameters(SIZES).values()) == counted
+    assert sum(spec.flops(SIZES, 128).values()) == 2 * (8 * 32 + 2 * 3 * 16 * 8 + 2 * 8 * 32 + 3 * 24 * 32)
+
+
 def test_active_parameters_leave_out_the_experts_of_other_tokens() -> None:
     counted = count(architecture(model_of()), 128)
     assert counted.parameters - counted.active == 6 * 3 * 16 * 32
@@ -85,6 +92,8 @@ def test_lit_gpt_initialisation_reaches_experts() -> None:
         ({"balance": "none", "speed": 0.1}, "speed", "no-effect"),
         ({"balance": "both"}, "balance", "unknown-name"),
         ({"scores": "tanh"}, "scores", "unknown-name"),
+        ({"latent": 0}, "latent", "out-of-range"),
+        ({"latent": 32}, "latent", "out-of-range"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], key: str, code: str) -> None:

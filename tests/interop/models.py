@@ -142,7 +142,7 @@ MODELS |= {
             "M": MAMBA2,
             "A": {**ATTENTION, "rope": "none"},
             "-": SQUARED,
-            "E": {**EXPERTS, "normalise": False, "groups": 4, "group_limit": 2},
+            "E": {**EXPERTS, "normalise": False, "groups": 4, "group_limit": 2, "latent": 12},
         },
         False,
     ),

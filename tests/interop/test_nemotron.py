@@ -78,8 +78,13 @@ def test_imported_folder_gives_the_logits_of_transformers(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"n_group": 4, "topk_group": 2, "norm_topk_prob": False}, {"n_group": 2, "topk_group": 2}],
-    ids=["plain", "groups", "all_groups"],
+    [
+        {},
+        {"moe_latent_size": 12},
+        {"n_group": 4, "topk_group": 2, "norm_topk_prob": False},
+        {"n_group": 2, "topk_group": 2},
+    ],
+    ids=["plain", "latent", "groups", "all_groups"],
 )
 def test_imported_experts_give_the_logits_of_transformers(settings: dict[str, Any], tmp_path: Path) -> None:
     theirs = written(tmp_path / "in", 4.0, **EXPERTS, **settings)

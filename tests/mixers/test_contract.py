@@ -131,6 +131,7 @@ OPTIONS = {
         },
     ],
 }
+        {"experts": 4, "top_k": 2, "hidden": 12, "shared": 6, "latent": 6},
 CASES = [
     pytest.param(SPECS[kind](**options), id=f"{kind}-{i}")
     for kind in OPTIONS

@@ -107,7 +107,10 @@ def expert_warnings(phases: Sequence[ResolvedPhase]) -> list[str]:
             continue
         for letter, spec in phase.arch.by_letter.items():
             if isinstance(spec, MoESpec):
-                sizes["model.width"] = phase.model.width
+                if spec.latent:
+                    sizes[phase.key(f"model.layers.{letter}.latent")] = spec.latent
+                else:
+                    sizes["model.width"] = phase.model.width
                 sizes[phase.key(f"model.layers.{letter}.hidden") + " / parallel.expert_tensor"] = spec.hidden // tensor
     return [
         f"{name} is {size}, not a multiple of {GROUPED_MULTIPLE}: on a GPU, experts run one after the other, "

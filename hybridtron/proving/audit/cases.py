@@ -256,7 +256,15 @@ EXPERTS: dict[str, dict[str, Any]] = {
         **{"coefficient": 0.5, "z_loss": 0.1},
     },
     "x": {
-        **{"kind": "moe", "experts": 8, "top_k": 3, "hidden": 12, "activation": "squared_relu", "shared": 8},
+        **{
+            "kind": "moe",
+            "experts": 8,
+            "top_k": 3,
+            "hidden": 12,
+            "activation": "squared_relu",
+            "shared": 8,
+            "latent": 8,
+        },
         **{"scores": "sigmoid", "scale": 2.5, "groups": 4, "group_limit": 2, "balance": "bias", "speed": 0.05},
     },
 }
@@ -345,7 +353,7 @@ SHRUNK: dict[str, dict[str, int]] = {
     "shared_span": {"hidden": VOCABULARY, "rank": 4, "chunk": 8, "block": 2, "remember": 8},
     "swiglu": {"hidden": VOCABULARY},
     "squared_relu": {"hidden": VOCABULARY},
-    "moe": {"hidden": VOCABULARY, "shared": VOCABULARY},
+    "moe": {"hidden": VOCABULARY, "shared": VOCABULARY, "latent": 8},
 }
 """Mixer's kind -> small option values. They replace a recipe's values to save time; the same code runs."""
 

@@ -115,6 +115,12 @@ DROPPED: Replaced = {f"{MIXER}.experts": _dropping}
 
 EXPERT_BUGS = {
     "router_gradient": Bug("gradients of the router are not summed over ranks", ROUTER_GRADIENT, "experts", "tp2"),
+    "latent_gradient": Bug(
+        "gradients of the projection to the experts' latent width are not summed over ranks",
+        marked("mixer.latent_in", "partial_over_tensor", False),
+        "experts",
+        "tp2",
+    ),
     "router_twice": Bug("gradients of the router are summed over ranks twice", ROUTER_TWICE, "experts", "tp2"),
     "auxiliary_whole": Bug(
         "each rank adds the full gradient of a router's auxiliary loss", AUXILIARY_WHOLE, "experts", "tp2-sp"

@@ -80,6 +80,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "moe": [
         {"experts": 8, "top_k": 2, "hidden": 256, "shared": 128, "shared_gate": True},
         {"experts": 8, "top_k": 2, "hidden": 256, "activation": "squared_relu", "scores": "sigmoid", "balance": "bias"},
+        {"experts": 8, "top_k": 2, "hidden": 256, "activation": "squared_relu", "latent": 64},
     ],
 }
 ADAPTERS: dict[str, dict[str, Any]] = {

@@ -6,6 +6,9 @@
 
 u is the mixer's input, and z is the output gate. Each inner channel has its own recurrence, with its own h, x, dt (the
 step size), A and D. B and C are common to all channels. h, A, B and C are vectors with `state` entries.
+
+With `inner_norm`, dt (before dt_proj), B and C each pass an RMSNorm: with weights (`learned`), as in Jamba, or without
+(`plain`), as in Falcon-Mamba.
 """
 
 from __future__ import annotations
@@ -13,12 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from hybridtron.architecture.base import Cut, ModelSizes, Names, Parameter, StatePart, linear, output_linear
 from hybridtron.architecture.inits import Constant, InverseSoftplus, LogRange, Uniform
 from hybridtron.architecture.sparse import BranchSizes, RecurrenceSpec
-from hybridtron.limits import at_least, disordered
+from hybridtron.limits import above, at_least, disordered, one_of
 from hybridtron.problems import Problem
 
 
@@ -41,6 +44,9 @@ class MambaSpec(RecurrenceSpec):
     dt_rank: Annotated[int | None, at_least(1, "leave it out for width / 16")] = None
     dt_min: float = 0.001  # smallest initial step size
     dt_max: float = 0.1  # largest initial step size
+    # RMSNorms of dt (before its projection), B and C. learned: with weights, as in Jamba; plain: without
+    inner_norm: Annotated[str, one_of(("none", "learned", "plain"))] = "none"
+    norm_eps: Annotated[float, above(0)] = 1e-5  # added to the mean square in these norms
 
     def inner(self, model: ModelSizes) -> int:
         return self.expand * model.width
@@ -67,16 +73,30 @@ class MambaSpec(RecurrenceSpec):
             "A_log": Parameter((inner, state), LogRange(), decay=False, fp32=True, cuts=(Cut(0),)),
             "D": Parameter((inner,), Constant(1.0), decay=False, fp32=True, cuts=(Cut(0),)),
             "out_proj.weight": output_linear(width, inner, model.num_sublayers),
+            **self.norm_parameters(model),
             **self.branch_parameters(model),
         }
+
+    def norm_parameters(self, model: ModelSizes) -> dict[str, Parameter]:
+        """Return the weights of the inner norms. Each rank applies them to all of dt, B and C, for its own channels."""
+        if self.inner_norm != "learned":
+            return {}
+        sizes = {"dt_norm.weight": self.rank(model), "B_norm.weight": self.state, "C_norm.weight": self.state}
+        one = Constant(1.0)
+        return {name: Parameter((size,), one, decay=False, partial_gradient=True) for name, size in sizes.items()}
 
     def shared_sizes(self, model: ModelSizes) -> BranchSizes:
         return BranchSizes(self.state, self.inner(model), groups=1, heads=self.inner(model))
 
     def exported_names(self, model: ModelSizes) -> Names:
-        """Return the weights' names in the authors' implementation. transformers has the same names."""
+        """Return the weights' names in the authors' implementation, and in Jamba for the norms.
+
+        transformers has the same names.
+        """
         names = super().exported_names(model)
         moved = {"conv1d.weight": "conv_weight", "conv1d.bias": "conv_bias", "dt_proj.bias": "dt_bias"}
+        if self.inner_norm == "learned":
+            moved |= {f"{part.lower()}_layernorm.weight": f"{part}_norm.weight" for part in ("dt", "B", "C")}
         return names | {theirs: names.pop(ours) for theirs, ours in moved.items()}
 
     def exported_options(self, model: ModelSizes) -> dict[str, Any]:
@@ -90,7 +110,9 @@ class MambaSpec(RecurrenceSpec):
         # x, z, the convolved x, dt, the gated output; dt before dt_proj, B and C; the fp32 state at every 128th token
         states = model.wide * self.inner(model) * self.state // 128
         gated = 0 if self.sparse is None else 2 * self.inner(model)  # the sparse attention's output and its gate
-        return 5 * self.inner(model) + self.rank(model) + 2 * self.state + states + gated + self.branch_values(model)
+        read = self.rank(model) + 2 * self.state
+        normed = 0 if self.inner_norm == "none" else read  # dt, B and C before their norms
+        return 5 * self.inner(model) + read + normed + states + gated + self.branch_values(model)
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         inner = self.inner(model)
@@ -102,3 +124,9 @@ class MambaSpec(RecurrenceSpec):
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
         yield from super().problems(model, max_seq_len)
         yield from disordered(self, "dt_min", "dt_max")
+
+    def mup_problems(self, model: ModelSizes, base: Self, base_model: ModelSizes) -> Iterator[Problem]:
+        yield from super().mup_problems(model, base, base_model)
+        if self.inner_norm != "none":
+            what = f"is {self.inner_norm}, for which no rule of muP was checked: use inner_norm=none, or leave out mup"
+            yield Problem("inner_norm", "unsupported", what)

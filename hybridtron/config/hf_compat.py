@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from hybridtron.architecture.attention import AttentionSpec
 from hybridtron.architecture.base import MixerSpec
@@ -33,6 +34,7 @@ OF_FEW_CLASSES = {
     "gate_multiplier": 1.0,
     "output_multiplier": 1.0,
     "beside": False,
+    "inner_norm": "none",
 }
 """Sub-layer option that few classes support -> the value that all other classes need."""
 
@@ -326,7 +328,88 @@ def _falcon_h1(arch: Architecture, norm_eps: float) -> str | None:
     return None
 
 
-def _same_eps(spec: GatedDeltaNetSpec | AttentionSpec | Mamba2Spec, norm_eps: float) -> str | None:
+def _falcon_mamba(arch: Architecture, norm_eps: float) -> str | None:
+    """Check for Falcon-Mamba: Mamba-1 alone, with norms of dt, B and C that have no weights."""
+    return _only(arch.specs, MambaSpec, also=["inner_norm"]) or _inner_norm(arch.specs[0], "plain")
+
+
+def _jamba(arch: Architecture, norm_eps: float) -> str | None:
+    """Check for Jamba: Mamba-1 with learned inner norms, or attention, each followed by an MLP or by experts."""
+    mixers, mlps = halves(arch)
+    mamba = [spec for spec in mixers if isinstance(spec, MambaSpec)]
+    attention = [spec for spec in mixers if isinstance(spec, AttentionSpec)]
+    dense = [spec for spec in mlps if isinstance(spec, SwiGLUSpec)]
+    experts = [spec for spec in mlps if isinstance(spec, MoESpec)]
+    if not mamba or not attention or len(mamba) + len(attention) != len(mixers):
+        return "its mixers are not a mixture of mamba and attention"
+    if len(dense) + len(experts) != len(mlps) or len(mlps) != len(mixers):
+        return "its mixers are not each followed by swiglu or moe"
+    misfit = _only(mamba, MambaSpec, also=["inner_norm"]) or _inner_norm(mamba[0], "learned")
+    misfit = misfit or _same_eps(mamba[0], norm_eps) or _only(attention, AttentionSpec) or _attention(attention[0])
+    misfit = misfit or (_only(dense, SwiGLUSpec) if dense else None)
+    misfit = misfit or (_only(experts, MoESpec) or _jamba_experts(experts[0]) if experts else None)
+    if misfit := misfit or _jamba_attention(arch, attention[0]):
+        return misfit
+    if dense and experts and dense[0].hidden != experts[0].hidden:
+        return "its MLPs and its experts have different sizes"
+    for kind, specs in (("attention", mixers), ("moe", mlps)):
+        if period_of([spec.kind == kind for spec in specs]) is None:
+            return f"its {kind} sub-layers do not follow each other at equal distances"
+    return None
+
+
+def _jamba_attention(arch: Architecture, spec: AttentionSpec) -> str | None:
+    if spec.positions is not None:
+        return "its attention has rotary positions"
+    if spec.window is not None:
+        return "its attention has a window"
+    if spec.channels(arch.sizes)[0] != arch.sizes.width:
+        return "its attention's heads together are not as wide as model.width"
+    return None
+
+
+def _jamba_experts(spec: MoESpec) -> str | None:
+    wanted = {"activation": "swiglu", "scores": "softmax", "normalise": False, "scale": 1.0, "shared": 0, "groups": 1}
+    for name, value in {**wanted, "latent": None}.items():
+        if (actual := getattr(spec, name)) != value:
+            return f"its experts have {name}={actual}, not {value}"
+    if spec.corrected:
+        return "its experts have a correction of their scores (balance=bias)"
+    return None
+
+
+def _inner_norm(spec: MixerSpec, wanted: str) -> str | None:
+    assert isinstance(spec, MambaSpec)
+    same = spec.inner_norm == wanted
+    if same:
+        return None
+    return f"its mamba has inner_norm={spec.inner_norm}, not {wanted}"
+
+
+class Period(NamedTuple):
+    """Layers at equal distances: layer i with i % period == offset."""
+
+    period: int
+    offset: int
+
+
+def period_of(marks: Sequence[bool]) -> Period | None:
+    """Return the period of the marked layers, or None if they do not begin in the first period or follow no period.
+
+    Without a mark, the period is longer than the model.
+    """
+    places = [index for index, mark in enumerate(marks) if mark]
+    count = len(marks)
+    if not places:
+        return Period(count + 1, count)
+    first = places[0]
+    period = places[1] - first if len(places) > 1 else max(first + 1, count - first)
+    if first >= period or places != list(range(first, count, period)):
+        return None
+    return Period(period, first)
+
+
+def _same_eps(spec: GatedDeltaNetSpec | AttentionSpec | Mamba2Spec | MambaSpec, norm_eps: float) -> str | None:
     same = spec.norm_eps == norm_eps
     if same:
         return None
@@ -347,6 +430,8 @@ NATIVE: dict[str, Misfit] = {
     "NemotronHForCausalLM": _nemotron_h,
     "Zamba2ForCausalLM": _zamba2,
     "FalconH1ForCausalLM": _falcon_h1,
+    "FalconMambaForCausalLM": _falcon_mamba,
+    "JambaForCausalLM": _jamba,
 }
 """Class of transformers -> function that compares a model's sub-layers with the class.
 

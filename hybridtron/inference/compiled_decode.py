@@ -145,7 +145,7 @@ def _inner(mixer: Mixer) -> int:
     compiled code does not support.
     """
     if isinstance(mixer, Mamba):
-        if mixer.spec.sparse is None:
+        if mixer.spec.sparse is None and mixer.spec.inner_norm == "none":
             return len(mixer.get_parameter("in_proj.weight")) // 2
         return 1
     if isinstance(mixer, SwiGLU):

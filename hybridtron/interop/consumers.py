@@ -155,6 +155,11 @@ EQUAL_MULTIPLIERS = Condition(
 )
 
 
+EQUAL_EPS = Condition(
+    lambda config: config["mixer_rms_eps"] == config["layer_norm_epsilon"], "`mixer_rms_eps` = `layer_norm_epsilon`"
+)
+
+
 class Since(NamedTuple):
     """The oldest version of transformers that computes a class as we do.
 
@@ -183,6 +188,8 @@ TRANSFORMERS: dict[str, Since] = {
         "5.16", Condition(lambda config: config["num_mem_blocks"] == 1, "one shared block"), "5.17"
     ),
     "FalconH1ForCausalLM": Since("5.16", Condition(without_gated_norm, "`norm: false` of Mamba-2"), "5.23"),
+    "FalconMambaForCausalLM": Since("5.16"),
+    "JambaForCausalLM": Since("5.16"),
     SHIPPED: Since("5.16"),
 }
 """Before 5.23, a grouped norm is computed as one group, and Falcon-H1 with a gated norm generates other tokens."""
@@ -201,6 +208,8 @@ VLLM = Consumer(
         "NemotronHForCausalLM": (),
         "Zamba2ForCausalLM": (),
         "FalconH1ForCausalLM": (),
+        "FalconMambaForCausalLM": (),
+        "JambaForCausalLM": (),
     },
     {
         "BambaForCausalLM": "removed in 0.23",
@@ -221,6 +230,7 @@ SGLANG = Consumer(
         "GraniteMoeHybridForCausalLM": (HEADS_FILL_WIDTH, DEFAULT_ROPE),
         "NemotronHForCausalLM": (PATTERN_ALONE, GROUPS_TWICE),
         "FalconH1ForCausalLM": (),
+        "FalconMambaForCausalLM": (),
     },
     {
         "Qwen3NextForCausalLM": "it takes every layer for one with experts",
@@ -239,6 +249,8 @@ LLAMA_CPP = Consumer(
         "GraniteMoeHybridForCausalLM": (HEADS_FILL_WIDTH, NO_ROPE),
         "NemotronHForCausalLM": (PATTERN, RMS_EPS, EXPERTS_ALONE, ONE_EXPERT_GROUP),
         "FalconH1ForCausalLM": (DEFAULT_ROPE, EQUAL_MULTIPLIERS),
+        "FalconMambaForCausalLM": (EXPAND_2, EQUAL_EPS),
+        "JambaForCausalLM": (),
     },
     {
         "BambaForCausalLM": "its converter pairs channels over a whole head, of which Bamba rotates half",

@@ -39,6 +39,7 @@ from hybridtron.interop.native_bamba import Bamba
 from hybridtron.interop.native_delta import OlmoHybrid, Qwen3Next
 from hybridtron.interop.native_falcon import FalconH1
 from hybridtron.interop.native_granite import Granite, GraniteHybrid
+from hybridtron.interop.native_jamba import FalconMamba, Jamba
 from hybridtron.interop.native_nemotron import NemotronH
 from hybridtron.interop.native_pairs import Llama, Mistral
 from hybridtron.interop.native_zamba2 import Zamba2
@@ -62,6 +63,8 @@ NATIVES: tuple[Native, ...] = (
     NemotronH(),
     Zamba2(),
     FalconH1(),
+    FalconMamba(),
+    Jamba(),
 )
 CUSTOM = Custom()
 TARGETS = (*NATIVES, CUSTOM)

@@ -52,6 +52,7 @@ class ModelFormat(ABC):
     final_norm: ClassVar[str] = "model.norm.weight"
     layers: ClassVar[str] = "model.layers"
     in_pairs: ClassVar[bool] = False  # True if each layer of a model with MLPs is a mixer followed by an MLP
+    by_place: ClassVar[bool] = False  # True if a period, and not a list, says which layers are of which kind
     sub_layers: ClassVar[Mapping[str, SubLayerNames]] = {}  # sub-layer's kind -> names; other kinds: default names
 
     @abstractmethod

@@ -55,10 +55,13 @@ def sampled(arch: Architecture, target: Native) -> list[int]:
 
     A layer in transformers can be several sub-layers here. The first and the last layer of every kind are sampled. If
     all layers of a kind share weights, the first two are sampled instead, because a class such as Zamba2 decides by the
-    layers' order which layers share weights.
+    layers' order which layers share weights. In a class such as Jamba a layer's kind follows from its place, so the
+    first layers are sampled, until every kind is there.
     """
     groups = min(target.groups(arch), arch.inseparable, key=len)
     kinds = ["".join(arch.letters[index] for index in group) for group in groups]
+    if target.by_place:
+        return [index for group in groups[: max(map(kinds.index, kinds)) + 1] for index in group]
     sharing = {kind for kind, group in zip(kinds, groups, strict=True) if arch.shared_names(arch.letters[group[0]])}
     chosen = {kinds.index(kind) for kind in kinds}
     chosen |= {len(kinds) - 1 - kinds[::-1].index(kind) for kind in kinds if kind not in sharing}

@@ -10,6 +10,7 @@ from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, MixerOutput, State, apply_in_layout, apply_with_input_in_layout
+from hybridtron.mixers.norm import PlainRMSNorm, RMSNorm
 from hybridtron.mixers.sparse import SparseBranch, projected_heads
 from hybridtron.ops.conv import ConvInputs, causal_conv, next_tail
 from hybridtron.ops.scan import ScanInputs, selective_scan
@@ -52,6 +53,12 @@ class Mamba(Mixer):
         self.A_log = nn.Parameter(torch.empty(channels, self.state))
         self.D = nn.Parameter(torch.empty(channels))
         self.out_proj = row_parallel(inner, sizes.width, tensor)
+        if spec.inner_norm == "learned":
+            self.dt_norm = RMSNorm(self.rank, spec.norm_eps)
+            self.B_norm = RMSNorm(self.state, spec.norm_eps)
+            self.C_norm = RMSNorm(self.state, spec.norm_eps)
+        elif spec.inner_norm == "plain":
+            self.dt_norm = self.B_norm = self.C_norm = PlainRMSNorm(spec.norm_eps)
         if spec.sparse is not None:
             self.sparse = SparseBranch(spec.sparse, spec.state, channels, sizes, tensor)
             if spec.projects:
@@ -69,6 +76,10 @@ class Mamba(Mixer):
         x_BLE, dt_B_C = apply_with_input_in_layout(self.x_proj, x_BLE)
         dt_B_C = all_reduce_gradients(dt_B_C, self.tensor)
         dt_BLR, B_BLN, C_BLN = dt_B_C.split((self.rank, self.state, self.state), dim=-1)
+        if self.spec.inner_norm != "none":
+            dt_BLR = apply_in_layout(self.dt_norm, dt_BLR)
+            B_BLN = apply_in_layout(self.B_norm, B_BLN)
+            C_BLN = apply_in_layout(self.C_norm, C_BLN)
         dt_BLE = apply_in_layout(self.dt_proj, dt_BLR)
         A_EN = -torch.exp(self.A_log)
         inputs = ScanInputs(

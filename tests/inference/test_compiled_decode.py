@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=f"compiled forms: 
 LAYERS = {
     "M": {"kind": "mamba", "state": 5, "conv": 3, "dt_rank": 3},
     "N": {"kind": "mamba", "state": 4},
+    "J": {"kind": "mamba", "state": 4, "inner_norm": "plain"},
     "W": {"kind": "attention", "heads": 4, "kv_heads": 2, "window": 8},
     "V": {"kind": "attention", "heads": 2, "window": 2, "head_dim": 10, "rotary_dim": 6},
     "U": {"kind": "attention", "heads": 4, "kv_heads": 1, "window": 30, "rope": "none"},
@@ -124,6 +125,7 @@ def with_scaled_attention() -> LanguageModel:
         (multiplied, "multipliers"),
         (with_scaled_attention, "windowed"),
         (lambda: model_of("M-F-"), "windowed"),
+        (lambda: model_of("J-"), "windowed"),
         (lambda: model_of("M-", width=40), "sizes that 16 divides"),
         (lambda: model_of("M-", torch.bfloat16), "bfloat16"),
     ],

@@ -164,6 +164,15 @@ MODELS |= {
     "falcon_h1-normed": ("MA-", {"M": MAMBA2, "A": {**ATTENTION, "beside": True}, "-": MLP}, True),
 }
 MAMBA = {"kind": "mamba", "state": 4, "conv": 3}
+NORMED_MAMBA = {**MAMBA, "inner_norm": "learned"}
+OPEN = {**ATTENTION, "rope": "none"}
+PICKED = {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 56, "normalise": False}
+MODELS |= {
+    "falcon_mamba": ("M*2", {"M": {**MAMBA, "inner_norm": "plain", "norm_eps": 1e-6}}, True),
+    "jamba": ("M-AEM-ME", {"M": NORMED_MAMBA, "A": OPEN, "-": MLP, "E": PICKED}, False),
+    "jamba-dense": ("M-A-M-", {"M": {**NORMED_MAMBA, "dt_rank": 3}, "A": OPEN, "-": MLP}, True),
+    "jamba-experts": ("AEME", {"M": NORMED_MAMBA, "A": OPEN, "E": PICKED}, False),
+}
 WINDOW = {**ATTENTION, "window": 9}
 SPAN = {"kind": "span", "heads": 4, "kv_heads": 2, "chunk": 16, "block": 4, "blocks": 2}
 CUSTOM: dict[str, tuple[str, dict[str, dict[str, Any]], bool]] = {
@@ -246,6 +255,8 @@ CLASSES = {
     "nemotron_h": "NemotronHForCausalLM",
     "zamba2": "Zamba2ForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
+    "falcon_mamba": "FalconMambaForCausalLM",
+    "jamba": "JambaForCausalLM",
 }
 
 

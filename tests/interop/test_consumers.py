@@ -49,6 +49,9 @@ EXPECTED: dict[str, tuple[str, str | None, str | None, str | None]] = {
     "zamba2-floor": ("5.16", None, NO_CLASS, "its converter has no such class"),
     "falcon_h1": ("5.16", None, None, None),
     "falcon_h1-normed": ("5.23", None, None, None),
+    "falcon_mamba": ("5.16", None, None, "only if `mixer_rms_eps`"),
+    "jamba": ("5.16", None, NO_CLASS, None),
+    "jamba-dense": ("5.16", None, NO_CLASS, None),
     "samba": ("5.16", NO_CLASS, NO_CLASS, "its converter has no such class"),
 }
 # by model: entries of config.json whose change makes a server refuse the export (its place in SERVERS)

@@ -30,6 +30,8 @@ LENGTH = 21
 OPTIONS = {
     "mamba": [
         {"state": 4},
+        {"state": 4, "inner_norm": "learned"},
+        {"state": 4, "inner_norm": "plain", "norm_eps": 1e-3},
         {"state": 4, "sparse": {"keys": 8, "hashes": 3}},
         {"state": 4, "sparse": {"pattern": "window_dilated", "keys": 6, "stride": 4, "projected": False}},
     ],
@@ -129,9 +131,9 @@ OPTIONS = {
             "group_limit": 2,
             "balance": "bias",
         },
+        {"experts": 4, "top_k": 2, "hidden": 12, "shared": 6, "latent": 6},
     ],
 }
-        {"experts": 4, "top_k": 2, "hidden": 12, "shared": 6, "latent": 6},
 CASES = [
     pytest.param(SPECS[kind](**options), id=f"{kind}-{i}")
     for kind in OPTIONS

@@ -157,6 +157,7 @@ ARCHITECTURES = {
     "falcon-h1": "kvjGvWjpk",
     "mup": "M-SFDq-",
     "experts": "MeWxM",
+    "jamba": "n-gea",
 }
 """Architecture's name -> pattern. The number of sub-layers is odd, so that stages have different sizes.
 
@@ -295,6 +296,8 @@ def small_model(pattern: str, tied: bool, heads: dict[str, Any]) -> ModelConfig:
         "S": mamba2,
         "G": {**mamba2, "groups": 2},
         "Q": {"kind": "mamba", "state": 4, "sparse": {"keys": 8, "hashes": 3}},
+        "n": {"kind": "mamba", "state": 4, "inner_norm": "learned", **linear},
+        "a": {"kind": "mamba", "state": 4, "inner_norm": "plain", **linear},
         "I": {**mamba2, "state": 8, "groups": 2, "sparse": {"keys": 6, "bins": "sign", "hashes": 2}},
         "i": {**mamba2, "sparse": {"pattern": "ks", "keys": 5, "projected": True}},
         "T": {"kind": "mamba3", "state": 4, "head_dim": 4},

@@ -52,7 +52,7 @@ from hybridtron.parallel.linear import SINGLE_RANK, PlainLinear
 from hybridtron.proving.measuring import BenchReport
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "mamba": [{}, {"sparse": {"pattern": "sink_window", "keys": 64}}],
+    "mamba": [{}, {"inner_norm": "learned"}, {"sparse": {"pattern": "sink_window", "keys": 64}}],
     "mamba2": [
         {"head_dim": 32, "state": 32, "groups": 2},
         {"head_dim": 32, "state": 32, "norm": False, "multipliers": {"x": 0.5, "C": 2.0}},

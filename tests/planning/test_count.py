@@ -49,6 +49,11 @@ MAMBA2 = {  # as transformers' Mamba2ForCausalLM counts its own with these sizes
     "mamba2_hybrid_2.7b": 2_697_590_880,
 }
 
+EXPERTS = {  # all and active; as transformers counts its own classes with these sizes (tests/interop/test_recipes.py)
+    "nemotron_3_nano_30b": (31_577_940_288, 3_580_076_352),
+    "jamba_mini": (51_570_323_328, 12_110_311_296),
+}
+
 HYBRIDS = {  # by hand below
     "gdn_hybrid_412m": 412_136_096,
     "gdn_hybrid_1.3b": 1_285_944_608,
@@ -98,6 +103,12 @@ def test_published_models_have_their_exact_parameters(recipe, parameters):
     model = recipe_config(recipe).model
     assert count(architecture(model), 4096).parameters == parameters
     assert sum(parameter.size for parameter in architecture(model).table.values()) == parameters
+
+
+@pytest.mark.parametrize(("recipe", "parameters"), EXPERTS.items())
+def test_models_with_experts_have_the_exact_parameters_of_the_published(recipe, parameters):
+    counted = count(architecture(recipe_config(recipe).model), 4096)
+    assert (counted.parameters, counted.active) == parameters
 
 
 @pytest.mark.parametrize(("recipe", "millions"), PRINTED.items())

@@ -69,9 +69,11 @@ def _only(
     return None
 
 
-def _pairs(arch: Architecture) -> str | None:
-    """Check that the model alternates mixers with SwiGLU MLPs."""
+def _pairs(arch: Architecture, experts: bool = False) -> str | None:
+    """Check that the model alternates mixers with SwiGLU MLPs, or with experts if `experts` is True."""
     mlps = halves(arch)[1]
+    if experts and any(isinstance(spec, MoESpec) for spec in mlps):
+        return _are_pairs(arch) or _experts(mlps)
     return _are_pairs(arch) or _only(mlps, SwiGLUSpec)
 
 
@@ -129,8 +131,32 @@ def _llama(arch: Architecture, norm_eps: float, windowed: bool, scaled: bool = F
     return None
 
 
+def _experts(specs: Sequence[MixerSpec], shared_gate: bool = False, normalised: bool = True) -> str | None:
+    """Check that all sub-layers in `specs` have the same experts, with a softmax router and a shared expert.
+
+    The shared expert must have a gate if `shared_gate` is True, and none otherwise. With `normalised`, a token's
+    weights must be divided by their sum; without it, both forms fit. The rules that keep loads even are not compared,
+    except for a correction, which changes the choice of experts: config.json does not say how a model is trained.
+    """
+    if misfit := _only(specs, MoESpec):
+        return misfit
+    spec = specs[0]
+    assert isinstance(spec, MoESpec)
+    fitting = {"activation": "swiglu", "scores": "softmax", "scale": 1.0, "groups": 1, "shared_gate": shared_gate}
+    if normalised:
+        fitting["normalise"] = True
+    for option, value in fitting.items():
+        if (own := getattr(spec, option)) != value:
+            return f"its moe sub-layers have {option}={own}, not {value}"
+    if spec.corrected:
+        return "its moe sub-layers correct the scores (balance=bias)"
+    if not spec.shared:
+        return "its moe sub-layers have no shared expert"
+    return None
+
+
 def _granite_hybrid(arch: Architecture, norm_eps: float) -> str | None:
-    misfit, attention = _mamba2_hybrid(arch, norm_eps, scaled=True)
+    misfit, attention = _mamba2_hybrid(arch, norm_eps, scaled=True, experts=True)
     if misfit or attention is None:
         return misfit
     if attention.channels(arch.sizes)[0] != arch.sizes.width:
@@ -151,17 +177,17 @@ def _bamba(arch: Architecture, norm_eps: float) -> str | None:
 
 
 def _mamba2_hybrid(
-    arch: Architecture, norm_eps: float, part: bool = False, scaled: bool = False
+    arch: Architecture, norm_eps: float, part: bool = False, scaled: bool = False, experts: bool = False
 ) -> tuple[str | None, AttentionSpec | None]:
     """Check the common rules for Granite's hybrid and Bamba: pairs of a mixer (Mamba-2 or attention) and an MLP.
 
     Returns (first difference or None, the attention spec or None). `part` and `scaled` mean the same as in
-    `_attention`.
+    `_attention`, `experts` the same as in `_pairs`.
     """
     mixers = halves(arch)[0]
     recurrent: list[Mamba2Spec] = [spec for spec in mixers if isinstance(spec, Mamba2Spec)]
     others = [spec for spec in mixers if not isinstance(spec, Mamba2Spec)]
-    if misfit := _pairs(arch):
+    if misfit := _pairs(arch, experts):
         return misfit, None
     if not recurrent:
         return "it has no mamba2 sub-layer", None

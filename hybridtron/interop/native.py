@@ -32,7 +32,7 @@ class SubLayerNames(NamedTuple):
     """Names of a sub-layer's modules and weights in another format, relative to the layer's prefix.
 
     norm: the norm before the sub-layer
-    mixer: the module after the norm: attention, Mamba, MLP, ...
+    mixer: the module after the norm: attention, Mamba, MLP, ...; "" if the weights are in several modules of the layer
     weights: this module's weights; None stands for the names that the spec's method `exported_names` returns
     """
 
@@ -61,7 +61,7 @@ class ModelFormat(ABC):
 
     def groups(self, arch: Architecture) -> list[range]:
         """Return, for each layer in the format, the indices of our sub-layers that form the layer."""
-        if self.in_pairs and arch.specs[-1].kind == "swiglu":
+        if self.in_pairs and arch.specs[-1].kind in ("swiglu", "moe"):
             group_size = 2
         else:
             group_size = 1
@@ -88,7 +88,7 @@ class ModelFormat(ABC):
         norm, mixer, weights = self.names_of(arch, index)
         if arch.specs[index].has_norm:
             rules.add(f"{layer}.{norm}.weight", f"layers.{index}.norm.weight")
-        rules.add_mixer(f"{layer}.{mixer}", index, weights)
+        rules.add_mixer(f"{layer}.{mixer}".rstrip("."), index, weights)
 
 
 class Native(ModelFormat):

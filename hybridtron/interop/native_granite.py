@@ -1,21 +1,47 @@
-"""Granite and Granite's Mamba-2 hybrid, both without experts.
+"""Granite without experts, and Granite's Mamba-2 hybrid with or without experts.
 
 Both multiply embeddings, sub-layer outputs, attention scores and logits by factors in config.json.
+
+A layer of the hybrid has an MLP that computes every token. With experts, this MLP is our shared expert. The router
+takes the softmax of the largest logits alone, which equals our softmax of all logits with `normalise`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
+from hybridtron.architecture.base import Names
 from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.rope import NO_POSITIONS
 from hybridtron.architecture.table import Architecture
 from hybridtron.config.hf_compat import halves
-from hybridtron.interop.native import Settings, SubLayerNames, multipliers_of, require_known, with_multipliers
-from hybridtron.interop.native_pairs import BEFORE, BETWEEN, FUSED_MLP, Llama, Mamba2Hybrid, attention_of
+from hybridtron.interop.native import (
+    Settings,
+    SubLayerNames,
+    multipliers_of,
+    require_known,
+    to_ours,
+    to_theirs,
+    with_multipliers,
+)
+from hybridtron.interop.native_pairs import BEFORE, BETWEEN, FUSED_MLP, Llama, Mamba2Hybrid, attention_of, experts_of
+from hybridtron.interop.rules import TensorRule
 
 SCALE = "attention_multiplier"
+EXPERTS: Names = {
+    "block_sparse_moe.router.layer.weight": ("router",),
+    "block_sparse_moe.input_linear.weight": ("gate_up.gate", "gate_up.up"),
+    "block_sparse_moe.output_linear.weight": ("down",),
+    "shared_mlp.input_linear.weight": ("shared_gate_up.weight.gate", "shared_gate_up.weight.up"),
+    "shared_mlp.output_linear.weight": ("shared_down.weight",),
+}
+MEMORY = {  # end of a name in files -> end of the parameter's name in transformers
+    "block_sparse_moe.router.layer.weight": "block_sparse_moe.router.weight",
+    "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
+    "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
+}
 
 
 class Granite(Llama):
@@ -44,7 +70,9 @@ class Granite(Llama):
 
 
 class GraniteHybrid(Granite, Mamba2Hybrid):
-    """Granite's hybrid: layers of Mamba-2 or full attention, each followed by a gated MLP.
+    """Granite's hybrid: layers of Mamba-2 or full attention, each followed by a gated MLP or experts.
+
+    Files have the experts of a layer in two tensors, whose first dimension counts the experts.
 
     Attention has RoPE if `position_embedding_type` is `rope` in config.json, else no positions.
     """
@@ -55,9 +83,14 @@ class GraniteHybrid(Granite, Mamba2Hybrid):
         "mamba2": SubLayerNames(BEFORE, "mamba"),
         "attention": SubLayerNames(BEFORE, "self_attn"),
         "swiglu": SubLayerNames(BETWEEN, "shared_mlp", FUSED_MLP),
+        "moe": SubLayerNames(BETWEEN, "", EXPERTS),
     }
-    fixed: ClassVar = {**Mamba2Hybrid.fixed, "num_local_experts": 0}
+    fixed: ClassVar = Mamba2Hybrid.fixed
     hidden = "shared_intermediate_size"
+    experts: ClassVar = {"num_local_experts": "experts", "num_experts_per_tok": "top_k", "intermediate_size": "hidden"}
+
+    def rules(self, arch: Architecture) -> list[TensorRule]:
+        return [replace(rule, memory=_in_memory(rule.theirs)) for rule in super().rules(arch)]
 
     def settings(self, arch: Architecture, length: int) -> Settings:
         common = super().settings(arch, length)
@@ -65,10 +98,20 @@ class GraniteHybrid(Granite, Mamba2Hybrid):
         return {
             **common,
             "layer_types": ["mamba" if isinstance(spec, Mamba2Spec) else "attention" for spec in mixers],
-            "intermediate_size": common[self.hidden],
-            "num_experts_per_tok": 0,
             "position_embedding_type": "rope" if attention_of(arch).positions is not None else None,
         }
+
+    def mlp_settings(self, arch: Architecture) -> Settings:
+        experts = experts_of(arch)
+        if experts is None:
+            dense = super().mlp_settings(arch)
+            return {**dense, "intermediate_size": dense[self.hidden], "num_local_experts": 0, "num_experts_per_tok": 0}
+        return {self.hidden: experts.shared, **to_theirs(self.experts, experts.exported_options(arch.sizes))}
+
+    def mlp(self, theirs: Settings) -> Settings:
+        if theirs["num_local_experts"] == 0:
+            return super().mlp(theirs)
+        return {"kind": "moe", "shared": theirs[self.hidden], **to_ours(self.experts, theirs)}
 
     def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
         letters_of_type = {"mamba": "M-", "linear_attention": "M-", "attention": "A-", "full_attention": "A-"}
@@ -80,3 +123,11 @@ class GraniteHybrid(Granite, Mamba2Hybrid):
         if theirs.get("position_embedding_type") == "rope":
             return options
         return {**options, "rope": NO_POSITIONS}
+
+
+def _in_memory(name: str) -> str:
+    """Return the name of a parameter in transformers, or "" if it equals the name in files."""
+    ends = [end for end in MEMORY if name.endswith(end)]
+    if not ends:
+        return ""
+    return name.removesuffix(ends[0]) + MEMORY[ends[0]]

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from hybridtron.architecture.attention import AttentionSpec
 from hybridtron.architecture.base import Names
 from hybridtron.architecture.mamba2 import Mamba2Spec
+from hybridtron.architecture.moe import MoESpec
 from hybridtron.architecture.rope import RopeOptions
 from hybridtron.architecture.swiglu import SwiGLUSpec
 from hybridtron.architecture.table import Architecture
@@ -39,7 +40,6 @@ class Llama(Native):
 
     def settings(self, arch: Architecture, length: int) -> Settings:
         spec = attention_of(arch)
-        mlp = next(spec for spec in arch.specs if isinstance(spec, SwiGLUSpec))
         rope = self.positions(spec)
         return {
             "num_attention_heads": spec.heads,
@@ -47,11 +47,16 @@ class Llama(Native):
             "head_dim": spec.head(arch.sizes),
             "attention_dropout": 0.0,
             "num_hidden_layers": len(self.groups(arch)),
-            self.hidden: mlp.hidden,
+            **self.mlp_settings(arch),
             "max_position_embeddings": length,
             rope_parameters.PARAMETERS: rope,
             "rope_theta": rope["rope_theta"],
         }
+
+    def mlp_settings(self, arch: Architecture) -> Settings:
+        """Return the entries in config.json for the layers' MLPs."""
+        mlp = next(spec for spec in arch.specs if isinstance(spec, SwiGLUSpec))
+        return {self.hidden: mlp.hidden}
 
     def positions(self, spec: AttentionSpec) -> Settings:
         """Return the RoPE parameters for config.json, or the defaults for a model without positions.
@@ -61,8 +66,11 @@ class Llama(Native):
         return rope_parameters.to_theirs(spec.positions or RopeOptions())
 
     def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
-        mlp = {"kind": "swiglu", "hidden": theirs[self.hidden]}
-        return f"(A-)*{theirs['num_hidden_layers']}", {"A": self.attention(theirs), "-": mlp}
+        return f"(A-)*{theirs['num_hidden_layers']}", {"A": self.attention(theirs), "-": self.mlp(theirs)}
+
+    def mlp(self, theirs: Settings) -> Settings:
+        """Translate config.json to options for our MLP."""
+        return {"kind": "swiglu", "hidden": theirs[self.hidden]}
 
     def attention(self, theirs: Settings) -> Settings:
         """Translate config.json to options for our attention."""
@@ -140,6 +148,11 @@ class Mamba2Hybrid(Llama):
     def inner(self, theirs: Settings) -> int:
         """Return how many inner channels Mamba-2 has, over all heads."""
         return theirs["mamba_expand"] * theirs["hidden_size"]
+
+
+def experts_of(arch: Architecture) -> MoESpec | None:
+    """Return the spec that all layers with experts share, or None if the model has no experts."""
+    return next((spec for spec in arch.specs if isinstance(spec, MoESpec)), None)
 
 
 def attention_of(arch: Architecture) -> AttentionSpec:

@@ -3,7 +3,7 @@
 In names, `ours` means hybridtron's checkpoints, and `theirs` means the other format (transformers or
 state-spaces/mamba). Our checkpoints store each projection as a separate tensor, but other formats fuse some projections
 into one tensor. So exports concatenate our tensors along dimension 0, and imports split the fused tensor into the same
-rows.
+rows. Experts' gates and ups are concatenated along dimension 1, because dimension 0 counts the experts.
 
 Qwen3-Next is an exception in two ways. In a fused tensor, all projections' rows for head 0 come first, then all rows
 for head 1, and so on. And each norm's weight is stored minus 1.
@@ -32,12 +32,12 @@ ROUNDING = 2.0**-23  # relative rounding error of fp32 near 1
 
 @dataclass(frozen=True)
 class TensorRule:
-    """A tensor in the other format, and our tensors that are concatenated to form it.
+    """A tensor in the other format, and our tensors that are concatenated to form it along dimension `axis`.
 
     theirs    the tensor's name in the other format's files
     shape     the tensor's shape in the other format
-    ours      our tensors' keys, in the order of concatenation along dimension 0
-    rows      how many rows each of our tensors has, in the order of `ours`
+    ours      our tensors' keys, in the order of concatenation
+    rows      how many rows each of our tensors has along `axis`, in the order of `ours`
     fp32      True if the tensor is always stored in fp32, even if other tensors are exported in bf16
     blocks    number of blocks, such as heads, in the concatenated tensor. Each of our tensors is divided into this
               number of equal parts, and a block consists of a part of each tensor
@@ -57,6 +57,7 @@ class TensorRule:
     also: str = ""
     memory: str = ""
     expert: int | None = None
+    axis: int = 0
 
     @property
     def in_memory(self) -> str:
@@ -67,8 +68,8 @@ class TensorRule:
         """Build the other format's tensor from ours. `read` returns a tensor of ours by its key."""
         if self.expert is not None:
             return read(self.ours[0])[self.expert]
-        parts = [read(key).unflatten(0, (self.blocks, -1)) for key in self.ours]
-        fused = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).reshape(self.shape)
+        parts = [read(key).unflatten(self.axis, (self.blocks, -1)) for key in self.ours]
+        fused = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.axis + 1)).reshape(self.shape)
         if self.less_one:
             return fused.float() - 1
         return fused
@@ -76,12 +77,11 @@ class TensorRule:
     def to_ours(self, theirs: Tensor) -> dict[str, Tensor]:
         """Split the other format's tensor. Return key -> tensor for our tensors, in fp32 if `fp32` is True."""
         assert self.expert is None, "an expert's tensor is only a part of ours: use ours_of"
+        axis = self.axis
         if self.theirs.endswith(CONVOLUTION):
-            other_axes = self.shape[2:]
-        else:
-            other_axes = self.shape[1:]
-        parts = theirs.unflatten(0, (self.blocks, -1)).split([rows // self.blocks for rows in self.rows], dim=1)
-        ours = {key: part.reshape(-1, *other_axes) for key, part in zip(self.ours, parts, strict=True)}
+            theirs = theirs.squeeze(1)
+        parts = theirs.unflatten(axis, (self.blocks, -1)).split([rows // self.blocks for rows in self.rows], axis + 1)
+        ours = {key: part.flatten(axis, axis + 1) for key, part in zip(self.ours, parts, strict=True)}
         if self.fp32:
             converted = {key: part.float() for key, part in ours.items()}
         else:
@@ -134,6 +134,7 @@ class Rules:
         table = arch.table
         self._arch = arch
         self.shapes = {key: shape for name, weight in table.items() for key, shape in weight.stored(name).items()}
+        self._axes = {key: weight.parts_axis for name, weight in table.items() for key in weight.stored(name)}
         self._fp32 = {name for name, weight in table.items() if weight.fp32}
         self._rules: list[TensorRule] = []
         self._used: set[str] = set()
@@ -144,11 +145,13 @@ class Rules:
         A convolution has our shape (channels, kernel size), and the shape (channels, 1, kernel size) in other formats.
         """
         self._used.update(ours)
-        rows = tuple(self.shapes[key][0] for key in ours)
-        shape = (sum(rows), *self.shapes[ours[0]][1:])
+        axis = self._axes[ours[0]]
+        first = self.shapes[ours[0]]
+        rows = tuple(self.shapes[key][axis] for key in ours)
+        shape = (*first[:axis], sum(rows), *first[axis + 1 :])
         if theirs.endswith(CONVOLUTION):
             shape = (shape[0], 1, *shape[1:])
-        self._rules.append(TensorRule(theirs, shape, ours, rows, ours[0] in self._fp32))
+        self._rules.append(TensorRule(theirs, shape, ours, rows, ours[0] in self._fp32, axis=axis))
 
     def add_experts(self, theirs: str, ours: str) -> None:
         """Add a rule for each expert in one of our tensors. In `theirs`, EACH_EXPERT stands for the expert's index."""

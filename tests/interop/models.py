@@ -29,6 +29,7 @@ TOKENIZER = json.dumps({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_t
 MLP = {"kind": "swiglu", "hidden": 56}
 ATTENTION = {"kind": "attention", "heads": 4, "kv_heads": 2}
 MAMBA2 = {"kind": "mamba2", "state": 8, "head_dim": 8, "groups": 2, "conv": 3}
+EXPERTS = {"kind": "moe", "experts": 6, "top_k": 2, "hidden": 24, "shared": 40}
 MODELS: dict[str, tuple[str, dict[str, dict[str, Any]], bool]] = {
     "mamba": ("M*2", {"M": {"kind": "mamba", "state": 4, "conv": 3, "dt_rank": 5}}, True),
     "mamba-untied": ("M*2", {"M": {"kind": "mamba", "state": 4}}, False),
@@ -96,6 +97,7 @@ MODELS: dict[str, tuple[str, dict[str, dict[str, Any]], bool]] = {
         True,
     ),
     "dense_granite": ("(A-)*2", {"A": {**ATTENTION, "head_dim": 12, "scale": 0.125}, "-": MLP}, False),
+    "granite-experts": ("M-A-M-", {"M": MAMBA2, "A": {**ATTENTION, "rope": "none"}, "-": EXPERTS}, True),
     "granite-nope": ("M-A-", {"M": MAMBA2, "A": {**ATTENTION, "rope": "none"}, "-": MLP}, False),
 }
 DELTA = {"kind": "gated_deltanet", "heads": 4, "key_heads": 2, "expand_k": 1.5, "expand_v": 2.0, "conv": 3}

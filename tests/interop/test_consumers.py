@@ -38,6 +38,7 @@ EXPECTED: dict[str, tuple[str, str | None, str | None, str | None]] = {
     "granite": ("5.23", None, None, None),
     "granite-yarn": ("5.23", None, "only if RoPE is not scaled", "only if attention has no positions"),
     "granite-nope": ("5.23", None, None, None),
+    "granite-experts": ("5.23", None, None, None),
     "bamba": ("5.23", "removed in 0.23", NO_CLASS, "its converter pairs channels"),
     "olmo_hybrid": ("5.16", None, NO_CLASS, "its converter has no such class"),
     "olmo_hybrid-rope": ("5.16", f"only if {HEADS}", NO_CLASS, "its converter has no such class"),

@@ -31,6 +31,7 @@ import argparse
 import sys
 
 from hybridtron.config.export_class import transformers_fault
+from hybridtron.config.hf_compat import NATIVE
 from hybridtron.limits import path_of
 from hybridtron.problems import CommandParser
 
@@ -67,7 +68,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     command = commands.add_parser("export", help="write a folder that transformers loads")
     _add_source(command, "checkpoint", "a checkpoint, or a run's folder for its newest")
     command.add_argument("--output", type=path_of, required=True, metavar="DIR", help="the folder for transformers")
-    command.add_argument("--target", choices=("auto", "native", "custom"), default="auto")
+    targets = ("auto", "native", "custom", *NATIVE)
+    command.add_argument("--target", choices=targets, default="auto", metavar="{auto,native,custom,CLASS}")
     command.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the checkpoint's dtype")
     command.add_argument("--base", type=path_of, metavar="DIR", help="adapters for peft; DIR: the base model")
     _add_ema(command)

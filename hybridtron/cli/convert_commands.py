@@ -14,6 +14,7 @@ from hybridtron.checkpoint.merged import merge_adapters
 from hybridtron.checkpoint.moving_average import moving_average
 from hybridtron.cli.arguments import bytes_of, checkpoints_at, importable, not_there_yet, progress_bar
 from hybridtron.config.choices import Export as Wanted
+from hybridtron.config.hf_compat import NATIVE
 from hybridtron.config.units import readable
 from hybridtron.data.pre_tokenizers import known_name
 from hybridtron.device import DTYPES as FORWARD_DTYPES
@@ -79,7 +80,11 @@ def export_checkpoint(chosen: argparse.Namespace) -> int:
         return 0
     source = merge_adapters(opened(chosen))
     arch = source.plan.arch
-    plan = ExportPlan(source, target_of(arch, Wanted(chosen.target)), dtype_of(chosen, source), size, chosen.ema)
+    if chosen.target in NATIVE:
+        target = target_of(arch, Wanted.native, chosen.target)
+    else:
+        target = target_of(arch, Wanted(chosen.target))
+    plan = ExportPlan(source, target, dtype_of(chosen, source), size, chosen.ema)
     sizes = {
         "full": sum(parameter.size for parameter in arch.table.values()),
         "sample": sample_size(arch, plan.target),
@@ -129,6 +134,8 @@ def import_model(chosen: argparse.Namespace) -> int:
     tensors = f"{len(source.rules)} tensors of {source.kind.name}"
     start = f"model=from_checkpoint run.weights={output} data=folder data.path=TOKENS"
     print(f"{output}: {tensors}; to train from this checkpoint use {start}")
+    if source.dropped:
+        print(f"{output}: without {' and '.join(source.dropped)}, which {chosen.source} has")
     return 0
 
 

@@ -46,6 +46,15 @@ def export_class(arch: Architecture, wanted: Export) -> str:
     return SHIPPED
 
 
+def required_class(arch: Architecture, name: str) -> str:
+    """Return `name`, a class of transformers. Raises CannotExport if this class does not fit the model."""
+    if (reason := NATIVE[name](arch, arch.model.norm_eps) or _beside(arch, name)) is not None:
+        raise CannotExport(
+            f"{name} does not fit {arch.model.pattern}: {reason}; use auto for a class that fits", code="unsupported"
+        )
+    return name
+
+
 def transformers_fault() -> str | None:
     """Return the reason why exports can't be loaded with the installed transformers, or None if they can.
 

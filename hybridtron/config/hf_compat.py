@@ -142,6 +142,8 @@ def _experts(specs: Sequence[MixerSpec], shared_gate: bool = False, normalised: 
         return misfit
     spec = specs[0]
     assert isinstance(spec, MoESpec)
+    if not spec.shared:
+        return "its moe sub-layers have no shared expert"
     fitting = {"activation": "swiglu", "scores": "softmax", "scale": 1.0, "groups": 1, "shared_gate": shared_gate}
     if normalised:
         fitting["normalise"] = True
@@ -150,8 +152,6 @@ def _experts(specs: Sequence[MixerSpec], shared_gate: bool = False, normalised: 
             return f"its moe sub-layers have {option}={own}, not {value}"
     if spec.corrected:
         return "its moe sub-layers correct the scores (balance=bias)"
-    if not spec.shared:
-        return "its moe sub-layers have no shared expert"
     return None
 
 
@@ -257,17 +257,19 @@ def _delta(arch: Architecture) -> tuple[list[GatedDeltaNetSpec], list[AttentionS
     return ([], [])
 
 
-def _delta_hybrid(arch: Architecture, qk_norm: str, gate: bool, norm_after: bool) -> str | None:
+def _delta_hybrid(arch: Architecture, qk_norm: str, gate: bool, norm_after: bool, experts: bool = False) -> str | None:
     """Check the common rules for OLMo-Hybrid and Qwen3-Next: Gated DeltaNet and attention, each followed by an MLP.
 
     qk_norm, gate: values that the attention's options must have
     norm_after: True if attention, and each MLP after attention, must have its norm after the sub-layer, not before it
+    experts: allow layers with experts instead of the MLP, without a check of their options
     """
     recurrent, attention = _delta(arch)
     if not recurrent or not attention:
         return "its mixers are not a mixture of gated_deltanet and attention"
     mixers, mlps = halves(arch)
-    misfit = _are_pairs(arch) or _only([replace(mlp, norm_after=False) for mlp in mlps], SwiGLUSpec)
+    dense = [replace(mlp, norm_after=False) for mlp in mlps if not (experts and isinstance(mlp, MoESpec))]
+    misfit = _are_pairs(arch) or (_only(dense, SwiGLUSpec) if dense else None)
     misfit = misfit or _only(recurrent, GatedDeltaNetSpec) or _only(attention, AttentionSpec, norm_after)
     if misfit := misfit or _attention(attention[0], qk_norm, gate):
         return misfit
@@ -292,8 +294,14 @@ def _olmo_hybrid(arch: Architecture, norm_eps: float) -> str | None:
     return _same_eps(attention[0], norm_eps)
 
 
-def _qwen3_next(arch: Architecture, norm_eps: float) -> str | None:
-    if misfit := _delta_hybrid(arch, "head", gate=True, norm_after=False):
+def _qwen(arch: Architecture, norm_eps: float, mlps: type[MixerSpec] | None = None) -> str | None:
+    """Check for Qwen3-Next, or for Qwen3.5, whose layers all have an MLP or all have experts (`mlps`)."""
+    if misfit := _delta_hybrid(arch, "head", gate=True, norm_after=False, experts=True):
+        return misfit
+    if mlps is not None and (misfit := _only(halves(arch)[1], mlps)):
+        return misfit
+    experts = [spec for spec in halves(arch)[1] if isinstance(spec, MoESpec)]
+    if experts and (misfit := _experts(experts, shared_gate=True, normalised=mlps is not None)):
         return misfit
     recurrent, attention = _delta(arch)
     if recurrent[0].negative_eigenvalues:
@@ -452,7 +460,9 @@ NATIVE: dict[str, Misfit] = {
     "GraniteMoeHybridForCausalLM": _granite_hybrid,
     "BambaForCausalLM": _bamba,
     "OlmoHybridForCausalLM": _olmo_hybrid,
-    "Qwen3NextForCausalLM": _qwen3_next,
+    "Qwen3_5ForCausalLM": partial(_qwen, mlps=SwiGLUSpec),
+    "Qwen3_5MoeForCausalLM": partial(_qwen, mlps=MoESpec),
+    "Qwen3NextForCausalLM": _qwen,
     "NemotronHForCausalLM": _nemotron_h,
     "Zamba2ForCausalLM": _zamba2,
     "FalconH1ForCausalLM": _falcon_h1,

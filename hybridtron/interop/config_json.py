@@ -18,6 +18,7 @@ from hybridtron.safe_open import Unreadable, read_regular, require_regular
 MAX_JSON_BYTES = 2**24  # largest JSON file that this package parses itself
 MAX_OTHER_JSON_BYTES = 2**28  # largest JSON file that transformers may parse
 MAX_LAYERS = 10_000
+TEXT_CONFIG = "text_config"
 MAX_COUNT = 2**28  # largest size, such as a width or a number of heads
 
 
@@ -95,11 +96,12 @@ KINDS: dict[str, Kind] = {
     **_of_rope(TRUTH, "truncate"),
     **_all(COUNT.or_null(), "original_max_position_embeddings"),
     **_all(COUNT, "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"),
-    **_all(COUNT, "linear_conv_kernel_dim"),
+    **_all(COUNT, "linear_conv_kernel_dim full_attention_interval"),
     **_all(COUNT_OR_NONE, "num_experts num_experts_per_tok"),
     **_all(COUNT_OR_NONE.or_null(), "n_shared_experts"),
     **_all(COUNT.or_null(), "moe_latent_size"),
     **_all(COUNT, "n_routed_experts moe_intermediate_size moe_shared_expert_intermediate_size"),
+    **_all(COUNT, "shared_expert_intermediate_size decoder_sparse_step"),
     **_all(COUNT, "n_group topk_group"),
     **_all(NUMBER, "routed_scaling_factor"),
     **_all(TRUTH, "norm_topk_prob"),
@@ -118,11 +120,11 @@ KINDS: dict[str, Kind] = {
     **_all(TRUTH, "use_mem_rope use_shared_attention_adapter"),
     **_all(TRUTH, "tie_word_embeddings tie_embeddings rms_norm residual_in_fp32 linear_allow_neg_eigval"),
     **_all(TEXT, "model_type pattern hybrid_override_pattern ssm_cfg.layer"),
-    **_all(TEXTS, "architectures layer_types"),
-    **_all(TEXTS.or_null(), "layers_block_type"),
+    **_all(TEXTS, "architectures"),
+    **_all(TEXTS.or_null(), "layers_block_type layer_types"),
     **_all(OBJECT, "layers"),
     **_all(OBJECT.or_null(), "ssm_cfg attn_cfg rope_parameters rope_scaling"),
-    **_all(LAYER_INDICES.or_null(), "attn_layer_idx attn_layer_indices"),
+    **_all(LAYER_INDICES.or_null(), "attn_layer_idx attn_layer_indices mlp_only_layers"),
 }
 
 
@@ -137,7 +139,7 @@ def settings_of(folder: Path) -> dict[str, Any]:
         raise CannotImport(
             f"{adapter} belongs to an adapter: give the folder of the adapter's base model instead", code="unreadable"
         )
-    settings = read_object(path)
+    settings = _with_text_settings(path, read_object(path))
     if settings.get("quantization_config"):
         raise CannotImport(
             f"{path} has a quantization_config; only weights that are not quantized can be imported", code="unsupported"
@@ -145,6 +147,26 @@ def settings_of(folder: Path) -> dict[str, Any]:
     if faults := list(_faults(settings)):
         raise CannotImport("\n".join(f"{path} {fault}" for fault in faults), code="malformed")
     return settings
+
+
+def _with_text_settings(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with those of the language model, which are under `text_config` beside a vision model's.
+
+    Raises CannotImport if `text_config` is no object, or disagrees with the other settings on tied embeddings.
+    """
+    text = settings.get(TEXT_CONFIG)
+    if text is None:
+        return settings
+    if not isinstance(text, dict):
+        raise CannotImport(f"{path} has {TEXT_CONFIG}={reprlib.repr(text)}, must be an object", code="malformed")
+    tied = settings.get("tie_word_embeddings", False)
+    if text.get("tie_word_embeddings", tied) != tied:
+        raise CannotImport(
+            f"{path} has tie_word_embeddings={tied!r}, but {not tied!r} in {TEXT_CONFIG}: correct one of them",
+            code="conflict",
+        )
+    own = {key: value for key, value in text.items() if key not in ("architectures", "model_type")}
+    return {key: value for key, value in settings.items() if key != TEXT_CONFIG} | own
 
 
 def require_files(folder: Path) -> None:

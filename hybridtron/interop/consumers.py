@@ -20,6 +20,7 @@ from hybridtron.nested import json_of
 from hybridtron.safe_open import read_regular
 
 MAX_CONFIG_BYTES = 2**24
+NOT_READ = "its sources for this class were not read"
 NEWEST_TRANSFORMERS = "5.24"  # the newest version that was tested
 
 
@@ -124,6 +125,12 @@ def equal_head_multipliers(config: Settings) -> bool:
     return not config["tie_word_embeddings"] or config["embedding_multiplier"] == config["lm_head_multiplier"]
 
 
+def every_fourth(config: Settings) -> bool:
+    """Return True if every fourth layer has full attention, and no other layer."""
+    types = config["layer_types"]
+    return all((name == "full_attention") is (layer % 4 == 0) for layer, name in enumerate(types, 1))
+
+
 HEADS_FILL_WIDTH = Condition(
     lambda config: config["num_attention_heads"] * config["head_dim"] == config["hidden_size"],
     "`num_attention_heads` x `head_dim` = `hidden_size`",
@@ -150,6 +157,11 @@ EXPERTS_ALONE = Condition(
     experts_alone, "`num_experts_per_tok` is there exactly for a model with experts, which has no dense MLPs"
 )
 ONE_EXPERT_GROUP = Condition(lambda config: config.get("n_group", 1) == 1, "experts have no groups")
+SOME_EXPERTS = Condition(lambda config: config["num_experts"] > 0, "a layer has experts")
+ALL_EXPERTS = Condition(
+    lambda config: config["num_experts"] > 0 and not config["mlp_only_layers"], "every layer has experts"
+)
+EVERY_FOURTH = Condition(every_fourth, "every fourth layer has full attention")
 EQUAL_MULTIPLIERS = Condition(
     equal_head_multipliers, "the head is untied or `embedding_multiplier` = `lm_head_multiplier`"
 )
@@ -182,6 +194,8 @@ TRANSFORMERS: dict[str, Since] = {
     "GraniteMoeHybridForCausalLM": ONE_GROUP,
     "BambaForCausalLM": ONE_GROUP,
     "OlmoHybridForCausalLM": Since("5.16"),
+    "Qwen3_5ForCausalLM": Since("5.24"),
+    "Qwen3_5MoeForCausalLM": Since("5.24"),
     "Qwen3NextForCausalLM": Since("5.16"),
     "NemotronHForCausalLM": Since("5.16"),
     "Zamba2ForCausalLM": Since(
@@ -205,6 +219,7 @@ VLLM = Consumer(
         "GraniteForCausalLM": (),
         "GraniteMoeHybridForCausalLM": (HEADS_FILL_WIDTH,),
         "OlmoHybridForCausalLM": (HEADS_FILL_WIDTH,),
+        "Qwen3NextForCausalLM": (SOME_EXPERTS,),
         "NemotronHForCausalLM": (),
         "Zamba2ForCausalLM": (),
         "FalconH1ForCausalLM": (),
@@ -213,7 +228,8 @@ VLLM = Consumer(
     },
     {
         "BambaForCausalLM": "removed in 0.23",
-        "Qwen3NextForCausalLM": "it needs at least one layer with experts",
+        "Qwen3_5ForCausalLM": NOT_READ,
+        "Qwen3_5MoeForCausalLM": NOT_READ,
         SHIPPED: "it has no such class, and its transformers backend has attention only",
         "": "it has no such class",
     },
@@ -228,12 +244,14 @@ SGLANG = Consumer(
         "MistralForCausalLM": (NO_WINDOW,),
         "GraniteForCausalLM": (),
         "GraniteMoeHybridForCausalLM": (HEADS_FILL_WIDTH, DEFAULT_ROPE),
+        "Qwen3NextForCausalLM": (ALL_EXPERTS,),
         "NemotronHForCausalLM": (PATTERN_ALONE, GROUPS_TWICE),
         "FalconH1ForCausalLM": (),
         "FalconMambaForCausalLM": (),
     },
     {
-        "Qwen3NextForCausalLM": "it takes every layer for one with experts",
+        "Qwen3_5ForCausalLM": NOT_READ,
+        "Qwen3_5MoeForCausalLM": NOT_READ,
         "": "it has no such class",
     },
 )
@@ -247,6 +265,9 @@ LLAMA_CPP = Consumer(
         "MistralForCausalLM": (NO_WINDOW, LLAMA3_OF_8192),
         "GraniteForCausalLM": (HEADS_FILL_WIDTH, LLAMA3_OF_8192),
         "GraniteMoeHybridForCausalLM": (HEADS_FILL_WIDTH, NO_ROPE),
+        "Qwen3_5ForCausalLM": (EVERY_FOURTH,),
+        "Qwen3_5MoeForCausalLM": (EVERY_FOURTH,),
+        "Qwen3NextForCausalLM": (ALL_EXPERTS, EVERY_FOURTH),
         "NemotronHForCausalLM": (PATTERN, RMS_EPS, EXPERTS_ALONE, ONE_EXPERT_GROUP),
         "FalconH1ForCausalLM": (DEFAULT_ROPE, EQUAL_MULTIPLIERS),
         "FalconMambaForCausalLM": (EXPAND_2, EQUAL_EPS),
@@ -254,7 +275,6 @@ LLAMA_CPP = Consumer(
     },
     {
         "BambaForCausalLM": "its converter pairs channels over a whole head, of which Bamba rotates half",
-        "Qwen3NextForCausalLM": "it needs experts",
         "": "its converter has no such class",
     },
 )

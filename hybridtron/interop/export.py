@@ -30,13 +30,13 @@ from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.files import appearing
 from hybridtron.checkpoint.manifest import FILE, MAX_MANIFEST_BYTES
 from hybridtron.config.choices import Export as Wanted
-from hybridtron.config.export_class import RECORD, CannotExport, export_class
+from hybridtron.config.export_class import RECORD, CannotExport, export_class, required_class
 from hybridtron.interop.card import SHARED_PAD, card
 from hybridtron.interop.config_json import CannotImport
 from hybridtron.interop.custom import Custom
 from hybridtron.interop.native import Native, NativeMamba, NativeMamba2
 from hybridtron.interop.native_bamba import Bamba
-from hybridtron.interop.native_delta import OlmoHybrid, Qwen3Next
+from hybridtron.interop.native_delta import OlmoHybrid, Qwen3Next, Qwen35, Qwen35Moe
 from hybridtron.interop.native_falcon import FalconH1
 from hybridtron.interop.native_granite import Granite, GraniteHybrid
 from hybridtron.interop.native_jamba import FalconMamba, Jamba
@@ -59,6 +59,8 @@ NATIVES: tuple[Native, ...] = (
     GraniteHybrid(),
     Bamba(),
     OlmoHybrid(),
+    Qwen35(),
+    Qwen35Moe(),
     Qwen3Next(),
     NemotronH(),
     Zamba2(),
@@ -170,12 +172,13 @@ def longest_row(source: Checkpoint) -> int:
     return max(lengths, default=int(source.meta.data.get(MAX_POSITIONS_KEY, UNKNOWN_LENGTH)))
 
 
-def target_of(arch: Architecture, wanted: Wanted) -> Native:
+def target_of(arch: Architecture, wanted: Wanted, required: str | None = None) -> Native:
     """Return the class for a model's export: a class of transformers (native), or the custom class.
 
-    Raises CannotExport if the class that `wanted` asks for does not compute exactly this model.
+    `required` names a class of transformers, for a model that fits several. Raises CannotExport if the wanted class
+    does not compute exactly this model.
     """
-    name = export_class(arch, wanted)
+    name = export_class(arch, wanted) if required is None else required_class(arch, required)
     return next(target for target in TARGETS if target.name == name)
 
 
@@ -187,17 +190,25 @@ def class_of(folder: Path, settings: Mapping[str, Any]) -> Native:
     path = folder / "config.json"
     names = settings.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
-    target = next((target for target in TARGETS if target.name == name), None)
-    if target is None:
+    target = next((target for target in TARGETS if isinstance(name, str) and name in names_of(target)), None)
+    if target is None or not isinstance(name, str):
         known = ", ".join(target.name for target in TARGETS)
         raise CannotImport(
             f"{path} has architectures={reprlib.repr(names)}; the first must be one of {known}", code="unsupported"
         )
-    if (model_type := settings.get("model_type")) != target.model_type:
+    wanted = names_of(target)[name]
+    if (model_type := settings.get("model_type")) != wanted:
         raise CannotImport(
-            f"{path} has model_type={reprlib.repr(model_type)}, must be {target.model_type} for {name}", code="conflict"
+            f"{path} has model_type={reprlib.repr(model_type)}, must be {wanted} for {name}", code="conflict"
         )
     return target
+
+
+def names_of(target: Native) -> dict[str, str]:
+    """Return class -> `model_type`, for a class and the class that contains it beside a vision model."""
+    if target.wrapper is None:
+        return {target.name: target.model_type}
+    return {target.name: target.model_type, target.wrapper.name: target.wrapper.model_type}
 
 
 def dtype_of(folder: Path, settings: Mapping[str, Any]) -> torch.dtype:

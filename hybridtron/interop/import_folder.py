@@ -36,7 +36,7 @@ from hybridtron.data.prepare.documents import ArgumentError
 from hybridtron.data.prepare.vocabulary import chat_template_of
 from hybridtron.data.tokenizer_file import BadTokenizer, read_tokenizer
 from hybridtron.interop.config_json import CannotImport, require_files, settings_of
-from hybridtron.interop.export import MAX_POSITIONS_KEY, TARGETS
+from hybridtron.interop.export import MAX_POSITIONS_KEY, TARGETS, names_of
 from hybridtron.interop.native import ModelFormat
 from hybridtron.interop.original import Original
 from hybridtron.interop.reader import Weights
@@ -81,7 +81,7 @@ class ImportFolder:
         kind = _kind(folder, settings)
         try:
             arch = architecture(kind.model(settings))
-            rules = kind.rules(arch)
+            kind.rules(arch)
         except (KeyError, ValueError) as error:
             code: Code
             if isinstance(error, KeyError):
@@ -94,7 +94,7 @@ class ImportFolder:
                     code = error.code
             raise CannotImport(f"{folder / 'config.json'} {reason}", code=code) from error
         weights = Weights(folder)
-        imported = cls(kind, settings, arch, [rule.as_named(weights.shapes) for rule in rules], weights)
+        imported = cls(kind, settings, arch, kind.rules_for(arch, weights.shapes.keys()), weights)
         if faults := list(imported._faults()):
             if len(faults) > MAX_LISTED:
                 more = [f"and {len(faults) - MAX_LISTED} more"]
@@ -112,7 +112,7 @@ class ImportFolder:
     def _faults(self) -> Iterator[str]:
         """Yield a message for each tensor that is missing, unknown, or has a wrong shape."""
         wanted_shapes = {rule.theirs: rule.shape for rule in self.rules}
-        stored_shapes = dict(self.weights.shapes)
+        stored_shapes = {name: shape for name, shape in self.weights.shapes.items() if not self._drops(name)}
         if self.model.tie_embeddings and "lm_head.weight" in stored_shapes:  # some files also store the tied head
             del stored_shapes["lm_head.weight"]
             embedding = next(rule.theirs for rule in self.rules if rule.ours == ("embedding.weight",))
@@ -125,6 +125,15 @@ class ImportFolder:
         for name in sorted(wanted_shapes.keys() & stored_shapes.keys()):
             if wanted_shapes[name] != stored_shapes[name]:
                 yield f"{name} has shape {stored_shapes[name]}, must have {wanted_shapes[name]}"
+
+    def _drops(self, name: str) -> bool:
+        return name.startswith(tuple(self.kind.dropped))
+
+    @property
+    def dropped(self) -> list[str]:
+        """Descriptions of the parts of the folder's model that are not imported."""
+        names = self.weights.shapes
+        return [words for start, words in self.kind.dropped.items() if any(name.startswith(start) for name in names)]
 
     def config(self, name: str) -> Config:
         """Build the configuration to store in the checkpoint.
@@ -166,7 +175,7 @@ def _kind(folder: Path, settings: dict[str, Any]) -> ModelFormat:
     """
     if "d_model" in settings and "n_layer" in settings:
         return Original()
-    formats = {target.name: target for target in TARGETS}
+    formats = {name: target for target in TARGETS for name in names_of(target)}
     names = settings.get("architectures") or [settings.get("model_type")]
     if names[0] not in formats:
         known = ", ".join([*formats, Original.name])

@@ -41,6 +41,17 @@ class SubLayerNames(NamedTuple):
     weights: Names | None = None
 
 
+class Wrapper(NamedTuple):
+    """A class of transformers that contains a language model beside a vision model; imports read the former alone.
+
+    name: the class that config.json names
+    model_type: the class's `model_type`. The language model's own settings are in config.json under `text_config`
+    """
+
+    name: str
+    model_type: str
+
+
 class ModelFormat(ABC):
     """A model format other than ours: its tensor names, and how its config.json is translated.
 
@@ -51,6 +62,7 @@ class ModelFormat(ABC):
     embedding: ClassVar[str] = "model.embed_tokens.weight"
     final_norm: ClassVar[str] = "model.norm.weight"
     layers: ClassVar[str] = "model.layers"
+    dropped: ClassVar[Mapping[str, str]] = {}  # start of tensor names that imports drop -> description of these tensors
     in_pairs: ClassVar[bool] = False  # True if each layer of a model with MLPs is a mixer followed by an MLP
     by_place: ClassVar[bool] = False  # True if a period, and not a list, says which layers are of which kind
     sub_layers: ClassVar[Mapping[str, SubLayerNames]] = {}  # sub-layer's kind -> names; other kinds: default names
@@ -83,6 +95,14 @@ class ModelFormat(ABC):
                 self.add_sub_layer(rules, arch, f"{self.layers}.{number}", index)
         return rules.complete()
 
+    def named_rules(self, arch: Architecture, names: Collection[str]) -> list[TensorRule]:
+        """Return the rules for a folder with tensors of these names: some tensors can have one of two names."""
+        return [rule.as_named(names) for rule in self.rules(arch)]
+
+    def rules_for(self, arch: Architecture, names: Collection[str]) -> list[TensorRule]:
+        """Return the rules for a folder with tensors of these names, which can also differ in how they are fused."""
+        return self.named_rules(arch, names)
+
     def add_sub_layer(self, rules: Rules, arch: Architecture, layer: str, index: int) -> None:
         """Add the rules for our sub-layer `index`. `layer` is the name of the format's layer that contains it."""
         norm, mixer, weights = self.names_of(arch, index)
@@ -95,6 +115,7 @@ class Native(ModelFormat):
     """A model class of transformers, with methods that write its config.json and read it back."""
 
     model_type: ClassVar[str]
+    wrapper: ClassVar[Wrapper | None] = None  # class of published folders that also contain a vision model
     norm_eps: ClassVar[str] = "rms_norm_eps"
     tied: ClassVar[bool] = False  # default of tie_word_embeddings
     proven_with: ClassVar[Settings] = {}  # entries to override in config.json when a proof loads the folder

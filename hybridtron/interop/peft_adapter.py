@@ -52,7 +52,7 @@ def export_adapter(source: Checkpoint, base: Path, output: Path) -> int:
     if adapters is None:
         raise CannotExport(f"{source.folder} has no adapters: leave out --base", code="conflict")
     base_folder = ImportFolder.open(base)
-    rules = base_folder.kind.rules(arch)
+    rules = base_folder.kind.rules_for(arch, base_folder.weights.shapes.keys())
     if different_names := {rule.theirs for rule in rules} ^ {rule.theirs for rule in base_folder.rules}:
         raise CannotExport(
             f"{base} is not the model that was adapted: only one of both models has {min(different_names)}",

@@ -29,7 +29,7 @@ TOKENIZER = json.dumps({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_t
 MLP = {"kind": "swiglu", "hidden": 56}
 ATTENTION = {"kind": "attention", "heads": 4, "kv_heads": 2}
 MAMBA2 = {"kind": "mamba2", "state": 8, "head_dim": 8, "groups": 2, "conv": 3}
-EXPERTS = {"kind": "moe", "experts": 6, "top_k": 2, "hidden": 24, "shared": 40}
+GATED_EXPERTS = {"kind": "moe", "experts": 6, "top_k": 2, "hidden": 24, "shared": 40}
 MODELS: dict[str, tuple[str, dict[str, dict[str, Any]], bool]] = {
     "mamba": ("M*2", {"M": {"kind": "mamba", "state": 4, "conv": 3, "dt_rank": 5}}, True),
     "mamba-untied": ("M*2", {"M": {"kind": "mamba", "state": 4}}, False),
@@ -97,7 +97,7 @@ MODELS: dict[str, tuple[str, dict[str, dict[str, Any]], bool]] = {
         True,
     ),
     "dense_granite": ("(A-)*2", {"A": {**ATTENTION, "head_dim": 12, "scale": 0.125}, "-": MLP}, False),
-    "granite-experts": ("M-A-M-", {"M": MAMBA2, "A": {**ATTENTION, "rope": "none"}, "-": EXPERTS}, True),
+    "granite-experts": ("M-A-M-", {"M": MAMBA2, "A": {**ATTENTION, "rope": "none"}, "-": GATED_EXPERTS}, True),
     "granite-nope": ("M-A-", {"M": MAMBA2, "A": {**ATTENTION, "rope": "none"}, "-": MLP}, False),
 }
 DELTA = {"kind": "gated_deltanet", "heads": 4, "key_heads": 2, "expand_k": 1.5, "expand_v": 2.0, "conv": 3}
@@ -111,8 +111,19 @@ MODELS |= {
         False,
     ),
     "olmo_hybrid-rope": ("D-A+", {"D": DELTA, "A": {**NORMED, "head_dim": 12}, "-": MLP, "+": BEHIND}, True),
-    "qwen3_next": ("D-A-", {"D": DELTA, "A": GATED, "-": MLP}, False),
-    "qwen3_next-yarn": (
+    "qwen3_5": ("D-A-", {"D": DELTA, "A": GATED, "-": MLP}, False),
+    "qwen3_5_moe": ("DEAE", {"D": DELTA, "A": GATED, "E": {**GATED_EXPERTS, "shared_gate": True}}, True),
+    "qwen3_next": (
+        "DED-AE",
+        {
+            "D": DELTA,
+            "A": GATED,
+            "E": {**GATED_EXPERTS, "shared_gate": True, "normalise": False},
+            "-": MLP,
+        },
+        False,
+    ),
+    "qwen3_5-yarn": (
         "D-A-",
         {"D": DELTA, "A": {**GATED, "rope": {"scale": "yarn", "factor": 4.0, "original": 8}}, "-": MLP},
         False,
@@ -253,6 +264,8 @@ CLASSES = {
     "dense_granite": "GraniteForCausalLM",
     "bamba": "BambaForCausalLM",
     "olmo_hybrid": "OlmoHybridForCausalLM",
+    "qwen3_5": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "zamba2": "Zamba2ForCausalLM",

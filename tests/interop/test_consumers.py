@@ -14,6 +14,7 @@ from hybridtron.config.choices import Export
 from hybridtron.interop.consumers import (
     GGUF,
     LLAMA_CPP,
+    NOT_READ,
     SERVERS,
     TRANSFORMERS,
     judgements,
@@ -42,7 +43,9 @@ EXPECTED: dict[str, tuple[str, str | None, str | None, str | None]] = {
     "bamba": ("5.23", "removed in 0.23", NO_CLASS, "its converter pairs channels"),
     "olmo_hybrid": ("5.16", None, NO_CLASS, "its converter has no such class"),
     "olmo_hybrid-rope": ("5.16", f"only if {HEADS}", NO_CLASS, "its converter has no such class"),
-    "qwen3_next": ("5.16", "it needs at least one layer", "it takes every layer", "it needs experts"),
+    "qwen3_5": ("5.24", NOT_READ, NOT_READ, "only if every fourth layer"),
+    "qwen3_5_moe": ("5.24", NOT_READ, NOT_READ, "only if every fourth layer"),
+    "qwen3_next": ("5.16", None, "only if every layer has experts", "only if every layer has experts"),
     "nemotron_h": ("5.16", None, None, None),
     "nemotron_h-experts": ("5.16", None, None, None),
     "nemotron_h-groups": ("5.16", None, None, "only if `num_experts_per_tok`"),
@@ -66,6 +69,7 @@ CHANGES: list[tuple[str, dict[str, Any], int]] = [
     ("nemotron_h", {"num_experts_per_tok": 2}, 2),
     ("nemotron_h-experts", {"hybrid_override_pattern": "ME*-M"}, 2),
     ("nemotron_h-experts", {"n_group": 2}, 2),
+    ("qwen3_next", {"num_experts": 0}, 0),
     ("falcon_h1", {"rope_parameters": {"rope_type": "yarn"}}, 2),
 ]
 

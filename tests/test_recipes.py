@@ -72,10 +72,12 @@ def start_of(table: dict[str, Parameter], name: str) -> Tensor:
 
 def shrunk(model: ModelConfig) -> ModelConfig:
     """Return the model with the same pattern, heads and options, but 8 channels per head and a width of 8 per query
-    head.
+    head, or of 10 if 8 would not give keys of the delta rule a whole number of channels.
     """
     heads = max((options.get("heads", 1) for options in model.layers.values()), default=1)
     width = 8 * heads
+    if any(width * options.get("expand_k", 1) % 1 for options in model.layers.values()):
+        width = 10 * heads
     small = {"hidden": 24, "window": 8, "head_dim": 8, "rotary_dim": 4, "chunk": 8, "block": 2}
     layers = {
         letter: options | {name: small[name] for name in small.keys() & options.keys() if options[name] is not None}

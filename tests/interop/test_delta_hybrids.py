@@ -27,9 +27,10 @@ from hybridtron.architecture.table import architecture
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.cli.convert import main
 from hybridtron.config.choices import Export
-from hybridtron.config.export_class import SHIPPED, export_class
+from hybridtron.config.export_class import SHIPPED, CannotExport, export_class
 from hybridtron.config.hf_compat import NATIVE
-from hybridtron.interop.export import TARGETS
+from hybridtron.interop.config_json import CannotImport, settings_of
+from hybridtron.interop.export import TARGETS, target_of
 from hybridtron.interop.rules import TensorRule
 from tests.interop.models import CLASSES, TOKENIZER, model_config
 from tests.interop.parity import assert_same_logits
@@ -254,6 +255,26 @@ def test_unsupported_settings_are_refused(name: str, changed: dict[str, Any], na
     assert target.model(settings).pattern == model_config(name).pattern
     with pytest.raises(ValueError, match=named):
         target.model(settings | changed)
+
+
+def test_one_of_several_fitting_classes_can_be_required() -> None:
+    arch = architecture(model_config("qwen3_5_moe"))
+    assert target_of(arch, Export.auto).name == "Qwen3_5MoeForCausalLM"
+    assert target_of(arch, Export.native, "Qwen3NextForCausalLM").name == "Qwen3NextForCausalLM"
+    with pytest.raises(CannotExport) as refused:
+        target_of(arch, Export.native, "LlamaForCausalLM")
+    assert refused.value.code == "unsupported"
+
+
+@pytest.mark.parametrize(
+    ("text", "code"), [(3, "malformed"), ({"tie_word_embeddings": True}, "conflict"), ({"vocab_size": 0}, "malformed")]
+)
+def test_faulty_settings_of_a_language_model_are_refused(text: Any, code: str, tmp_path: Path) -> None:
+    settings = {"architectures": ["Qwen3_5ForConditionalGeneration"], "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "text_config": text}))
+    with pytest.raises(CannotImport) as refused:
+        settings_of(tmp_path)
+    assert refused.value.code == code
 
 
 def test_fused_rows_are_ordered_by_head() -> None:

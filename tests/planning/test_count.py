@@ -6,14 +6,16 @@ import dataclasses
 import functools
 
 import pytest
+import torch
 
 from hybridtron.architecture.attention import AttentionSpec
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import architecture
-from hybridtron.config.choices import LrPiece
+from hybridtron.config.choices import Export, LrPiece
 from hybridtron.config.load import load
 from hybridtron.config.schema import Config
+from hybridtron.interop.export import target_of
 from hybridtron.planning import count as count_file
 from hybridtron.planning.count import count, logits_at_a_time, loss_bytes
 
@@ -59,6 +61,17 @@ HYBRIDS = {  # by hand below
     "gdn_hybrid_1.3b": 1_285_944_608,
     "kda_hybrid_421m": 421_442_960,
     "kda_hybrid_1.3b": 1_301_211_248,
+}
+
+# parameters, and those with which a token is computed; a slow test below compares with transformers' classes
+EXPERTS = {
+    "granite4_h_tiny": (6_939_037_248, 1_465_470_528),
+    "granite4_h_small": (32_207_337_984, 8_803_121_664),
+    "qwen3_next_80b": (79_674_391_296, 3_874_929_408),
+    "qwen3.5_0.8b": (752_393_024, 752_393_024),
+    "qwen3.5_4b": (4_205_751_296, 4_205_751_296),
+    "qwen3.5_9b": (8_953_803_264, 8_953_803_264),
+    "qwen3.5_35b_a3b": (34_660_610_688, 3_454_988_928),
 }
 
 MAMBA3 = {"mamba3_swa_421m": 421_316_160, "mamba3_swa_1.3b": 1_326_644_496}  # by hand below
@@ -196,6 +209,27 @@ def test_delta_rule_hybrids_have_hand_counted_parameters(recipe, parameters):
     mlp = width + 3 * width * hidden
     groups = len(kinds) // 8 * (3 * delta + attention + 4 * mlp)
     assert counted.parameters == groups + width + 2 * 32000 * width == parameters
+
+
+@pytest.mark.parametrize(("recipe", "parameters"), EXPERTS.items())
+def test_published_hybrids_of_granite_and_qwen_have_their_exact_parameters(recipe, parameters):
+    arch = architecture(recipe_config(recipe).model)
+    counted = count(arch, 4096)
+    assert (counted.parameters, counted.active) == parameters
+    assert sum(parameter.size for parameter in arch.table.values()) == parameters[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", EXPERTS)
+def test_published_hybrids_have_the_parameters_that_transformers_counts(recipe):
+    """Build the model in transformers, without memory for it, from the config.json that an export would have."""
+    transformers = pytest.importorskip("transformers")
+    arch = architecture(recipe_config(recipe).model)
+    target = target_of(arch, Export.native)
+    config = transformers.CONFIG_MAPPING[target.model_type](**target.config(arch, 4096))
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(config)
+    assert sum(weight.numel() for weight in theirs.parameters()) == EXPERTS[recipe][0]
 
 
 def test_ablations_have_full_attention_in_the_blocks_of_the_paper():

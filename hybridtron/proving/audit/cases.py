@@ -361,6 +361,16 @@ SHRUNK: dict[str, dict[str, int]] = {
 """Mixer's kind -> small option values. They replace a recipe's values to save time; the same code runs."""
 
 
+def _expanded(options: dict[str, Any], width: int) -> dict[str, Any]:
+    """Return a letter's options with `expand_k` and `expand_v` of 1 where heads would not divide the channels.
+
+    Qwen3.5 4B expands keys by 0.8, which only some widths allow.
+    """
+    heads = {"expand_k": options.get("key_heads") or options.get("heads", 1), "expand_v": options.get("heads", 1)}
+    uneven = [name for name, count in heads.items() if width * options.get(name, 1) % count]
+    return {**options, **dict.fromkeys(uneven, 1.0)}
+
+
 def shrunk(config: Config, data: int) -> Config:
     """Return a recipe with a small width, small states, windows and vocabulary, and short sequences.
 
@@ -374,5 +384,7 @@ def shrunk(config: Config, data: int) -> Config:
     # The width gives each head a multiple of four channels. Rotary positions need an even number of channels, and with
     # expand_k=0.75, three quarters of the channels must be an integer.
     width = 4 * math.lcm(1, *heads)
-    model = replace(config.model, width=width * math.ceil(32 / width), vocab_size=VOCABULARY, layers=letters)
+    width *= math.ceil(32 / width)
+    letters = {letter: _expanded(options, width) for letter, options in letters.items()}
+    model = replace(config.model, width=width, vocab_size=VOCABULARY, layers=letters)
     return small(model, config.parallel, RunPlan.of(config).phases[0].documents, data)

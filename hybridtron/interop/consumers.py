@@ -195,8 +195,8 @@ TRANSFORMERS: dict[str, Since] = {
     "BambaForCausalLM": ONE_GROUP,
     "OlmoHybridForCausalLM": Since("5.16"),
     "Qwen3_5ForCausalLM": Since("5.24"),
-    "Qwen3_5MoeForCausalLM": Since("5.24"),
     "Qwen3NextForCausalLM": Since("5.16"),
+    "Qwen3_5MoeForCausalLM": Since("5.24"),
     "NemotronHForCausalLM": Since("5.16"),
     "Zamba2ForCausalLM": Since(
         "5.16", Condition(lambda config: config["num_mem_blocks"] == 1, "one shared block"), "5.17"

@@ -335,6 +335,9 @@ class Qwen35Moe(Qwen35):
 
     A layer's experts are in two tensors, whose first dimension counts the experts, as in published folders. If
     transformers loads and saves such a folder, each expert gets its own tensors. Imports accept both.
+
+    Exports have Qwen3-Next's class if this class is not asked for: for this class transformers 5.24 ignores the
+    tokenizer's class in the folder, and takes that of Qwen3.5.
     """
 
     name = "Qwen3_5MoeForCausalLM"

@@ -112,7 +112,6 @@ MODELS |= {
     ),
     "olmo_hybrid-rope": ("D-A+", {"D": DELTA, "A": {**NORMED, "head_dim": 12}, "-": MLP, "+": BEHIND}, True),
     "qwen3_5": ("D-A-", {"D": DELTA, "A": GATED, "-": MLP}, False),
-    "qwen3_5_moe": ("DEAE", {"D": DELTA, "A": GATED, "E": {**GATED_EXPERTS, "shared_gate": True}}, True),
     "qwen3_next": (
         "DED-AE",
         {
@@ -265,7 +264,6 @@ CLASSES = {
     "bamba": "BambaForCausalLM",
     "olmo_hybrid": "OlmoHybridForCausalLM",
     "qwen3_5": "Qwen3_5ForCausalLM",
-    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "zamba2": "Zamba2ForCausalLM",

@@ -44,7 +44,6 @@ EXPECTED: dict[str, tuple[str, str | None, str | None, str | None]] = {
     "olmo_hybrid": ("5.16", None, NO_CLASS, "its converter has no such class"),
     "olmo_hybrid-rope": ("5.16", f"only if {HEADS}", NO_CLASS, "its converter has no such class"),
     "qwen3_5": ("5.24", NOT_READ, NOT_READ, "only if every fourth layer"),
-    "qwen3_5_moe": ("5.24", NOT_READ, NOT_READ, "only if every fourth layer"),
     "qwen3_next": ("5.16", None, "only if every layer has experts", "only if every layer has experts"),
     "nemotron_h": ("5.16", None, None, None),
     "nemotron_h-experts": ("5.16", None, None, None),

@@ -101,7 +101,7 @@ def test_imported_folder_gives_the_logits_of_transformers(name: str, dtype: torc
     theirs = written(name, tmp_path / "in", dtype)
     assert main(["import", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]) == 0
     imported = Checkpoint.open(tmp_path / "out")
-    assert export_class(architecture(imported.config.model), Export.auto) == CLASSES[name]
+    assert export_class(architecture(imported.config.model), Export.auto) == CLASSES[name.replace("5_moe", "next")]
     assert_same_logits(imported, theirs, tolerance=TOLERANCES.get(name, 2e-5))
 
 
@@ -176,7 +176,7 @@ def test_published_folder_is_imported_without_what_training_does_not_have(
     assert_same_logits(imported, theirs, tolerance=TOLERANCES.get(name, 2e-5))
 
     arguments = ["--checkpoint", str(tmp_path / "mid"), "--output", str(tmp_path / "out")]
-    assert main(["export", *arguments]) == 0
+    assert main(["export", *arguments, "--target", type(theirs).__name__]) == 0
     first = {key: value for file in (tmp_path / "in").glob("*.safetensors") for key, value in load_file(file).items()}
     last = load_file(tmp_path / "out/model.safetensors")
     kept = {key: value for key, value in first.items() if not key.startswith(("mtp.", "model.visual."))}
@@ -258,9 +258,10 @@ def test_unsupported_settings_are_refused(name: str, changed: dict[str, Any], na
 
 
 def test_one_of_several_fitting_classes_can_be_required() -> None:
-    arch = architecture(model_config("qwen3_5_moe"))
-    assert target_of(arch, Export.auto).name == "Qwen3_5MoeForCausalLM"
-    assert target_of(arch, Export.native, "Qwen3NextForCausalLM").name == "Qwen3NextForCausalLM"
+    model = replace(with_options("qwen3_next", "E", normalise=True), pattern="DEAE")
+    arch = architecture(model)
+    assert target_of(arch, Export.auto).name == "Qwen3NextForCausalLM"
+    assert target_of(arch, Export.native, "Qwen3_5MoeForCausalLM").name == "Qwen3_5MoeForCausalLM"
     with pytest.raises(CannotExport) as refused:
         target_of(arch, Export.native, "LlamaForCausalLM")
     assert refused.value.code == "unsupported"

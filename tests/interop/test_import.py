@@ -183,7 +183,7 @@ def test_all_tensors_that_do_not_fit_are_reported(exported: Exported, tmp_path: 
         ("llama", {"rope_scaling": {"factor": 2.0}}, "unsupported", "factor=2.0"),
         ("llama", {"attention_bias": True}, "unsupported", "attention_bias=True"),
         ("llama", {"hidden_act": "gelu"}, "unsupported", "hidden_act='gelu'"),
-        ("granite", {"num_local_experts": 8}, "unsupported", "num_local_experts=8"),
+        ("granite", {"num_local_experts": 2**30}, "malformed", "num_local_experts"),
         ("granite", {"residual_multiplier": 0}, "malformed", "residual_multiplier"),
         ("granite", {"attention_multiplier": None}, "malformed", "attention_multiplier"),
         ("mamba", {"architectures": ["GPT2LMHeadModel"]}, "unsupported", "GPT2LMHeadModel"),

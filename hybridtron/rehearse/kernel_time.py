@@ -38,11 +38,6 @@ def _tiles(named: Mapping[str, Any]) -> list[int]:
     return [named["CHUNK"] // named["TOKENS"], named["TOKENS"]]
 
 
-def _slices_of_keys(named: Mapping[str, Any]) -> list[int]:
-    slices = named["BLOCK_N"] // named["KEYS"]
-    return [slices, named["PART"]] if slices > 1 else [named["PART"]]
-
-
 def _keys_of_queries(named: Mapping[str, Any]) -> int:
     """Return the trip count for a loop over the keys that a query tile sees, in sparse attention.
 
@@ -84,12 +79,12 @@ LOOPS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], list[int]]] = {
         lambda named, grid: [-(-named["tokens"] // (named["TOKENS"] * grid[0]))],
     ),
     "softmax.sums_of_rows": lambda named, _: [-(-named["size"] // named["BLOCK"])],
-    **dict.fromkeys(("gla.outputs", "gla.value_gradients"), lambda named, _: [named["BLOCK_N"] // named["KEYS"]]),
+    **dict.fromkeys(
+        ("gla.scores", "gla.outputs", "gla.value_gradients"), lambda named, _: [named["BLOCK_N"] // named["KEYS"]]
+    ),
     **dict.fromkeys(
         ("gla.pair_weights", "gla.token_gradients"), lambda named, _: [named["BLOCK_P"] // named["VALUES"]]
     ),
-    "gla.scores": lambda named, _: _slices_of_keys(named),
-    **dict.fromkeys(("gla.query_pairs", "gla.key_pairs"), lambda named, _: [named["PART"]]),
     "gla.pass_states": lambda named, _: [named["chunks"]],
     **dict.fromkeys(("delta.walk", "delta.walk_back"), lambda named, _: [named["chunks"]]),
     **dict.fromkeys(

@@ -1,4 +1,4 @@
-"""Launches for gated linear attention's Triton kernels (`kernels_forward`, `kernels_backward`).
+"""Launches for gated linear attention's Triton kernels (`kernels_forward`, `kernels_pairs`, `kernels_backward`).
 
 Only the inputs are saved; the backward pass recomputes the scores and the states between chunks. Results are
 deterministic. The kernels were checked on an H200 (benchmarks/gpu.md).
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.documents import document_starts
-from hybridtron.ops.gla import kernels_backward, kernels_forward
+from hybridtron.ops.gla import kernels_backward, kernels_forward, kernels_pairs
 from hybridtron.ops.gla.kernels_row import ChunkedKernelRow, ChunkTiles
 from hybridtron.ops.gla.reference import GLAInputs
 from hybridtron.ops.kernel_launch import ceil_div, power_of_2
@@ -34,10 +35,12 @@ from hybridtron.ops.ssd.kernels_row import products_of
 # A type checker sees a kernel as a Python function, which can't be launched. `Any` turns this check off.
 forward_kernels: Any = kernels_forward
 backward_kernels: Any = kernels_backward
+pair_kernels: Any = kernels_pairs
 
 # A program of the kernel `pass_states` keeps some key channels of a state in registers, with all value channels.
 ROWS = 16  # maximum number of these key channels
 ENTRIES = 4096  # maximum number of state entries in these registers
+FP32_WARPS = 4  # warps per program for pairs of tokens in a part; in fp32, one warp would spill registers
 
 
 def tiles(dtype: torch.dtype) -> ChunkTiles:
@@ -187,11 +190,20 @@ class GLAKernelRow(ChunkedKernelRow, GLAInputs):
         """Return A (B, H, L, T)."""
         length, heads = self.lengths
         scores_BHLT = self.empty(heads, length, self.tiles.chunk)
-        forward_kernels.scores[self.grid(self.tiles.chunk // self.tiles.part, 1)](
-            self.q_BLHN, self.k_BLHN, *self.decays, scores_BHLT, length, heads,
-            **self.constants("DOCUMENTS", "N", "PART", "BLOCK_N", "KEYS"),
-        )  # fmt: skip
+        for sizes in self._block_sizes():
+            pair_kernels.scores[self.grid(self.tiles.chunk // sizes["TILE"], 1)](
+                self.q_BLHN, self.k_BLHN, *self.decays, scores_BHLT, length, heads,
+                **self.constants("DOCUMENTS", "N", "BLOCK_N", "KEYS") | sizes,
+            )  # fmt: skip
         return scores_BHLT
+
+    def _block_sizes(self) -> Iterator[dict[str, int]]:
+        """Yield the constants for the two launches of `kernels_pairs`: blocks within a part, then larger blocks."""
+        halvings = self.tiles.part.bit_length() - 1
+        of_chunk = self.tiles.chunk.bit_length() - 1
+        warps = FP32_WARPS if self.v_BLHP.dtype == torch.float32 else 1
+        yield {"TILE": self.tiles.part, "FIRST": 0, "END": halvings, "num_warps": warps}
+        yield {"TILE": self.tiles.chunk, "FIRST": halvings, "END": of_chunk}
 
     def outputs(self, scores_BHLT: Tensor, before_BCHNP: Tensor) -> Tensor:
         """Return y."""
@@ -223,11 +235,10 @@ class GLAKernelRow(ChunkedKernelRow, GLAInputs):
     def pair_gradients(self, weights_BHLT: Tensor) -> tuple[Tensor, Tensor]:
         """Return the terms in dq and dk that come from scores between two different tokens, in fp32."""
         grads = torch.empty_like(self.g_BLHN), torch.empty_like(self.g_BLHN)
-        kernels = backward_kernels.query_pairs, backward_kernels.key_pairs
-        for kernel, other, grad in zip(kernels, (self.k_BLHN, self.q_BLHN), grads, strict=True):
-            kernel[self.grid(self.tiles.chunk // self.tiles.part, self.slices[0])](
-                other, *self.decays, weights_BHLT, grad, *self.lengths,
-                **self.constants("DOCUMENTS", "N", "PART", "BLOCK_N", "KEYS"),
+        for sizes in self._block_sizes():
+            pair_kernels.pairs[self.grid(self.tiles.chunk // sizes["TILE"], self.slices[0])](
+                self.q_BLHN, self.k_BLHN, *self.decays, weights_BHLT, *grads, *self.lengths,
+                **self.constants("DOCUMENTS", "N", "BLOCK_N", "KEYS") | sizes,
             )  # fmt: skip
         return grads
 
@@ -239,6 +250,6 @@ class GLAKernelRow(ChunkedKernelRow, GLAInputs):
         backward_kernels.token_gradients[self.grid(1, self.slices[0])](
             self.q_BLHN, self.k_BLHN, self.v_BLHP, *self.decays, dy, before, after, through, *pairs, *grads,
             *self.lengths,
-            **self.constants("DOCUMENTS", "N", "P", "BLOCK_N", "BLOCK_P", "KEYS", "VALUES") | {"num_warps": 8},
+            **self.constants("DOCUMENTS", "N", "P", "BLOCK_N", "BLOCK_P", "KEYS", "VALUES"),
         )  # fmt: skip
         return grads

@@ -14,20 +14,18 @@ The kernels here compute
 
     pair_weights       M_ij = dy_i . v_j for j <= i: the gradient for A_ij
     value_gradients    dv_j = sum_i A_ij dy_i + dh^T (L_j k_j)
-    query_pairs        sum_j M_ij E_ij k_j over j < i
-    key_pairs          sum_i M_ij E_ij q_i over i > j
     token_gradients    dq_i = sum_j M_ij E_ij k_j + F_i h dy_i
                        dk_j = sum_i M_ij E_ij q_i + L_j dh v_j
                        dg_t = sum_{i >= t > j} M_ij q_i E_ij k_j
                               + sum_{i >= t} F_i q_i h dy_i + sum_{j < t} L_j k_j dh v_j + W sum_p h dh
 
-`token_gradients` reads the sums of `query_pairs` and `key_pairs`, and adds the terms with i = j, in which E is 1. The
-first sum in dg_t is computed as a difference: the sum over all pairs with i >= t, minus the sum over all pairs with j
->= t. Both sums are over pairs in t's document and chunk. No kernel uses atomics, so results are deterministic.
+The kernel `pairs` in `kernels_pairs` computes the sums over j in dq_i and over i in dk_j, without the terms with i = j.
+`token_gradients` reads them, and adds the terms with i = j, in which E is 1. The first sum in dg_t is computed as a
+difference: the sum over all pairs with i >= t, minus the sum over all pairs with j >= t. Both sums are over pairs in
+t's document and chunk. No kernel uses atomics, so results are deterministic.
 
 Legend: B rows (sequences in the batch), L tokens per row, H heads, N key channels n, P value channels p, C chunks, T
-tokens per chunk, O tokens per part (a chunk is divided into parts of PART tokens). Scores are (B, H, L, T), and states
-are (B, C, H, N, P).
+tokens per chunk. Scores are (B, H, L, T), and states are (B, C, H, N, P).
 """
 
 from __future__ import annotations
@@ -37,12 +35,11 @@ import triton.language as tl
 
 from hybridtron.ops.gla.kernels_forward import (
     begins,
-    one_decay,
-    one_token,
+    finite_decays,
+    left_to_end,
     scores_of_chunk,
-    since_start,
     state_block,
-    to_end,
+    sums_by_mask,
 )
 from hybridtron.ops.ssd.kernels_forward import product, tokens_by_channel
 
@@ -96,7 +93,7 @@ def value_gradients(
     for start in range(0, BLOCK_N, KEYS):
         n_N = start + tl.arange(0, KEYS)
         k_TN = tokens_by_channel(k_BLHN, row, token_T, head, n_N, length, heads, N).to(tl.float32)
-        k_TN *= to_end(g_BLHN, starts_BL, row, token_T, end, head, n_N, length, heads, DOCUMENTS, N)
+        k_TN *= left_to_end(g_BLHN, starts_BL, row, token_T, head, n_N, length, heads, DOCUMENTS, N, PRODUCT, PRECISION)
         kept_TP += product(k_TN, state_block(after_BCHNP, index, n_N, p_P, N, P), PRODUCT, PRECISION)
     if DOCUMENTS:
         kept_TP = tl.where((ends_later(starts_BL, row, token_T, end, length) > 0)[:, None], 0.0, kept_TP)
@@ -105,104 +102,6 @@ def value_gradients(
     grad_TP = kept_TP + product(tl.trans(score_TT), dy_TP, PRODUCT, PRECISION)
     at_TP = ((row * length + token_T) * heads + head)[:, None] * P + p_P[None, :]
     tl.store(grad_v_BLHP + at_TP, grad_TP, mask=tl.expand_dims(token_T < length, 1) & tl.expand_dims(p_P < P, 0))
-
-
-@triton.jit
-def _part_of_chunk(
-    weights_BHLT: tl.tensor, length: int, heads: int, CHUNK: tl.constexpr, PART: tl.constexpr, BLOCK_N: tl.constexpr,
-    KEYS: tl.constexpr,
-) -> tuple:  # fmt: skip
-    """Return seven values for a program that computes one part.
-
-    row, head: indices
-    n_N: indices of the program's key channels
-    first: the part's first token
-    token_O: the part's tokens
-    token_T: the tokens of the part's chunk
-    weights: pointer to M for this row and head
-    """
-    across: tl.constexpr = BLOCK_N // KEYS
-    head, row = tl.program_id(1) // across, tl.program_id(2).to(tl.int64)
-    n_N = tl.program_id(1) % across * KEYS + tl.arange(0, KEYS)
-    first, chunk = tl.program_id(0) * PART, tl.program_id(0) // (CHUNK // PART)
-    token_O = first + tl.arange(0, PART)
-    token_T = chunk * CHUNK + tl.arange(0, CHUNK)
-    return row, head, n_N, first, token_O, token_T, weights_BHLT + (row * heads + head) * length * CHUNK
-
-
-@triton.jit
-def query_pairs(
-    k_BLHN: tl.tensor, g_BLHN: tl.tensor, starts_BL: tl.tensor, weights_BHLT: tl.tensor,
-    grad_q_BLHN: tl.tensor, length: int, heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
-    PART: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
-) -> None:  # fmt: skip
-    """Store the terms in dq_i with j < i, for the queries i in one part and KEYS key channels.
-
-    One matrix multiplication computes the terms with keys in earlier parts. A loop over the keys in the same part adds
-    their terms. Grid: (parts, heads * key slices, rows).
-    """
-    row, head, n_N, first, token_O, token_T, weights = _part_of_chunk(
-        weights_BHLT, length, heads, CHUNK, PART, BLOCK_N, KEYS
-    )
-    inside_O = token_O < length
-    begin = first // CHUNK * CHUNK
-    k_TN = tokens_by_channel(k_BLHN, row, token_T, head, n_N, length, heads, N).to(tl.float32)
-    until_TN = to_end(g_BLHN, starts_BL, row, token_T, first, head, n_N, length, heads, DOCUMENTS, N)
-    k_TN = tl.where((token_T < first)[:, None], k_TN * until_TN, 0.0)
-    at_OT = token_O[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    weight_OT = tl.load(weights + at_OT, mask=inside_O[:, None], other=0.0)
-    since_ON = since_start(g_BLHN, starts_BL, row, token_O, inside_O, head, n_N, length, heads, DOCUMENTS, N)
-    grad_ON = since_ON * product(weight_OT, k_TN, PRODUCT, PRECISION)
-    between_ON = tl.zeros([PART, KEYS], tl.float32)
-    for step in range(PART):
-        other = first + PART - 1 - step
-        decay_1N = one_decay(g_BLHN, starts_BL, row, other + 1, head, n_N, length, heads, DOCUMENTS, N)
-        between_ON = tl.where((token_O == other)[:, None], 1.0, between_ON * decay_1N)
-        at_O = token_O * CHUNK + other - begin
-        paired_O = inside_O & (token_O != other)
-        weight_O = tl.load(weights + at_O, mask=paired_O, other=0.0)
-        k_1N = one_token(k_BLHN, row, other, head, n_N, length, heads, N)
-        grad_ON += weight_O[:, None] * between_ON * k_1N
-    at_ON = ((row * length + token_O) * heads + head)[:, None] * N + n_N[None, :]
-    tl.store(grad_q_BLHN + at_ON, grad_ON, mask=tl.expand_dims(inside_O, 1) & tl.expand_dims(n_N < N, 0))
-
-
-@triton.jit
-def key_pairs(
-    q_BLHN: tl.tensor, g_BLHN: tl.tensor, starts_BL: tl.tensor, weights_BHLT: tl.tensor,
-    grad_k_BLHN: tl.tensor, length: int, heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
-    PART: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
-) -> None:  # fmt: skip
-    """Store the terms in dk_j with i > j, for the keys j in one part and KEYS key channels.
-
-    One matrix multiplication computes the terms with queries in later parts. A loop over the queries in the same part
-    adds their terms. Grid: (parts, heads * key slices, rows).
-    """
-    row, head, n_N, first, token_O, token_T, weights = _part_of_chunk(
-        weights_BHLT, length, heads, CHUNK, PART, BLOCK_N, KEYS
-    )
-    end = tl.minimum(first + PART, length)
-    column_O = first % CHUNK + tl.arange(0, PART)
-    later_T = (token_T >= end) & (token_T < length)
-    q_TN = tokens_by_channel(q_BLHN, row, token_T, head, n_N, length, heads, N).to(tl.float32)
-    since_TN = since_start(g_BLHN, starts_BL, row, token_T, later_T, head, n_N, length, heads, DOCUMENTS, N)
-    q_TN = tl.where(later_T[:, None], q_TN * since_TN, 0.0)
-    at_TO = token_T[:, None] * CHUNK + column_O[None, :]
-    weight_TO = tl.load(weights + at_TO, mask=(token_T < length)[:, None], other=0.0)
-    after_ON = to_end(g_BLHN, starts_BL, row, token_O, end, head, n_N, length, heads, DOCUMENTS, N)
-    grad_ON = after_ON * product(tl.trans(weight_TO), q_TN, PRODUCT, PRECISION)
-    between_ON = tl.zeros([PART, KEYS], tl.float32)
-    for step in range(PART):
-        other = first + step
-        decay_1N = one_decay(g_BLHN, starts_BL, row, other, head, n_N, length, heads, DOCUMENTS, N)
-        between_ON = tl.where((token_O == other)[:, None], 1.0, between_ON * decay_1N)
-        paired_O = (token_O != other) & (other < length)
-        weight_O = tl.load(weights + other * CHUNK + column_O, mask=paired_O, other=0.0)
-        q_1N = one_token(q_BLHN, row, other, head, n_N, length, heads, N)
-        grad_ON += weight_O[:, None] * between_ON * q_1N
-    at_ON = ((row * length + token_O) * heads + head)[:, None] * N + n_N[None, :]
-    there_ON = tl.expand_dims(token_O < length, 1) & tl.expand_dims(n_N < N, 0)
-    tl.store(grad_k_BLHN + at_ON, grad_ON, mask=there_ON)
 
 
 @triton.jit
@@ -234,7 +133,7 @@ def token_gradients(
     through_N = tl.load(through_BCHN + index * N + n_N, mask=n_N < N, other=0.0)
     grad_TN = _decay_gradients(
         starts_BL, q_TN * seen_TN, k_TN * kept_TN, q_TN * of_q_TN - k_TN * of_k_TN, through_N, row, token_T, length,
-        DOCUMENTS,
+        DOCUMENTS, PRODUCT, PRECISION,
     )  # fmt: skip
     at_T = ((row * heads + head) * length + token_T) * CHUNK + tl.arange(0, CHUNK)
     own_T1 = tl.load(weights_BHLT + at_T, mask=inside_T, other=0.0)[:, None]
@@ -256,7 +155,6 @@ def _through_states(
     result is 0 for tokens outside the chunk's last document, since only that document contributes to the state after
     the chunk.
     """
-    end = tl.minimum(tl.program_id(0) * CHUNK + CHUNK, length)
     seen_TN = tl.zeros([CHUNK, KEYS], tl.float32)
     kept_TN = tl.zeros([CHUNK, KEYS], tl.float32)
     for start in range(0, BLOCK_P, VALUES):
@@ -267,19 +165,22 @@ def _through_states(
         v_TP = tokens_by_channel(v_BLHP, row, token_T, head, p_P, length, heads, P)
         after_NP = state_block(after_BCHNP, index, n_N, p_P, N, P)
         kept_TN += product(v_TP, tl.trans(after_NP), PRODUCT, PRECISION)
-    seen_TN *= since_start(g_BLHN, starts_BL, row, token_T, token_T < length, head, n_N, length, heads, DOCUMENTS, N)
-    kept_TN *= to_end(g_BLHN, starts_BL, row, token_T, end, head, n_N, length, heads, DOCUMENTS, N)
+    g_TN = finite_decays(g_BLHN, starts_BL, row, token_T, head, n_N, length, heads, DOCUMENTS, N)
+    up_to_TT = token_T[:, None] >= token_T[None, :]
+    seen_TN *= tl.exp(sums_by_mask(up_to_TT, g_TN, PRODUCT, PRECISION))
+    kept_TN *= tl.exp(sums_by_mask(token_T[:, None] < token_T[None, :], g_TN, PRODUCT, PRECISION))
     if DOCUMENTS:
         document_T = tl.cumsum(begins(starts_BL, row, token_T, length), axis=0)
         seen_TN = tl.where((document_T > 0)[:, None], 0.0, seen_TN)
-        kept_TN = tl.where((ends_later(starts_BL, row, token_T, end, length) > 0)[:, None], 0.0, kept_TN)
+        kept_TN = tl.where((document_T < tl.max(document_T, axis=0))[:, None], 0.0, kept_TN)
     return seen_TN, kept_TN
 
 
 @triton.jit
 def _decay_gradients(
     starts_BL: tl.tensor, seen_TN: tl.tensor, kept_TN: tl.tensor, pairs_TN: tl.tensor, through_N: tl.tensor,
-    row: tl.tensor, token_T: tl.tensor, length: int, DOCUMENTS: tl.constexpr,
+    row: tl.tensor, token_T: tl.tensor, length: int, DOCUMENTS: tl.constexpr, PRODUCT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Return dg as the sum of its four terms.
 
@@ -288,16 +189,23 @@ def _decay_gradients(
     pairs: q dq - k dk for each token, where dq and dk come from scores between two different tokens
     through: W sum_p h dh, from the state that decays through the chunk
     """
-    one_TT = tl.expand_dims(token_T, 1) <= tl.expand_dims(token_T, 0)  # (t, i) with i >= t
+    from_TT = token_T[:, None] <= token_T[None, :]  # (t, i) with i >= t
+    before_TT = token_T[:, None] > token_T[None, :]  # (t, j) with j < t
     if DOCUMENTS:
+        # `seen` and `kept` may be infinite, and 0 times infinity is NaN. Where that may happen, the right sum is 0, and
+        # replaces the NaN: tokens outside the chunk's first document have no `seen`, and no token before the last
+        # document has `kept`.
         document_T = tl.cumsum(begins(starts_BL, row, token_T, length), axis=0)
-        one_TT = one_TT & (tl.expand_dims(document_T, 1) == tl.expand_dims(document_T, 0))
-    # `seen` and `kept` may be infinite. They are not multiplied by the mask `one_TT`, since its zeros would turn them
-    # into NaN. They need no mask: outside the chunk's first document, `seen` is already 0, and outside the chunk's last
-    # document, `kept` is already 0.
-    grad_TN = tl.cumsum(seen_TN, axis=0, reverse=True)
-    grad_TN += tl.cumsum(kept_TN, axis=0) - kept_TN
-    grad_TN += tl.dot(one_TT.to(tl.float32), pairs_TN, input_precision="tf32x3")
+        grad_TN = sums_by_mask(from_TT, seen_TN, PRODUCT, PRECISION)
+        grad_TN = tl.where((document_T > 0)[:, None], 0.0, grad_TN)
+        of_kept_TN = sums_by_mask(before_TT, kept_TN, PRODUCT, PRECISION)
+        last = tl.max(document_T, axis=0)
+        grad_TN += tl.where((document_T < last)[:, None], 0.0, of_kept_TN)
+        one_TT = from_TT & (tl.expand_dims(document_T, 1) == tl.expand_dims(document_T, 0))
+        grad_TN += sums_by_mask(one_TT, pairs_TN, PRODUCT, PRECISION)
+    else:
+        grad_TN = sums_by_mask(from_TT, seen_TN + pairs_TN, PRODUCT, PRECISION)
+        grad_TN += sums_by_mask(before_TT, kept_TN, PRODUCT, PRECISION)
     grad_TN += through_N[None, :]
     if DOCUMENTS:
         grad_TN = tl.where((begins(starts_BL, row, token_T, length) != 0)[:, None], 0.0, grad_TN)

@@ -1,35 +1,29 @@
-"""Triton kernels for gated linear attention, forward: states between chunks, scores inside chunks, and outputs.
+"""Triton kernels for gated linear attention, forward: states between chunks, and outputs.
 
-`reference.py` has the recurrence over tokens. Here, h is the state before a chunk of tokens. Four products of the
+`reference.py` has the recurrence over tokens. Here, h is the state before a chunk of tokens. Three products of the
 chunk's decays are used, for each key channel:
 
     F_i     over the tokens up to i
     L_j     over the tokens after j
-    E_ij    over the tokens after j, up to i
     W       over all tokens
 
-F, L, E and W multiply vectors over key channels elementwise. The kernels compute
+F, L and W multiply vectors over key channels elementwise. The kernels compute
 
     chunk_states    the chunk's addition to the state:   sum_j (L_j k_j) v_j^T
     pass_states     next state = W h + addition          in a loop over the chunks
-    scores          A_ij = sum_n q_in E_ijn k_jn
     outputs         y_i = sum_{j <= i} A_ij v_j + h^T (F_i q_i)
 
 F, L and W are computed as exponentials of sums of log decays. Log decays are at most 0, and no sum is subtracted from
 another. So no exponent is above 0.
 
-For the scores, a chunk is divided into parts of PART tokens. Let r be the first token of i's part. If j is before r,
-E_ij has two factors: the product of the decays from r to i, and the product of the decays after j and before r. q_i is
-multiplied by the first factor, and k_j is multiplied by the second factor. Then one matrix multiplication computes the
-scores for all j before r. If j is in i's part, the kernel loops over j from the part's last token to its first token,
-and multiplies E_ij by one more decay in each step.
+A are the scores: A_ij is what token i reads from token j of the same chunk. `kernels_pairs` computes them.
 
 Where a document begins, the log decay is set to minus infinity, so every product that includes this decay is 0. But h
 may have infinite entries, and 0 times infinity is NaN. Therefore the term h^T (F_i q_i) is set to 0 after the
 multiplication, if a document begins in the chunk at or before i. No kernel uses atomics, so results are deterministic.
 
 Legend: B rows (sequences in the batch), L tokens per row, H heads, N key channels n, P value channels p, C chunks, T
-tokens per chunk, O tokens per part. Scores are (B, H, L, T), and states are (B, C, H, N, P).
+tokens per chunk. Scores are (B, H, L, T), and states are (B, C, H, N, P).
 """
 
 from __future__ import annotations
@@ -38,6 +32,8 @@ import triton
 import triton.language as tl
 
 from hybridtron.ops.ssd.kernels_forward import product, tokens_by_channel
+
+FORGOTTEN = tl.constexpr(-200.0)  # a log decay whose exponential is 0 in fp32
 
 
 @triton.jit
@@ -94,6 +90,55 @@ def to_end(
 
 
 @triton.jit
+def sums_by_mask(mask_TT: tl.tensor, x_TN: tl.tensor, PRODUCT: tl.constexpr, PRECISION: tl.constexpr) -> tl.tensor:
+    """For each row of the mask, return the sum of x over the tokens at which the mask is True.
+
+    The sums have fp32's precision: bf16 holds the mask without rounding, and three bf16 numbers hold x.
+    """
+    if tl.float32 == PRODUCT and PRECISION == "ieee":
+        summed_TN = tl.dot(mask_TT.to(tl.float32), x_TN, input_precision="ieee")
+    else:
+        one_TT = mask_TT.to(tl.float32).to(tl.bfloat16)  # the interpreter casts no mask to bf16
+        high_TN = x_TN.to(tl.bfloat16)
+        rest_TN = x_TN - high_TN.to(tl.float32)
+        middle_TN = rest_TN.to(tl.bfloat16)
+        low_TN = (rest_TN - middle_TN.to(tl.float32)).to(tl.bfloat16)
+        summed_TN = tl.dot(one_TT, low_TN)
+        summed_TN = tl.dot(one_TT, middle_TN, summed_TN)
+        summed_TN = tl.dot(one_TT, high_TN, summed_TN)
+    return summed_TN
+
+
+@triton.jit
+def finite_decays(
+    g_BLHN: tl.tensor, starts_BL: tl.tensor, row: tl.tensor, token_T: tl.tensor, head: tl.tensor, n_N: tl.tensor,
+    length: int, heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Load g (T, N) for `sums_by_mask`: at least FORGOTTEN, because 0 times minus infinity is NaN."""
+    g_TN = log_decays(g_BLHN, starts_BL, row, token_T, token_T < length, head, n_N, length, heads, DOCUMENTS, N)
+    return tl.where(g_TN < FORGOTTEN, FORGOTTEN, g_TN)
+
+
+@triton.jit
+def left_to_end(
+    g_BLHN: tl.tensor, starts_BL: tl.tensor, row: tl.tensor, token_T: tl.tensor, head: tl.tensor, n_N: tl.tensor,
+    length: int, heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return L (T, N), the decays' product over all tokens after each token, to the end of the chunk.
+
+    A reversed cumulative sum needs many shuffles. Where tensor cores multiply, a matrix multiplication replaces it.
+    """
+    if tl.float32 == PRODUCT and PRECISION == "ieee":
+        end = tl.max(token_T, axis=0) + 1
+        end = tl.minimum(end, length)
+        left_TN = to_end(g_BLHN, starts_BL, row, token_T, end, head, n_N, length, heads, DOCUMENTS, N)
+    else:
+        g_TN = finite_decays(g_BLHN, starts_BL, row, token_T, head, n_N, length, heads, DOCUMENTS, N)
+        left_TN = tl.exp(sums_by_mask(token_T[:, None] < token_T[None, :], g_TN, PRODUCT, PRECISION))
+    return left_TN
+
+
+@triton.jit
 def state_block(
     states_BCHNP: tl.tensor, index: tl.tensor, n_N: tl.tensor, p_P: tl.tensor, N: tl.constexpr, P: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
@@ -123,14 +168,15 @@ def chunk_states(
     p_P = place % across * VALUES + tl.arange(0, VALUES)
     token_T = chunk * CHUNK + tl.arange(0, CHUNK)
     inside_T = token_T < length
-    since_TN = since_start(g_BLHN, starts_BL, row, token_T, inside_T, head, n_N, length, heads, DOCUMENTS, N)
     index = (row * tl.num_programs(0) + chunk) * heads + head
     if REVERSED:
-        weight_TN = since_TN
+        weight_TN = since_start(g_BLHN, starts_BL, row, token_T, inside_T, head, n_N, length, heads, DOCUMENTS, N)
     else:
-        end = tl.minimum((chunk + 1) * CHUNK, length)
-        weight_TN = to_end(g_BLHN, starts_BL, row, token_T, end, head, n_N, length, heads, DOCUMENTS, N)
-        whole_N = tl.min(since_TN, axis=0)
+        weight_TN = left_to_end(
+            g_BLHN, starts_BL, row, token_T, head, n_N, length, heads, DOCUMENTS, N, PRODUCT, PRECISION
+        )
+        g_TN = log_decays(g_BLHN, starts_BL, row, token_T, inside_T, head, n_N, length, heads, DOCUMENTS, N)
+        whole_N = tl.exp(tl.sum(g_TN, axis=0))
         tl.store(whole_BCHN + index * N + n_N, whole_N, mask=(n_N < N) & (place % across == 0))
     left_TN = tokens_by_channel(left_BLHN, row, token_T, head, n_N, length, heads, N).to(tl.float32) * weight_TN
     right_TP = tokens_by_channel(right_BLHP, row, token_T, head, p_P, length, heads, P)
@@ -177,67 +223,6 @@ def pass_states(
             tl.store(through_BCHN + index * N + n_N, worth_N, mask=n_N < N)
         state_NP = kept_NP + added_NP
     tl.store(end_BHNP + at_border + at_NP, state_NP, mask=there_NP)
-
-
-@triton.jit
-def scores(
-    q_BLHN: tl.tensor, k_BLHN: tl.tensor, g_BLHN: tl.tensor, starts_BL: tl.tensor, scores_BHLT: tl.tensor, length: int,
-    heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr,
-    BLOCK_N: tl.constexpr, KEYS: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
-) -> None:  # fmt: skip
-    """Store the scores A for one part's queries with all keys in the chunk. Grid: (parts, heads, rows).
-
-    For each slice with KEYS key channels, one matrix multiplication computes the scores with keys in earlier parts. A
-    loop over the keys in the same part, from the last to the first, computes the scores with these keys.
-    """
-    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    first, chunk = tl.program_id(0) * PART, tl.program_id(0) // (CHUNK // PART)
-    token_O = first + tl.arange(0, PART)
-    token_T = chunk * CHUNK + tl.arange(0, CHUNK)
-    score_OT = tl.zeros([PART, CHUNK], tl.float32)
-    for start in range(0, BLOCK_N, KEYS):
-        n_N = start + tl.arange(0, KEYS)
-        q_ON = tokens_by_channel(q_BLHN, row, token_O, head, n_N, length, heads, N).to(tl.float32)
-        k_TN = tokens_by_channel(k_BLHN, row, token_T, head, n_N, length, heads, N).to(tl.float32)
-        since_ON = since_start(
-            g_BLHN, starts_BL, row, token_O, token_O < length, head, n_N, length, heads, DOCUMENTS, N
-        )
-        until_TN = to_end(g_BLHN, starts_BL, row, token_T, first, head, n_N, length, heads, DOCUMENTS, N)
-        k_TN = tl.where((token_T < first)[:, None], k_TN * until_TN, 0.0)
-        score_OT += product(q_ON * since_ON, tl.trans(k_TN), PRODUCT, PRECISION)
-        between_ON = tl.zeros([PART, KEYS], tl.float32)
-        for step in range(PART):
-            other = first + PART - 1 - step
-            decay_1N = one_decay(g_BLHN, starts_BL, row, other + 1, head, n_N, length, heads, DOCUMENTS, N)
-            between_ON = tl.where((token_O == other)[:, None], 1.0, between_ON * decay_1N)
-            k_1N = one_token(k_BLHN, row, other, head, n_N, length, heads, N)
-            found_O = tl.sum(q_ON * between_ON * k_1N, axis=1)
-            score_OT += tl.where((token_T == other)[None, :], found_O[:, None], 0.0)
-    at_OT = ((row * heads + head) * length + token_O)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    tl.store(scores_BHLT + at_OT, score_OT, mask=(token_O < length)[:, None])
-
-
-@triton.jit
-def one_token(
-    x_BLHN: tl.tensor, row: tl.tensor, token: tl.tensor, head: tl.tensor, n_N: tl.tensor, length: int, heads: int,
-    N: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Load x at one token as (1, N), in fp32; entries out of range are 0."""
-    at_N = ((row * length + token) * heads + head) * N + n_N
-    return tl.load(x_BLHN + at_N, mask=(n_N < N) & (token < length), other=0.0).to(tl.float32)[None, :]
-
-
-@triton.jit
-def one_decay(
-    g_BLHN: tl.tensor, starts_BL: tl.tensor, row: tl.tensor, token: tl.tensor, head: tl.tensor, n_N: tl.tensor,
-    length: int, heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Return one token's decay (1, N); it is 0 if the token begins a document."""
-    decay_1N = tl.exp(one_token(g_BLHN, row, token, head, n_N, length, heads, N))
-    if DOCUMENTS:
-        begun = tl.load(starts_BL + row * length + token, mask=token < length, other=0)
-        decay_1N = tl.where(begun != 0, 0.0, decay_1N)
-    return decay_1N
 
 
 @triton.jit

@@ -212,7 +212,7 @@ def _states_before(row: SSDRow, decays: Decays) -> tuple[Tensor, Tensor]:
     forward_kernels.chunk_states[row.grid(1, heads * row.slices)](
         row.x_BLHP, row.B_BLGN, decays.leave_BHL, decays.delta_BHL, states_BCHPN,
         *strides(row.x_BLHP, row.B_BLGN), *row.lengths(),
-        STEPS=True, SLICE=row.outer, num_stages=1, **row.constants(),
+        STEPS=True, SLICE=row.outer, num_stages=1, **row.constants() | {"num_warps": row.tiles.light},
     )  # fmt: skip
     start = last_BHPN if row.state_BHPN is None else row.state_BHPN
     size = last_BHPN[0, 0].numel()
@@ -230,8 +230,8 @@ def _outputs(row: SSDRow, decays: Decays, before_BCHPN: Tensor) -> Tensor:
     forward_kernels.outputs[row.grid(row.tiles.chunk // tokens, row.lengths()[1])](
         row.x_BLHP, row.B_BLGN, row.C_BLGN, row.D_H, *decays[:5], row.documents, before_BCHPN, y_BLHP,
         *strides(row.x_BLHP, row.B_BLGN, row.C_BLGN, y_BLHP), *row.lengths(),
-        DOCUMENTS=row.documents_BL is not None, ITSELF=row.itself, OWN=tokens, SLICE=row.inner, num_stages=1,
-        **row.constants(),
+        DOCUMENTS=row.documents_BL is not None, ITSELF=row.itself, OWN=tokens, SLICE=row.narrow, num_stages=1,
+        **row.constants() | {"num_warps": row.tiles.light},
     )  # fmt: skip
     return y_BLHP
 
@@ -251,7 +251,7 @@ def _gradients_after(
     forward_kernels.chunk_states[row.grid(1, heads * row.slices)](
         dy_BLHP, row.C_BLGN, decays.enter_BHL, decays.delta_BHL, states_BCHPN,
         *strides(dy_BLHP, row.C_BLGN), *row.lengths(),
-        STEPS=False, SLICE=row.outer, num_stages=1, **row.constants(),
+        STEPS=False, SLICE=row.outer, num_stages=1, **row.constants() | {"num_warps": row.tiles.light},
     )  # fmt: skip
     size = grad_state_BHPN[0, 0].numel()
     blocks = ceil_div(size, BLOCK)

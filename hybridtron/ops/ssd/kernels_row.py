@@ -43,8 +43,11 @@ class ProductTiles:
     tokens   tokens in a chunk that a program computes
     inner    entries of the axis N that a kernel loads at a time if it sums over N
     outer    entries of the axis N that a program computes if its result has the axis N
-    warps    warps per program
+    warps    warps per program of `token_gradients` and `group_gradients`
     stages   pipeline stages of the loop over heads in `group_gradients`
+    light    warps per program of `chunk_states` and `outputs`, which need fewer registers; with 4 warps, two or more
+             programs share a multiprocessor
+    narrow   like `inner`, for `outputs`: 4 warps need a narrow slice, because wider ones spill registers
     """
 
     chunk: int
@@ -53,6 +56,8 @@ class ProductTiles:
     outer: int
     warps: int = 8
     stages: int = 1
+    light: int = 8
+    narrow: int = 32
 
 
 @functools.cache
@@ -62,9 +67,9 @@ def tiles(dtype: torch.dtype, head: int, state: int) -> ProductTiles:
     `head` is P and `state` is N. Tiles are small for fp32, since fp32 multiplications run without tensor cores.
     """
     if dtype == torch.bfloat16 and head <= 64 and state <= 128:
-        return ProductTiles(128, tokens=64, inner=64, outer=128, stages=2)
+        return ProductTiles(128, tokens=64, inner=64, outer=128, stages=2, light=4, narrow=32)
     if dtype == torch.bfloat16:
-        return ProductTiles(64, tokens=64, inner=64, outer=64, stages=2)
+        return ProductTiles(64, tokens=64, inner=64, outer=64, stages=2, narrow=64)
     if dtype == torch.float16 and head <= 64:
         return ProductTiles(64, tokens=64, inner=32, outer=64)
     return ProductTiles(32, tokens=16, inner=32, outer=64, stages=2)
@@ -165,6 +170,11 @@ class SSDRow(NamedTuple):
     def inner(self) -> int:
         """Entries along N that a kernel loads at a time if it sums over N."""
         return min(self.tiles.inner, _block(self.B_BLGN.shape[3]))
+
+    @property
+    def narrow(self) -> int:
+        """Entries along N that `outputs` loads at a time."""
+        return min(self.tiles.narrow, _block(self.B_BLGN.shape[3]))
 
     @property
     def outer(self) -> int:

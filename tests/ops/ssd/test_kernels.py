@@ -47,7 +47,9 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def cut_in(monkeypatch: pytest.MonkeyPatch, chunk: int, tokens: int, inner: int, outer: int) -> None:
     from hybridtron.ops.ssd import kernels_row  # not above: the kernels' files are imported again for the interpreter
 
-    monkeypatch.setattr(kernels_row, "tiles", lambda *_: kernels_row.ProductTiles(chunk, tokens, inner, outer))
+    monkeypatch.setattr(
+        kernels_row, "tiles", lambda *_: kernels_row.ProductTiles(chunk, tokens, inner, outer, narrow=inner)
+    )
 
 
 def document_index(lengths: list[list[int]]) -> Tensor:

@@ -40,7 +40,7 @@ EXPERTS: Names = {
 
 
 class FalconMamba(NativeMamba):
-    """A model whose layers are all Mamba-1, with norms of dt, B and C that have no weights."""
+    """Falcon-Mamba: layers of Mamba-1, with norms of dt, B and C without weights."""
 
     name = "FalconMambaForCausalLM"
     model_type = "falcon_mamba"

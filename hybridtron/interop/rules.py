@@ -123,7 +123,7 @@ def ours_of(rules: Sequence[TensorRule], read: Callable[[str], Tensor]) -> dict[
 
 
 def remembering(read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
-    """Return a function that reads like `read`, and keeps the last tensor, of which each expert needs a part."""
+    """Return a function that reads like `read` and keeps the last tensor, for the rules of its other experts."""
     return lru_cache(maxsize=1)(read)
 
 

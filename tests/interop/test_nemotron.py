@@ -148,7 +148,7 @@ def layers_by_text(config: dict[str, Any]) -> dict[str, list[int]]:
 def layers_by_converter(config: dict[str, Any]) -> dict[str, list[int]]:
     """The layers of each kind as llama.cpp's converter reads a config.json.
 
-    It prefers the text. A model has either experts or dense MLPs, and one key tells which.
+    It prefers the text. A model has either experts or dense MLPs, and one key says which.
     """
     has_experts = "num_experts_per_tok" in config
     pattern = config.get("hybrid_override_pattern") or config["layers_block_type"]

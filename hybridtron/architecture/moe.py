@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
 from hybridtron.architecture.base import EXPERTS, Cut, MixerSpec, ModelSizes, Names, Parameter, linear, output_linear
 from hybridtron.architecture.inits import Constant, EachExpert, OutputProjection, Projection
@@ -217,6 +217,12 @@ class MoESpec(MixerSpec):
         if left < self.top_k:
             what = f"is {limit}, which leaves {left} experts, fewer than top_k={self.top_k}"
             yield Problem("group_limit", "does-not-fit", f"{what}: use a larger group_limit, or fewer groups")
+
+    def mup_problems(self, model: ModelSizes, base: Self, base_model: ModelSizes) -> Iterator[Problem]:
+        yield from super().mup_problems(model, base, base_model)
+        if self.latent:
+            what = f"is {self.latent}, for which no rule of muP was checked: leave latent or model.mup out"
+            yield Problem("latent", "unsupported", what)
 
     def layout_problems(self, model: ModelSizes, tensor: int) -> Iterator[Problem]:
         for option in ("hidden", "shared"):

@@ -29,6 +29,7 @@ def expert_problems(phase: ResolvedPhase) -> Iterator[Problem]:
         return
     yield from _layout(phase.parsed, phase.config.parallel)
     yield from _optimizer(phase)
+    yield from _latent(phase.parsed, phase)
     has = f"but model.pattern has experts ({', '.join(letters)})"
     if phase.precision.name in FP8_MULTIPLES:
         message = f"is {phase.precision.name}, {has}, whose products are not in FP8: use precision=bf16"
@@ -93,6 +94,14 @@ def _optimizer(phase: ResolvedPhase) -> Iterator[Problem]:
         value = parallel.expert if parallel.expert > 1 else parallel.expert_tensor
         message = f"is {value}, but {phase.optim.name} needs experts that are divided as other weights"
         yield Problem(key, "unsupported", f"{message}: use optim.name=adamw, or leave it out")
+
+
+def _latent(arch: Architecture, phase: ResolvedPhase) -> Iterator[Problem]:
+    """Report an optimizer for matrices in a model with latent experts, whose projections it has no rule for."""
+    latent = [f"model.layers.{letter}.latent" for letter, spec in moe_letters(arch).items() if spec.latent]
+    if latent and phase.optim.name in OPTIMIZERS and update_rule(phase.optim).matrix_stage is not None:
+        message = f"is {phase.optim.name}, which has no rule for the projections of {', '.join(latent)}"
+        yield Problem("optim.name", "unsupported", f"{message}: use optim.name=adamw")
 
 
 def expert_warnings(phases: Sequence[ResolvedPhase]) -> list[str]:

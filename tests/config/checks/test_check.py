@@ -383,6 +383,13 @@ def test_muon_with_divided_experts_is_refused() -> None:
     assert reported("recipe=moe_laptop", "parallel.expert=2", "optim.name=muon")["parallel.expert"] == "unsupported"
 
 
+def test_optimizers_without_rules_for_latent_experts_are_refused() -> None:
+    latent = ("recipe=moe_laptop", "model.layers.-.latent=64")
+    assert reported(*latent) == {}
+    assert reported(*latent, "optim.name=muon") == {"optim.name": "unsupported"}
+    assert reported(*latent, "model.mup.base_width=96") == {"model.layers.-.latent": "unsupported"}
+
+
 @pytest.mark.parametrize("patterns", [["*.correction"], ["*.correction", "*.router"]])
 def test_train_refuses_a_pattern_that_matches_only_weights_without_a_gradient(patterns: list[str]) -> None:
     """A step moves the corrections of routers by the experts' loads, whatever `train` names."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from hybridtron.cli.arguments import not_there_yet, progress_bar
 from hybridtron.config.units import readable
-from hybridtron.interop.gguf_file import write_gguf
 from hybridtron.limits import path_of
 from hybridtron.problems import CommandParser
 from hybridtron.requirements import demand
@@ -26,6 +25,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--output", type=path_of, required=True, metavar="FILE", help="the GGUF file")
     chosen = parser.parse_args(arguments)
     demand("gguf")
+    from hybridtron.interop.gguf_file import write_gguf  # imports torch
+
     output = not_there_yet(chosen.output)
     with progress_bar("weights") as report_progress:
         vocabulary = write_gguf(chosen.export, output, report_progress)

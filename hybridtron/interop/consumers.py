@@ -4,7 +4,7 @@ A rule is data: a class, and conditions on config.json that the program needs fo
 it is on disk, since servers and converters do so too. Each program has the version in which its sources were read. The
 rules for transformers were tested: exports of every class were loaded by each version, and logits and greedy tokens
 were compared (`tests/interop/test_versions.py`). llama.cpp was run with files of `hybridtron gguf`
-(`tools/prove_gguf.py`). No other program was run.
+(`examples/llama_cpp/prove.py`). No other program was run.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def direction_in_two(
     mu = optim.muon.momentum
     state[0] = mu * state[0] + (1 - mu) * gradient
     update = mu * state[0] + (1 - mu) * gradient
-    (cut,) = weight.cuts
+    (cut,) = (cut for cut in weight.cuts if cut.over != "expert")
     first = gradient.ndim - 2  # the axis of rows
     ends = np.cumsum(weight.fused_sizes(first))[:-1]
     experts = []

@@ -42,7 +42,7 @@ from tests.slow import slow_except
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(240)]
 GATED = "Me"  # experts with a gate, balanced by a loss
 BOTH = "MeWx"  # and experts without, whose correction moves
-IN_BATCHES = 600  # entries of a batch: 2 of 6 and 1 of 8 experts
+IN_BATCHES = 600  # entries of a batch: gates of 2 of 8 experts, or of 6 of 8 that are latent
 STEPS = 3
 
 
@@ -151,7 +151,7 @@ def test_every_entry_is_sent_once_and_returned_to_all_holders(
 ) -> None:
     monkeypatch.setattr(matrix_owners, "ENTRIES_TOGETHER", IN_BATCHES)
     for weight in experts_of(tensor, copies, everywhere):
-        assert len(weight.matrices) >= 3
+        assert len(weight.matrices) >= 2
         assert all((count == 1).all() for count in sent_counts(weight)), weight.name
         for rank in range(tensor * copies):
             returned = torch.zeros(len(weight.ranges[weight.mesh.at(rank).copies.rank]), dtype=torch.int64)
@@ -167,10 +167,10 @@ def experts_of(tensor: int, copies: int, everywhere: bool) -> list[DividedWeight
 
 
 def test_batches_have_the_experts_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrix_owners, "ENTRIES_TOGETHER", 1100)  # 4 of 6 experts, whose gate has 8 x 32 entries
+    monkeypatch.setattr(matrix_owners, "ENTRIES_TOGETHER", 1100)  # 4 of 8 experts, whose gate has 8 x 32 entries
     gate_up = experts_of(1, 1, everywhere=False)[0]
     shapes = {".".join(name.split(".")[-2:]): shape for name, shape in gate_up.matrices.items()}
-    assert shapes == {"gate.0": (4, 8, 32), "gate.4": (2, 8, 32), "up.0": (4, 8, 32), "up.4": (2, 8, 32)}
+    assert shapes == {"gate.0": (4, 8, 32), "gate.4": (4, 8, 32), "up.0": (4, 8, 32), "up.4": (4, 8, 32)}
 
 
 def test_routers_have_adamws_state_and_experts_have_a_momentum() -> None:

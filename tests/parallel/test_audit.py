@@ -37,6 +37,7 @@ FAST_CASES = {
     ("zamba2", "pp2"),
     ("falcon-h1", "pp2-virtual2"),
     ("mup", "tp2"),
+    ("jamba", "tp2"),
     ("experts", "tp2-sp"),
     ("experts", "tp2-ep2-et1"),
     ("experts", "pp2-dp2-ep2"),
@@ -106,6 +107,8 @@ def test_cases_of_every_layout_have_every_option(layout: str) -> None:
 
 
 def test_cases_that_divide_experts_have_every_recomputation() -> None:
-    configs = [case.config for case in CASES if LAYOUTS[case.layout].divides_experts]
-    assert {config.parallel.recompute for config in configs} == set(Recompute)
-    assert len(configs) == sum(sizes.divides_experts for sizes in LAYOUTS.values())
+    cases = [case for case in CASES if LAYOUTS[case.layout].divides_experts]
+    layouts = [name for name, sizes in LAYOUTS.items() if sizes.divides_experts]
+    assert {(case.name, case.layout) for case in cases} == set(itertools.product(("jamba", "experts"), layouts))
+    for name in ("jamba", "experts"):
+        assert {case.config.parallel.recompute for case in cases if case.name == name} == set(Recompute)

@@ -85,9 +85,10 @@ def test_memory_of_one_process_is_the_sum_over_weights_and_sub_layers():
             master = 0
         assert (held.states > 0) == (phase.states.mode is not StateMode.zero)
         weights = architecture(model).table.values()
-        in_fp32 = sum(weight.size for weight in weights if weight.fp32)
-        narrow = sum(weight.size for weight in weights) - in_fp32
-        assert held.weights == 4 * in_fp32 + value * narrow
+        in_fp32 = sum(weight.size for weight in weights if weight.fp32 and weight.trained)
+        narrow = sum(weight.size for weight in weights if not weight.fp32)
+        untrained = sum(weight.size for weight in weights if not weight.trained)
+        assert held.weights == 4 * (in_fp32 + untrained) + value * narrow
         assert held.gradients == 4 * (in_fp32 + narrow)
         assert held.optimizer == 8 * (in_fp32 + narrow) + master * narrow
         stream = value

@@ -1,7 +1,7 @@
 """Compares llama.cpp with this package: trains a small model of each family, writes its GGUF file, and runs both.
 
     python -m venv LLAMA && LLAMA/bin/pip install llama-cpp-python     compiles llama.cpp
-    python tools/prove_gguf.py FOLDER --python LLAMA/bin/python
+    python examples/llama_cpp/prove.py FOLDER --python LLAMA/bin/python
 
 llama-cpp-python is a source distribution, so it has an environment of its own and is no part of the tests. Each family
 gets texts of unequal length. Token ids of the texts, and 64 greedy tokens after each of them, must be equal; the
@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where none is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # also where none is installed
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -42,7 +42,7 @@ from hybridtron.inference.generate import generate
 from hybridtron.interop.verify import whole_model
 
 NEW_TOKENS = 64
-OTHER_SIDE = Path(__file__).with_name("llama_cpp_greedy.py")
+OTHER_SIDE = Path(__file__).with_name("greedy.py")
 MAMBA2 = "model.layers.M={kind: mamba2, state: 32, head_dim: 32, groups: 2}"
 GRANITE = (
     "recipe=laptop",

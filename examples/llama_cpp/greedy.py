@@ -1,4 +1,4 @@
-"""Runs a GGUF file with llama-cpp-python: the side of `prove_gguf.py` that has an environment of its own.
+"""Runs a GGUF file with llama-cpp-python: the side of `prove.py` that has an environment of its own.
 
 Reads {"model": FILE, "texts": [...], "new_tokens": N} from stdin. Writes for each text its token ids, the logits after
 it, and N greedy tokens.

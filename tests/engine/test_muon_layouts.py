@@ -266,7 +266,7 @@ def stepped_from_gradients(seat: Seat, config: Config, steps: int) -> dict[str, 
                     continue
                 generator = torch.Generator().manual_seed(1000 * step + sorted(table).index(name))
                 gradient = torch.randn(table[name].shape, generator=generator)
-                shard.weight.main_grad.copy_(cut(gradient, table[name], groups.dense))
+                shard.weight.main_grad.copy_(cut(gradient, table[name], groups.meshes[table[name].family]))
             engine.optimizer.squared_norm()  # prepares the gradients
             assert engine.optimizer.apply_update(LR, 0.0)
         return {name: weight.clone() for name, weight in engine.weights()}

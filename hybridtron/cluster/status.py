@@ -196,7 +196,7 @@ def time_lines(run: Status) -> list[str]:
         interval_s = best_interval(spent.save_s, failure_s)
         lost = lost_fraction(interval_s, spent.save_s, spent.start_s, failure_s)
         lines.append(
-            f"{run.folder}: a checkpoint stops training for {spent.save_s:.2g} s, a start takes {spent.start_s:.2g} s; "
+            f"{run.folder}: a checkpoint stops training for {spent.save_s:.1f} s, a start takes {spent.start_s:.0f} s; "
             f"at Llama 3's rate of failures, one in {failure_s / 3600:,.0f} h on {spent.processes} devices, "
             f"a checkpoint every {clock(interval_s)} is best and {lost:.2%} of the time is lost"
         )

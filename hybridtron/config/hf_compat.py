@@ -144,7 +144,8 @@ def _experts(specs: Sequence[MixerSpec], shared_gate: bool = False, normalised: 
     assert isinstance(spec, MoESpec)
     if not spec.shared:
         return "its moe sub-layers have no shared expert"
-    fitting = {"activation": "swiglu", "scores": "softmax", "scale": 1.0, "groups": 1, "shared_gate": shared_gate}
+    fitting = {"activation": "swiglu", "latent": None, "scores": "softmax", "scale": 1.0, "groups": 1}
+    fitting["shared_gate"] = shared_gate
     if normalised:
         fitting["normalise"] = True
     for option, value in fitting.items():

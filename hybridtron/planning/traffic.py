@@ -67,7 +67,7 @@ def _rows_sent(spec: MixerSpec, phase: ResolvedPhase) -> int:
         return 0
     parallel = phase.config.parallel
     again = is_recomputed(spec, phase.arch.sizes, parallel.recompute) + chunks_run_again(phase)
-    values = 2 * (2 + again) * spec.top_k * phase.arch.sizes.width
+    values = 2 * (2 + again) * spec.top_k * spec.outer(phase.arch.sizes)
     sharing = parallel.tensor // parallel.expert_tensor_ranks  # ranks that route different tokens of the same row
     return values * (parallel.expert - 1) // (parallel.expert * sharing)
 

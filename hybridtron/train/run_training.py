@@ -32,6 +32,7 @@ from hybridtron.train.refused import RefusedBatches
 from hybridtron.train.sinks import MetricsWriter
 from hybridtron.train.start import (
     archive_superseded,
+    changed_cuts,
     check_forced_ops,
     check_fp8,
     check_same_model,
@@ -72,6 +73,8 @@ def run_training(plan: RunPlan, requests: StopRequests, hooks: Sequence[Hook] = 
             start = starting_point(config)
             if start is not None:
                 check_same_model(start, plan)
+                if launched().rank == 0 and (change := changed_cuts(start, plan)) is not None:
+                    LOG.warning(change)
             if start is not None and start.meta.step >= plan.last_step:
                 check_unchanged(start, plan)
                 report_finished(start, plan, hooks, groups)
@@ -160,7 +163,8 @@ def open_time_log(config: Config, start: Checkpoint | None, groups: Groups, fail
         continued = checkpoints.belongs_to(failures.run_dir, start.folder)
     age_s = time.monotonic() - failures.progress.began
     folder = failures.run_dir / "logs" if groups.is_first else None
-    return TimeLog(folder, groups.world_size, age_s, continued=continued)
+    resumed = 0 if start is None else start.meta.step
+    return TimeLog(folder, groups.world_size, resumed, age_s=age_s, continued=continued)
 
 
 def open_run_folder(config: Config) -> None:

@@ -28,6 +28,7 @@ from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.config.saved import named_start
 from hybridtron.config.schema import Config
+from hybridtron.config.update_rule import update_rule
 from hybridtron.config.weights import BEST, folder_of
 from hybridtron.data.loader import Fingerprint
 from hybridtron.device import compute_device
@@ -253,6 +254,22 @@ def _differing(key: str, configured: Mapping[str, Any], stored: Mapping[str, Any
                 repr(configured_value) if name in configured else "not set",
                 repr(stored_value) if name in stored else "nothing",
             )
+
+
+def changed_cuts(start: Checkpoint, plan: RunPlan) -> str | None:
+    """Return a warning if an optimizer for cut matrices continues with other cuts than in the checkpoint, or None."""
+    step = start.meta.step
+    if step >= plan.last_step:
+        return None
+    stage = update_rule(plan.phase_continuing_at(step).optim).matrix_stage
+    before = start.config.parallel.tensor
+    ranks = plan.config.parallel.tensor
+    if stage is None or not stage.by_shard or before == ranks:
+        return None
+    return (
+        f"optim.muon.blocked=true, and parallel.tensor is {ranks} but was {before} up to step {step}: matrices are cut "
+        "into other blocks, so the run continues by another rule"
+    )
 
 
 def check_fp8(plan: RunPlan) -> None:

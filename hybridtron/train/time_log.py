@@ -46,6 +46,7 @@ class StartRecord:
     trained: number of steps that the start trained
     rolled_back: number of steps that rollbacks of the start discarded
     saves: number of checkpoints
+    save_seconds: seconds for which these checkpoints stopped training, without the wait for the last one at the end
     seconds: section -> seconds; the sections `repeated` and `between` follow from all lines
     """
 
@@ -57,6 +58,7 @@ class StartRecord:
     trained: int = 0
     rolled_back: int = 0
     saves: int = 0
+    save_seconds: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -65,17 +67,20 @@ class TimeLog:
 
     folder: folder of time.jsonl; None on processes that do not write it
     processes: number of processes, each with a device
+    resumed: step of the checkpoint from which this start will resume; 0 without a checkpoint
     age_s: seconds that this start has taken already
     continued: False if earlier starts in the folder belong to another run
     """
 
-    def __init__(self, folder: Path | None, processes: int, age_s: float, *, continued: bool) -> None:
+    def __init__(
+        self, folder: Path | None, processes: int, resumed: int, *, age_s: float = 0.0, continued: bool = True
+    ) -> None:
         self.path = None if folder is None else folder / FILE
         self.earlier: list[dict[str, Any]] = []
         if self.path is not None and continued:
             self.earlier = read_lines(self.path)
         now = time.time()
-        self.record = StartRecord(now - age_s, now, processes, resumed=0, step=0)
+        self.record = StartRecord(now - age_s, now, processes, resumed, resumed)
         self.record.seconds["start"] = age_s
         self.section = "start"
         self.since = time.monotonic()
@@ -111,9 +116,10 @@ class TimeLog:
         self.record.resumed = step
         self.record.step = step
 
-    def count_save(self) -> None:
-        """Count a checkpoint."""
+    def count_save(self, seconds: float) -> None:
+        """Count a checkpoint that has stopped training for a number of seconds."""
         self.record.saves += 1
+        self.record.save_seconds += seconds
 
     def spent(self) -> TimeSpent:
         """Return the time of this start and all earlier ones."""
@@ -156,26 +162,20 @@ class TimeLog:
 class TimeSpent:
     """A run's time by section, over all its starts.
 
-    starts, saves: numbers of starts and checkpoints
+    starts: number of starts
+    save_s: mean seconds for which a checkpoint stops training; None before the first checkpoint
     processes: number of processes in the last start
     seconds: section -> seconds, in falling order; sections without time are left out
     """
 
     starts: int
-    saves: int
+    save_s: float | None
     processes: int
     seconds: Mapping[str, float]
 
     @property
     def total(self) -> float:
         return sum(self.seconds.values())
-
-    @property
-    def save_s(self) -> float | None:
-        """Mean seconds for which a checkpoint stops training; None before the first checkpoint."""
-        if self.saves == 0:
-            return None
-        return self.seconds.get("checkpoints", 0.0) / self.saves
 
     @property
     def start_s(self) -> float:
@@ -223,4 +223,8 @@ def add_up(records: Sequence[StartRecord]) -> TimeSpent:
             seconds[section] = seconds.get(section, 0.0) + spent
     ordered = sorted(((section, spent) for section, spent in seconds.items() if spent > 0), key=lambda item: -item[1])
     saves = sum(record.saves for record in records)
-    return TimeSpent(len(records), saves, records[-1].processes, dict(ordered))
+    if saves == 0:
+        save_s = None
+    else:
+        save_s = sum(record.save_seconds for record in records) / saves
+    return TimeSpent(len(records), save_s, records[-1].processes, dict(ordered))

@@ -315,7 +315,7 @@ class Trainer:
     def save(self, step: int, loader: Loader, metrics: StepMetrics) -> None:
         """Write the checkpoint of a step. Raises RollbackRequested if a value in the checkpoint is not finite."""
         self.watchdog.beat(f"the checkpoint of step {step}")
-        self.time_log.count_save()
+        began = time.perf_counter()
         with self.requests.saving(), self.time_log.spent_on("checkpoints"):
             if metrics.validation is None:
                 measured = math.nan
@@ -330,6 +330,7 @@ class Trainer:
                 self.saver.save(self.engine, meta, loader.sources.tokenizer_file)
             except NotFinite as fault:
                 raise rollback.not_saved(step, fault) from fault
+        self.time_log.count_save(time.perf_counter() - began)
         self.requests.longest_save = max(self.requests.longest_save, self.saver.longest_s)
 
     def check_saved(self) -> None:

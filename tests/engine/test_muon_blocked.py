@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridtron.architecture.base import Cut, Parameter, linear
-from hybridtron.config.resolve import resolve
+from hybridtron.config.load import load
+from hybridtron.config.resolve import RunPlan, resolve
 from hybridtron.config.schema import Config, OptimConfig
 from hybridtron.config.update_rule import update_rule_warnings
 from hybridtron.parallel.matrix_owners import DividedWeight
 from hybridtron.parallel.mesh import Mesh, RankGroup
 from hybridtron.parallel.pool import Seat
 from hybridtron.proving.audit.cases import Layout, small_model
+from hybridtron.train.start import changed_cuts
 from tests.distributed import run_distributed
 from tests.engine import test_muon_layouts as layouts
 from tests.engine.test_muon_layouts import (
@@ -153,3 +156,17 @@ def test_a_warning_says_that_one_rank_cuts_nothing() -> None:
     assert "optim.muon.blocked=true changes nothing" in warning
     assert update_rule_warnings(resolve(blocked(Layout(tensor=2)))) == []
     assert update_rule_warnings(resolve(configured(Layout()))) == []
+
+
+def test_other_cuts_at_a_resume_are_warned_of() -> None:
+    def warning(before: int, now: int, blocked: str) -> str | None:
+        configs = [
+            load(["recipe=laptop", "optim.name=muon", f"optim.muon.blocked={blocked}", f"parallel.tensor={ranks}"])
+            for ranks in (before, now)
+        ]
+        start: Any = SimpleNamespace(meta=SimpleNamespace(step=3), config=configs[0])
+        return changed_cuts(start, RunPlan.of(configs[1]))
+
+    assert "parallel.tensor is 2 but was 1 up to step 3" in (warning(1, 2, "true") or "")
+    assert warning(2, 2, "true") is None
+    assert warning(1, 2, "false") is None

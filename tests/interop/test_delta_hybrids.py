@@ -228,6 +228,7 @@ OTHERS = {
     "have shared_gate=False, not True": with_options("qwen3_next", "E", shared_gate=False),
     "have scores=sigmoid, not softmax": with_options("qwen3_next", "E", scores="sigmoid"),
     "correct the scores": with_options("qwen3_next", "E", balance="bias"),
+    "have latent=8, not None": with_options("qwen3_next", "E", latent=8),
     "have no shared expert": with_options("qwen3_next", "E", shared=0, shared_gate=False),
 }
 

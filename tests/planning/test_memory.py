@@ -543,6 +543,14 @@ def test_ranks_divide_experts_and_their_states_apart_from_other_weights() -> Non
         assert rank.traffic.gradients == rank.traffic.parameters == sent
 
 
+def test_latent_experts_are_sent_rows_of_their_width() -> None:
+    full, latent = (
+        plan(RunPlan.of(load([*EXPERTS, "parallel.expert=2", *settings])).phases[0], 2).ranks[0].traffic.experts
+        for settings in ([], ["model.layers.-.latent=48"])
+    )
+    assert latent * 192 == full * 48 > 0
+
+
 def test_rows_of_each_choice_are_sent_twice_in_each_pass() -> None:
     config = load(EXPERTS)
     (spec,) = moe_letters(architecture(config.model)).values()

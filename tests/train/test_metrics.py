@@ -295,7 +295,7 @@ def test_the_final_message_names_duration_checkpoint_and_commands(
     monkeypatch.setattr("time.monotonic", lambda: 3723.0)
     progress = Progress(step=20, validation={"1x": 3.5}, began=0.0)
     with RunLog(0):
-        spent = TimeSpent(2, 1, 1, {"steps": 90.0, "start": 10.0})
+        spent = TimeSpent(2, 1.0, 1, {"steps": 90.0, "start": 10.0})
         announce_end(progress, Path("runs/mine"), Path("runs/mine/checkpoints/step-00000020"), spent)
     said = capsys.readouterr().out
     assert all(word in said for word in ("20", "1:02:03", "3.5000", "step-00000020"))

@@ -44,7 +44,7 @@ def metrics_of(step: int, step_time: float, data_wait: float) -> StepMetrics:
 
 
 def test_time_counts_to_the_innermost_section(tmp_path: Path, clock: Clock) -> None:
-    log = TimeLog(tmp_path, 8, age_s=5.0, continued=True)
+    log = TimeLog(tmp_path, 8, 0, age_s=5.0)
     clock.now += 2
     with log.spent_on("steps"):
         clock.now += 10
@@ -53,12 +53,12 @@ def test_time_counts_to_the_innermost_section(tmp_path: Path, clock: Clock) -> N
         log.count_step(metrics_of(2, 10.0, 2.0), accepted=False)
         with log.spent_on("checkpoints"):
             clock.now += 4
-        log.count_save()
+        log.count_save(3.0)
     log.close()
     spent = read_log(tmp_path)
     assert spent.seconds == {"steps": 9.0, "refused": 8.0, "start": 7.0, "checkpoints": 4.0, "data": 3.0}
     assert spent.total == 31.0
-    assert (spent.saves, spent.processes, spent.save_s, spent.start_s) == (1, 8, 4.0, 7.0)
+    assert (spent.processes, spent.save_s, spent.start_s) == (8, 3.0, 7.0)
 
 
 def read_log(folder: Path) -> time_log.TimeSpent:
@@ -74,8 +74,16 @@ def test_steps_that_a_later_start_trains_again_are_repeated() -> None:
     assert spent.words() == "55.6% steps, 22.2% between, 22.2% repeated"
 
 
+def test_a_start_that_died_before_its_first_step_repeats_nothing(tmp_path: Path, clock: Clock) -> None:
+    first = StartRecord(began=0, ended=100, processes=1, resumed=0, step=10, trained=10, seconds={"steps": 100.0})
+    died = TimeLog(tmp_path, 1, 10).record
+    last = StartRecord(began=2000, ended=2100, processes=1, resumed=10, step=20, trained=10, seconds={"steps": 100.0})
+    assert add_up([first, died]).seconds["steps"] == 100.0
+    assert add_up([first, died, last]).seconds["steps"] == 200.0
+
+
 def test_steps_that_a_rollback_discards_are_repeated(tmp_path: Path, clock: Clock) -> None:
-    log = TimeLog(tmp_path, 1, age_s=0.0, continued=True)
+    log = TimeLog(tmp_path, 1, 0)
     with log.spent_on("steps"):
         for step in (1, 2, 3, 4):
             clock.now += 1
@@ -89,9 +97,9 @@ def test_steps_that_a_rollback_discards_are_repeated(tmp_path: Path, clock: Cloc
 
 
 def test_a_log_of_another_run_in_the_folder_is_dropped(tmp_path: Path, clock: Clock) -> None:
-    TimeLog(tmp_path, 1, age_s=1.0, continued=True).close()
-    assert TimeLog(tmp_path, 1, age_s=1.0, continued=True).spent().starts == 2
-    assert TimeLog(tmp_path, 1, age_s=1.0, continued=False).spent().starts == 1
+    TimeLog(tmp_path, 1, 0, age_s=1.0).close()
+    assert TimeLog(tmp_path, 1, 0, age_s=1.0).spent().starts == 2
+    assert TimeLog(tmp_path, 1, 0, age_s=1.0, continued=False).spent().starts == 1
     assert read_log(tmp_path).starts == 1
 
 
@@ -112,7 +120,7 @@ def test_a_full_disk_does_not_end_training(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(time_log, "write_whole", full)
-    TimeLog(tmp_path, 1, age_s=0.0, continued=True).close()
+    TimeLog(tmp_path, 1, 0).close()
     assert "can't be written" in caplog.text
 
 

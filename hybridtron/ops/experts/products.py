@@ -112,6 +112,8 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
         ctx.save_for_backward(x_NI, weight_EOI, ends_E)
+        if len(x_NI) == 0:  # grouped_mm promises nothing for products without rows
+            return x_NI.new_zeros(0, weight_EOI.shape[1])
         return F.grouped_mm(x_NI, weight_EOI.mT, offs=ends_E)
 
     @staticmethod
@@ -119,6 +121,8 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_NI, weight_EOI, ends_E = ctx.saved_tensors
         grad_NO = grads[0].contiguous()
+        if len(x_NI) == 0:
+            return torch.zeros_like(x_NI), torch.zeros_like(weight_EOI), None
         grad_x_NI = F.grouped_mm(grad_NO, weight_EOI, offs=ends_E) if ctx.needs_input_grad[0] else None
         grad_weight_EOI = F.grouped_mm(grad_NO.mT, x_NI, offs=ends_E) if ctx.needs_input_grad[1] else None
         return grad_x_NI, grad_weight_EOI, None

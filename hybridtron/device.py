@@ -196,10 +196,10 @@ def _graph_stream() -> Any:
 
 @contextmanager
 def on_graph_stream(enabled: bool = True) -> Iterator[None]:
-    """Run the block's work on the stream of CUDA graphs, between the work before and after it. Does nothing on a CPU.
+    """Run the block on the stream for CUDA graphs, in order with the work before and after it. No effect on a CPU.
 
-    Megatron's buffers of gradients must be made here if the passes will be captured: autograd adds gradients on the
-    stream on which it first saw the weight, and torch's default stream can't take part in a capture.
+    Megatron's gradient buffers must be made on this stream if the passes will be captured: autograd adds gradients on
+    the stream on which it first saw the weight, and torch's default stream can't take part in a capture.
     """
     if not enabled or compute_device().type == "cpu":
         yield
@@ -213,7 +213,7 @@ def on_graph_stream(enabled: bool = True) -> Iterator[None]:
 
 @dataclass
 class GraphMemory:
-    """A memory pool for captured calls of which only one runs at a time, and none returns a tensor.
+    """A memory pool for several captured calls. Only one of them may run at a time, and none may return a tensor.
 
     pool: None before the first capture
     """
@@ -224,7 +224,7 @@ class GraphMemory:
 def captured(call: Callable[[], object], memory: GraphMemory) -> Callable[[], None]:
     """Capture a call as a CUDA graph, without running it, and return a function that replays it. CUDA only.
 
-    Before, the call must have run inside `on_graph_stream`. It must not wait for the GPU. Raises torch's error if an
+    The call must have run before, inside `on_graph_stream`, and must not wait for the GPU. Raises torch's error if an
     operation can't be captured; the process may then be unable to compute.
     """
     graph = torch.cuda.CUDAGraph()

@@ -7,8 +7,8 @@
 u is the mixer's input, and z is the output gate. Each inner channel has its own recurrence, with its own h, x, dt (the
 step size), A and D. B and C are common to all channels. h, A, B and C are vectors with `state` entries.
 
-With `inner_norm`, dt (before dt_proj), B and C each pass an RMSNorm: with weights (`learned`), as in Jamba, or without
-(`plain`), as in Falcon-Mamba.
+With `inner_norm`, dt (before dt_proj), B and C each pass an RMSNorm. The norms have weights (`learned`), as in Jamba,
+or none (`plain`), as in Falcon-Mamba.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ class MambaSpec(RecurrenceSpec):
         }
 
     def norm_parameters(self, model: ModelSizes) -> dict[str, Parameter]:
-        """Return the weights of the inner norms. Each rank applies them to all of dt, B and C, for its own channels."""
+        """Return the weights of the inner norms.
+
+        Each rank norms dt, B and C in full, but uses the results only for its own channels.
+        """
         if self.inner_norm != "learned":
             return {}
         sizes = {"dt_norm.weight": self.rank(model), "B_norm.weight": self.state, "C_norm.weight": self.state}
@@ -89,9 +92,9 @@ class MambaSpec(RecurrenceSpec):
         return BranchSizes(self.state, self.inner(model), groups=1, heads=self.inner(model))
 
     def exported_names(self, model: ModelSizes) -> Names:
-        """Return the weights' names in the authors' implementation, and in Jamba for the norms.
+        """Return the weights' names in the authors' implementation and in transformers.
 
-        transformers has the same names.
+        The inner norms have the names of Jamba.
         """
         names = super().exported_names(model)
         moved = {"conv1d.weight": "conv_weight", "conv1d.bias": "conv_bias", "dt_proj.bias": "dt_bias"}

@@ -170,7 +170,8 @@ class MoESpec(MixerSpec):
 
     def activation_values(self, model: ModelSizes) -> int:
         inner = (self.matrices + 1) * self.hidden
-        # Every tensor-parallel rank saves the router's input, and for each of a token's experts its input and output.
+        # Every tensor-parallel rank saves the router's input, and the input and output of each of a token's experts.
+        # With `latent`, it also saves the projected input, and the experts' sum before it is projected back.
         copies = 2 * self.top_k * self.outer(model) + 2 * (self.latent or 0)
         router = model.wide * (model.width + 3 * self.experts)
         return self.top_k * inner + (self.matrices + 1) * self.shared + model.tensor * (copies + router)

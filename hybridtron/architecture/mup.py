@@ -96,7 +96,7 @@ def _transferred(weight: Parameter, base: Parameter) -> Parameter:
     inputs = weight.shape[-1] / base.shape[-1]
     if not weight.is_linear or inputs == 1:
         return replace(weight, init=base.init)
-    outputs = len(weight.shape) - 2  # the axis before the inputs; experts are the axis before it
+    outputs = len(weight.shape) - 2  # the axis of outputs; an axis that counts experts comes before it
     sizes = zip(weight.fused_sizes(outputs), base.fused_sizes(outputs), strict=True)
     parts = [(size, inputs**-0.5 if size != base_size else 1 / inputs) for size, base_size in sizes]
     return replace(weight, init=_scaled(base.init, parts), lr_factor=1 / inputs)

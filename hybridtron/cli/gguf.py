@@ -1,10 +1,10 @@
-"""Write an export as a GGUF file, which llama.cpp and programs with it load.
+"""Write an export as a GGUF file, which llama.cpp and programs based on llama.cpp load.
 
     hybridtron gguf mamba2-hf --output mamba2.gguf
 
-The export's class must be Mamba, Mamba-2, Granite's hybrid or Falcon-H1, and its tokenizer one of byte pairs that
-llama.cpp splits in the same way. The file has the export's weights, in its dtype; `llama-quantize` makes smaller files
-from it.
+The export's class must be Mamba, Mamba-2, Granite's hybrid or Falcon-H1. Its tokenizer must merge byte pairs, and
+llama.cpp must be able to split texts in the same way. Matrices keep the export's dtype; `llama-quantize` makes smaller
+files.
 
 Exit codes: 0 done, 2 llama.cpp can't run the model, or the folder is not an export.
 """

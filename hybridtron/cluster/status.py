@@ -3,9 +3,9 @@
 Without a folder, all runs below runs/ are shown. The table has each run's state, jobs, phase, step, speed, loss, number
 of starts, remaining time, and expected end time. The values are read from the run's folder, and from SLURM's queue if
 the machine has SLURM. The remaining time is the remaining token count divided by the speed in recent steps, without
-time in the queue, evaluations and checkpoints. For runs that are named, lines below show their time by section
-(`train/time_log.py`), and the interval between checkpoints that loses the least time. The command writes nothing and
-does not import torch.
+time in the queue, evaluations and checkpoints. If folders are named, lines below the table show each run's time by
+section (`train/time_log.py`), and the interval between checkpoints that loses the least time. The command writes
+nothing and does not import torch.
 
 Exit codes: 0 shown, 2 a folder is missing or contains no run.
 """
@@ -185,7 +185,7 @@ def show(statuses: Sequence[Status], console: Console) -> None:
 
 
 def time_lines(run: Status) -> list[str]:
-    """Return lines on the time that a run took by section, and on the best interval between its checkpoints."""
+    """Return lines with a run's time by section, and with the best interval between its checkpoints."""
     spent = read_time(run.folder)
     if spent is None:
         return []

@@ -135,8 +135,8 @@ def _experts(specs: Sequence[MixerSpec], shared_gate: bool = False, normalised: 
     """Check that all sub-layers in `specs` have the same experts, with a softmax router and a shared expert.
 
     The shared expert must have a gate if `shared_gate` is True, and none otherwise. With `normalised`, a token's
-    weights must be divided by their sum; without it, both forms fit. The rules that keep loads even are not compared,
-    except for a correction, which changes the choice of experts: config.json does not say how a model is trained.
+    weights must be divided by their sum; without it, both forms fit. config.json does not say how a model is trained,
+    so the rules that keep loads even are not compared. Only a correction is refused: it changes the choice of experts.
     """
     if misfit := _only(specs, MoESpec):
         return misfit
@@ -296,7 +296,10 @@ def _olmo_hybrid(arch: Architecture, norm_eps: float) -> str | None:
 
 
 def _qwen(arch: Architecture, norm_eps: float, mlps: type[MixerSpec] | None = None) -> str | None:
-    """Check for Qwen3-Next, or for Qwen3.5, whose layers all have an MLP or all have experts (`mlps`)."""
+    """Check for Qwen3-Next or, if `mlps` is set, for Qwen3.5.
+
+    mlps: spec that every layer's MLP must have, for an MLP or for experts
+    """
     if misfit := _delta_hybrid(arch, "head", gate=True, norm_after=False, experts=True):
         return misfit
     if mlps is not None and (misfit := _only(halves(arch)[1], mlps)):
@@ -429,9 +432,9 @@ class Period(NamedTuple):
 
 
 def period_of(marks: Sequence[bool]) -> Period | None:
-    """Return the period of the marked layers, or None if they do not begin in the first period or follow no period.
+    """Return the period of the marked layers, or None if they have no period or do not begin in the first period.
 
-    Without a mark, the period is longer than the model.
+    If no layer is marked, the period is longer than the model.
     """
     places = [index for index, mark in enumerate(marks) if mark]
     count = len(marks)

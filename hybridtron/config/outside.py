@@ -37,7 +37,7 @@ Jobs on a cluster use such a copy, and do not read ./configs.
 
 MAX_YAML_BYTES = 2**20  # maximum size of a user's file
 NEAREST = 5  # maximum number of names in a suggestion
-OF_PATH = "path-"  # begins a choice's name if the argument was a path: a copy of configs/ may have a file of that name
+OF_PATH = "path-"  # prefix of a choice's name if the argument was a path: a copy of configs/ may have an equal name
 _PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 
 

@@ -211,7 +211,7 @@ def with_overlap(parallel: ParallelConfig, copies: int) -> ParallelConfig:
 
 
 def world_problems(parallel: ParallelConfig, world_size: int) -> list[Problem]:
-    """Return the problem if `world_size` ranks can't form whole replicas, or can't divide the experts among them."""
+    """Return a problem if `world_size` ranks can't form whole replicas or divide the experts, else an empty list."""
     model_ranks = parallel.model_ranks
     if world_size >= 1 and world_size % model_ranks == 0:
         return _owner_problems(parallel, world_size)

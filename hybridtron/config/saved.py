@@ -40,10 +40,9 @@ _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([^,}\s]*)")
 
 
 def named_start(run_dir: Path) -> str | None:
-    """Return the checkpoint from which `run.resume` let the last start in a run's folder continue, or None.
+    """Return the path in `run.resume` of the last start in a run's folder, or None if it named no path.
 
-    The last start has written its configuration into the folder. Without a readable configuration, nothing was trained
-    yet.
+    Every start writes config.yaml into the folder. Without a readable config.yaml, nothing was trained yet.
     """
     try:
         resume = yaml_of(read_regular(run_dir / "config.yaml", MAX_CONFIG_BYTES))["run"]["resume"]

@@ -151,9 +151,9 @@ class ParallelConfig:
     pipeline: Annotated[int, at_least(1)] = 1  # pipeline parallelism: ranks that divide the layers
     virtual_pipeline: Annotated[int, at_least(1)] = 1  # virtual (interleaved) stages of each pipeline rank
     context: Annotated[int, at_least(1)] = 1  # context parallelism: ranks that divide the tokens of every row
-    # expert parallelism: ranks that divide the routed experts; a divisor of the ranks of a pipeline stage
+    # expert parallelism: ranks that divide the routed experts; must divide the number of ranks in a pipeline stage
     expert: Annotated[int, at_least(1)] = 1
-    # ranks that divide the inner channels of every routed expert: as many as parallel.tensor, or 1, which then needs
+    # ranks that divide the inner channels of every routed expert: parallel.tensor or 1; 1 with tensor above 1 needs
     # sequence=true; null: parallel.tensor
     expert_tensor: Annotated[int | None, at_least(1)] = None
     distributed_optimizer: bool = True  # shard the optimizer's state over data-parallel ranks
@@ -190,7 +190,7 @@ class ParallelConfig:
 
     @property
     def fewest_ranks(self) -> int:
-        """Smallest number of ranks on which the layout can run: whole replicas, whose experts all have an owner."""
+        """Smallest number of ranks that form whole replicas and can divide the experts."""
         return self.pipeline * math.lcm(self.tensor * self.context, self.expert * self.expert_tensor_ranks)
 
 

@@ -81,7 +81,7 @@ def unread_by_phases(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
 
 
 def update_rule_warnings(phases: Sequence[ResolvedPhase]) -> list[str]:
-    """Return a sentence for each phase whose optimizer has a matrix stage but gets no weight for it, or no shard."""
+    """Return a sentence for each phase in which a matrix stage gets no weight, or `muon.blocked` has no effect."""
     whole = [
         f"{phase.key('optim.muon')}.blocked=true changes nothing with parallel.tensor=1, which cuts no matrix"
         for phase in phases

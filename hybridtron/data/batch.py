@@ -77,8 +77,8 @@ class SequenceShard:
 class DeviceNumbers:
     """A micro-batch's random numbers (`SeqInfo.number`) in fixed memory on the device, for passes in a CUDA graph.
 
-    A graph would repeat numbers that the host passes to its kernels. The numbers for a purpose are stored from its
-    first use on; `refill` computes them for the next micro-batch.
+    A graph would repeat a number that the host passes to a kernel. A purpose's number is stored when it is first used;
+    `refill` replaces all stored numbers for the next micro-batch.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class DeviceNumbers:
         self._stored: dict[str, Tensor] = {}
 
     def refill(self, key: int) -> None:
-        """Store the numbers that belong to another key, for all purposes so far."""
+        """Replace all stored numbers by the numbers for `key`."""
         self._key = key
         if self._stored:
             numbers = torch.tensor([signed(seed_of(key, purpose)) for purpose in self._stored])
@@ -151,7 +151,7 @@ class SeqInfo:
         return seed_of(self.key or 0, purpose)
 
     def number_for_device(self, purpose: str) -> int | Tensor:
-        """Return `number(purpose)` for kernels that may be in a CUDA graph: a tensor on the device in such passes."""
+        """Return `number(purpose)`: as an int, or in passes for a CUDA graph as a tensor on the device."""
         if self.numbers is None:
             return self.number(purpose)
         return self.numbers.of(purpose)
@@ -179,10 +179,10 @@ class SeqInfo:
         return self._spans
 
     def padded(self, count: int) -> SeqInfo:
-        """Return a copy with `count` boundaries and without spans; the batch's end is repeated behind its boundaries.
+        """Return a copy without spans, whose boundaries are padded to `count` with the batch's end.
 
-        Kernels that read boundaries are then launched with the same sizes, whatever the number of documents is: each
-        repetition is a document without tokens. Without boundaries, the copy has none either.
+        Kernels read the padding as documents without tokens. So their launches have the same sizes for any number of
+        documents. A copy of a batch without boundaries has none either.
         """
         if self.boundaries_E is None:
             return replace(self, _spans=[], _rope={})

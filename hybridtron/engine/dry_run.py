@@ -38,7 +38,7 @@ class RankShapes:
 
 
 def build_every_rank(plan: RunPlan) -> Iterator[RankShapes]:
-    """Build the model for each rank, for as few ranks as the layout allows, and yield the shapes of its weights."""
+    """Build each rank's part of the model, on as few ranks as the layout allows, and yield its weights' shapes."""
     config = plan.config
     dtype = DTYPES[config.precision.name]
     world = config.parallel.fewest_ranks

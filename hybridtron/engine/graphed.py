@@ -2,9 +2,9 @@
 
 The host launches a step's kernels one by one. Where kernels are short, the GPU waits for the host. A graph is launched
 as a whole (`run.cuda_graph`). It runs the same kernels with the same scalar arguments and the same addresses each time.
-So everything that differs between micro-batches is copied to fixed memory before: tokens, labels, mask, positions,
-documents, and the numbers from which dropout is drawn. Document boundaries are padded to a power of two; there is a
-graph for each number of boundaries. Gradients, the loss and the number of loss tokens are added up in fixed memory.
+So everything that differs between micro-batches is copied to fixed memory before a launch: tokens, labels, mask,
+positions, documents, and the numbers from which dropout is drawn. Document boundaries are padded to a power of two;
+there is a graph for each power. Gradients, the loss and the number of loss tokens are added up in fixed memory.
 
 `hybridtron rehearse --capture` shows without a GPU whether the passes can be captured. No GPU has captured them so far.
 """
@@ -51,7 +51,7 @@ class StepSums:
 class StaticPasses:
     """Both passes of a micro-batch in fixed memory. A call runs them, and adds to the gradients and the step's sums.
 
-    like: a micro-batch with the sizes of all later ones
+    like: a micro-batch; all micro-batches must have its sizes
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class StaticPasses:
         self.numbers.refill(batch.seq.key or 0)
 
     def __call__(self) -> None:
-        # New tensor objects over the same memory: caches that are kept for a batch would keep another batch's values.
+        # New tensor objects over the same memory: caches by tensor object would return an earlier batch's values.
         fresh = self.batch.moved(lambda tensor: tensor.view_as(tensor))
         fresh = replace(fresh, seq=replace(fresh.seq, numbers=self.numbers))
         config: Any = self._stages[0].config
@@ -93,12 +93,12 @@ class StaticPasses:
     def _count_tokens(
         self, stages: Any, tokens: Tensor, pg_collection: Any = None, force_all_reduce: bool = False
     ) -> None:
-        """Count loss tokens, in the place of the function that finalizes gradients."""
+        """Count loss tokens. During the passes, this function replaces Megatron's, which finalizes gradients."""
         self.sums.tokens += tokens
 
 
 class GraphedPasses:
-    """Runs the passes of micro-batches: the host launches the first few, and CUDA graphs repeat them for the others."""
+    """Runs micro-batches' passes: the host launches the kernels of the first few, and CUDA graphs run the others."""
 
     def __init__(self, stages: Sequence[nn.Module], z_loss: float, groups: Groups, device: torch.device) -> None:
         self.sums = StepSums(device)
@@ -146,7 +146,7 @@ class MicroBatchGraph:
 
 
 def _captured(passes: StaticPasses, memory: GraphMemory) -> Callable[[], None]:
-    """Capture the passes. Raises ConfigError with torch's reason if it can't capture them."""
+    """Capture the passes. Raises ConfigError with torch's reason if torch can't capture them."""
     forget_masks()
     try:
         return captured(passes, memory)

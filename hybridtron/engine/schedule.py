@@ -103,8 +103,8 @@ def run_both_passes(
 ) -> Tensor:
     """Run both passes of one micro-batch through a model without pipeline, experts and carried states.
 
-    Accumulates gradients, and returns the report of `_loss_of`. Megatron then calls the function that finalizes
-    gradients as after a step's last micro-batch.
+    Accumulates gradients, and returns the report of `_loss_of`. Megatron also calls the function that finalizes
+    gradients, as after a step's last micro-batch.
     """
     step = partial(_forward_step, z_loss=z_loss, groups=groups, device=device, carrier=None, sums={}, choices={})
     (report,) = _run_passes(stages, [batch], step, forward_only=False)
@@ -114,7 +114,7 @@ def run_both_passes(
 def _run_passes(
     stages: Sequence[nn.Module], batches: Sequence[Batch], step: Callable[..., Any], forward_only: bool
 ) -> list[Tensor]:
-    """Run Megatron's schedule with a forward step, and return each micro-batch's report, if the last stage is here."""
+    """Run Megatron's schedule, and return each micro-batch's report: an empty list on ranks without the last stage."""
     schedule: Any = get_forward_backward_func()
     return schedule(
         forward_step_func=step,

@@ -150,7 +150,7 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 
 def _with_text_settings(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings with those of the language model, which are under `text_config` beside a vision model's.
+    """Return the settings of the language model, which are partly under `text_config` beside a vision model's.
 
     Raises CannotImport if `text_config` is no object, or disagrees with the other settings on tied embeddings.
     """

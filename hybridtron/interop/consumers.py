@@ -108,7 +108,10 @@ def pattern_alone(config: Settings) -> bool:
 
 
 def experts_alone(config: Settings) -> bool:
-    """Return True if Nemotron-H has either dense MLPs or experts, and the key from which llama.cpp infers experts."""
+    """Return True if Nemotron-H has dense MLPs or experts, but not both, and llama.cpp can see which.
+
+    llama.cpp infers experts from the key `num_experts_per_tok`.
+    """
     pattern = config.get("hybrid_override_pattern") or ""
     has_experts = "E" in pattern
     return has_experts == ("num_experts_per_tok" in config) and not (has_experts and "-" in pattern)
@@ -291,7 +294,7 @@ GGUF = Consumer(
     {"": "not written"},
     tried=True,
 )
-"""llama.cpp with a file that `hybridtron gguf` wrote. Its own converter has further conditions (LLAMA_CPP)."""
+"""llama.cpp with a file that `hybridtron gguf` wrote. LLAMA_CPP has the conditions of llama.cpp's own converter."""
 
 
 def oldest_transformers(config: Settings) -> str:

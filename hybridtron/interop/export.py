@@ -205,7 +205,7 @@ def class_of(folder: Path, settings: Mapping[str, Any]) -> Native:
 
 
 def names_of(target: Native) -> dict[str, str]:
-    """Return class -> `model_type`, for a class and the class that contains it beside a vision model."""
+    """Return name -> `model_type` for a class, and for its wrapper: the class that adds a vision model."""
     if target.wrapper is None:
         return {target.name: target.model_type}
     return {target.name: target.model_type, target.wrapper.name: target.wrapper.model_type}

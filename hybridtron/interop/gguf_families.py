@@ -1,4 +1,4 @@
-"""Model families of llama.cpp that have a class of transformers: metadata keys, and changes to tensors.
+"""Model families of llama.cpp: their metadata keys, and the changes to tensors from transformers' folders.
 
 llama.cpp stores a model in one GGUF file: metadata, such as the model's sizes, and tensors. A family's tensors differ
 from those in transformers' folder in these ways:
@@ -8,9 +8,9 @@ from those in transformers' folder in these ways:
 - Granite: gate and up as two tensors; rows of q and k in the order of rotary pairs (x0, x1), not halves (x0, x_half)
 - Falcon-H1: multipliers are part of the weights, since the file has no keys for them
 
-Names come from the package `gguf`, which maps names of transformers to those of llama.cpp. The changes and keys are
-those that llama.cpp's own converter writes (read at commit 0c1e57098). `consumers.GGUF` has the conditions under which
-llama.cpp loads the file.
+Names come from the package `gguf`, which maps names of transformers to those of llama.cpp. Changes and keys equal those
+of llama.cpp's own converter (read at commit 0c1e57098). `consumers.GGUF` has the conditions under which llama.cpp loads
+the file.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class GgufWithMamba2(GgufFamily):
     norm: ClassVar[str] = ".mamba.norm.weight"  # ends the name of a gated norm's weight
 
     def groups(self) -> int:
-        """Return how many groups share B and C."""
+        """Return the number of groups; the heads in a group share B and C."""
         return self.config["mamba_n_groups"]
 
     def change(self, name: str) -> Change:
@@ -257,7 +257,7 @@ FAMILIES: dict[str, type[GgufFamily]] = {
 
 
 def _write_recurrent(writer: GGUFWriter, config: Settings) -> None:
-    """Write the sizes of a model that is all Mamba; llama.cpp needs the sizes of attention and MLP even then."""
+    """Write the sizes of a model with Mamba alone; llama.cpp needs sizes of attention and MLP even then."""
     writer.add_vocab_size(config["vocab_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_embedding_length(config["hidden_size"])

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SPECIAL = ("bos", "eos", "pad")
-WHOLE_WORDS = "llama-bpe"  # with it, llama.cpp takes a word that is a token without merging bytes
+WHOLE_WORDS = "llama-bpe"  # with it, llama.cpp takes a word that is a token as a whole, and merges no bytes
 # options of a BPE model that llama.cpp does not have
 NOT_THERE = ("unk_token", "dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
 
@@ -41,7 +41,7 @@ class GgufVocabulary:
     types: a member of gguf.TokenType for each id
     merges: pairs to merge, in order, such as "a b"
     splits_by: name of the pre-tokenizer
-    special: id of each special token (bos, eos, pad) that there is
+    special: ids of bos, eos and pad, by these names; a missing token has no entry
     template: the chat template, or None
     """
 
@@ -99,7 +99,7 @@ class GgufVocabulary:
 
 
 def _faults(parsed: dict[str, Any], tokenizer: Tokenizer, splits_by: str | None) -> Iterator[str]:
-    """Yield the features of a tokenizer.json with which llama.cpp would give other tokens."""
+    """Yield a reason for each feature of a tokenizer.json that would change the tokens in llama.cpp."""
     model = parsed["model"]
     added = {entry["content"]: entry for entry in parsed.get("added_tokens") or []}
     if model.get("type") != "BPE":

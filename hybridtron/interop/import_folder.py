@@ -164,7 +164,7 @@ class ImportFolder:
 
 
 def _bytes_of(rules: list[TensorRule]) -> int:
-    """Return how many bytes the tensors of a list of rules have in fp32."""
+    """Return the size in bytes of the rules' tensors in fp32."""
     return sum(4 * math.prod(rule.shape) for rule in rules)
 
 

@@ -25,7 +25,7 @@ from hybridtron.interop.rules import Rules, TensorRule
 Settings = dict[str, Any]
 # a minimum for Mamba-2's step size that has no effect; not 0, because transformers takes the logarithm of the minimum
 NO_FLOOR = 1e-30
-MAX_EXPERTS = 2**17  # experts in all layers; the largest models have 512 in a hundred layers
+MAX_EXPERTS = 2**17  # limit for the experts of all layers; the largest models have 512 in a hundred layers
 
 
 class SubLayerNames(NamedTuple):
@@ -42,10 +42,12 @@ class SubLayerNames(NamedTuple):
 
 
 class Wrapper(NamedTuple):
-    """A class of transformers that contains a language model beside a vision model; imports read the former alone.
+    """A class of transformers with a language model and a vision model; imports read only the language model.
+
+    The language model's own settings are in config.json under `text_config`.
 
     name: the class that config.json names
-    model_type: the class's `model_type`. The language model's own settings are in config.json under `text_config`
+    model_type: the class's `model_type`
     """
 
     name: str
@@ -64,7 +66,7 @@ class ModelFormat(ABC):
     layers: ClassVar[str] = "model.layers"
     dropped: ClassVar[Mapping[str, str]] = {}  # start of tensor names that imports drop -> description of these tensors
     in_pairs: ClassVar[bool] = False  # True if each layer of a model with MLPs is a mixer followed by an MLP
-    by_place: ClassVar[bool] = False  # True if a period, and not a list, says which layers are of which kind
+    by_place: ClassVar[bool] = False  # True if config.json gives layers' kinds by periods, not by a list
     sub_layers: ClassVar[Mapping[str, SubLayerNames]] = {}  # sub-layer's kind -> names; other kinds: default names
 
     @abstractmethod
@@ -96,11 +98,11 @@ class ModelFormat(ABC):
         return rules.complete()
 
     def named_rules(self, arch: Architecture, names: Collection[str]) -> list[TensorRule]:
-        """Return the rules for a folder with tensors of these names: some tensors can have one of two names."""
+        """Return the rules with the names in a folder, since some tensors can have one of two names."""
         return [rule.as_named(names) for rule in self.rules(arch)]
 
     def rules_for(self, arch: Architecture, names: Collection[str]) -> list[TensorRule]:
-        """Return the rules for a folder with tensors of these names, which can also differ in how they are fused."""
+        """Return the rules for a folder with tensors of these names. The names can also show how tensors are fused."""
         return self.named_rules(arch, names)
 
     def add_sub_layer(self, rules: Rules, arch: Architecture, layer: str, index: int) -> None:
@@ -173,7 +175,7 @@ def require_known(theirs: Settings, key: str, known: Collection[str]) -> None:
 
 
 def require_few_experts(experts: int, layers: int) -> None:
-    """Raise ValueError if files with a tensor for each expert would have more tensors than any model has."""
+    """Raise ValueError for more than MAX_EXPERTS experts, since each may need a tensor of its own."""
     if experts * layers > MAX_EXPERTS:
         raise ValueError(f"has {experts} experts in {layers} layers; at most {MAX_EXPERTS} in total can be imported")
 

@@ -2,12 +2,12 @@
 
 - OLMo-Hybrid: in attention layers, the norms follow attention and MLP instead of preceding them (post-norm). The norm
   of queries and keys (QK-norm) covers all heads together.
-- Qwen3-Next: QK-norm for each head, a gate on attention's output, and RoPE on only some channels. Layers have experts
-  instead of the MLP, or the MLP.
+- Qwen3-Next: QK-norm for each head, a gate on attention's output, and RoPE on only some channels. A layer has an MLP or
+  experts.
 - Qwen3.5: Qwen3-Next's layers with other tensor names, with experts in all layers (Qwen3_5Moe) or in none.
 
-Published folders of Qwen's models also have layers for multi-token prediction, and those of Qwen3.5 a vision model.
-Imports drop both.
+Published folders of Qwen's models also have layers for multi-token prediction. Those of Qwen3.5 also have a vision
+model. Imports drop both.
 
 Kimi Linear is not supported, because this package has no multi-head latent attention.
 """
@@ -236,7 +236,7 @@ class Qwen3Next(DeltaHybrid):
         return common | {"rope_parameters": rope, "partial_rotary_factor": rotary_part}
 
     def mlp_settings(self, arch: Architecture) -> Settings:
-        """Return the entries for MLPs and experts. Without an MLP its size is not used, but transformers needs one."""
+        """Return the entries for MLPs and experts. transformers needs the MLPs' size even if the model has none."""
         experts = experts_of(arch)
         if experts is None:
             return {**super().mlp_settings(arch), "num_experts": 0, "mlp_only_layers": []}
@@ -336,8 +336,8 @@ class Qwen35Moe(Qwen35):
     A layer's experts are in two tensors, whose first dimension counts the experts, as in published folders. If
     transformers loads and saves such a folder, each expert gets its own tensors. Imports accept both.
 
-    Exports have Qwen3-Next's class if this class is not asked for: for this class transformers 5.24 ignores the
-    tokenizer's class in the folder, and takes that of Qwen3.5.
+    Exports have Qwen3-Next's class unless this class is asked for. For this class, transformers 5.24 ignores the
+    tokenizer's class in the folder, and takes the class of Qwen3.5's tokenizer.
     """
 
     name = "Qwen3_5MoeForCausalLM"

@@ -126,7 +126,7 @@ class GraniteHybrid(Granite, Mamba2Hybrid):
 
 
 def _in_memory(name: str) -> str:
-    """Return the name of a parameter in transformers, or "" if it equals the name in files."""
+    """Return the name in transformers of a parameter that is named `name` in files, or "" if both are equal."""
     ends = [end for end in MEMORY if name.endswith(end)]
     if not ends:
         return ""

@@ -4,7 +4,7 @@ Jamba's layers have Mamba-1 or full attention without positions, then a gated ML
 offsets in config.json say which layers have attention, and which have experts: layer i has attention if
 i % attn_layer_period == attn_layer_offset. With num_experts=1 all MLPs are dense. MLPs and experts have equal sizes.
 
-Falcon-Mamba's layers are all Mamba-1. Its norms have no weights.
+Falcon-Mamba's layers are all Mamba-1. Its norms of dt, B and C have no weights.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ EXPERTS: Names = {
 
 
 class FalconMamba(NativeMamba):
-    """Falcon-Mamba: layers of Mamba-1, with norms of dt, B and C without weights."""
+    """Falcon-Mamba: layers of Mamba-1, in which the norms of dt, B and C have no weights."""
 
     name = "FalconMambaForCausalLM"
     model_type = "falcon_mamba"

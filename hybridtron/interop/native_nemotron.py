@@ -1,7 +1,7 @@
 """Nemotron-H: each layer is Mamba-2, full attention without positions, an MLP with squared ReLU, or experts.
 
-The experts have the same MLP. Their router adds a correction to sigmoid scores, which is a buffer in transformers. Each
-layer with experts has a shared expert, whose size is not limited by the routed experts' size.
+Each expert is such an MLP. The router adds a correction to sigmoid scores; the correction is a buffer in transformers.
+Each layer with experts has a shared expert, which may have another size than the routed experts.
 
 transformers clamps Mamba-2's step sizes to at least `time_step_min` in full forward passes, but not in generation. The
 models were trained without this clamp: `time_step_min` was only used for initialization. So exports write a
@@ -136,7 +136,7 @@ class NemotronH(Native):
     def mlp_settings(self, arch: Architecture) -> Settings:
         """Return the entries in config.json for MLPs and experts.
 
-        A model without dense MLPs needs their size too. Published folders give the size of an expert.
+        transformers needs the size of dense MLPs even if the model has none. Published folders then have an expert's.
         """
         hidden = [spec.hidden for spec in arch.specs if isinstance(spec, SquaredReLUSpec | MoESpec)]
         dense = [spec.hidden for spec in arch.specs if isinstance(spec, SquaredReLUSpec)]

@@ -9,7 +9,8 @@ Qwen3-Next is an exception in two ways. In a fused tensor, all projections' rows
 for head 1, and so on. And each norm's weight is stored minus 1.
 
 In a mixture of experts our tensor has the matrices of all experts, with the expert's index as axis 0. Files of most
-formats have a tensor for each expert. Each of them has a rule of its own, and these rules follow each other.
+formats have a tensor for each expert. Then each expert has a rule, and the rules for one of our tensors follow each
+other.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ROUNDING = 2.0**-23  # relative rounding error of fp32 near 1
 
 @dataclass(frozen=True)
 class TensorRule:
-    """A tensor in the other format, and our tensors that are concatenated to form it along dimension `axis`.
+    """A tensor in the other format, and our tensors. Concatenated along dimension `axis`, ours form the other tensor.
 
     theirs    the tensor's name in the other format's files
     shape     the tensor's shape in the other format
@@ -44,7 +45,7 @@ class TensorRule:
     less_one  True for a norm whose weight is stored minus 1. The conversion is in fp32: bf16 would round values near 1
     also      the tensor's second name, which some files have instead of `theirs`, or ""
     memory    the parameter's name in the transformers module, which peft uses, or "" if this name equals `theirs`
-    expert    index along axis 0 of our tensor, if the tensor belongs to one expert, else None
+    expert    the expert's index along axis 0 of our tensor, or None if the tensor does not belong to one expert
     """
 
     theirs: str
@@ -107,12 +108,12 @@ class TensorRule:
 
 
 def together(rules: Sequence[TensorRule]) -> list[list[TensorRule]]:
-    """Divide rules into lists. The rules of all experts in one tensor of ours form a list, any other rule its own."""
+    """Divide rules into lists: a list for the experts in each of our tensors, and a list for each other rule."""
     return [list(same) for _, same in groupby(rules, key=lambda rule: rule.ours)]
 
 
 def ours_of(rules: Sequence[TensorRule], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """Return key -> tensor for our tensors, by a list of rules from `together`.
+    """Return key -> tensor for our tensors to which a list from `together` belongs.
 
     `read` returns a tensor of the other format by its name.
     """
@@ -123,7 +124,7 @@ def ours_of(rules: Sequence[TensorRule], read: Callable[[str], Tensor]) -> dict[
 
 
 def remembering(read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
-    """Return a function that reads like `read` and keeps the last tensor, for the rules of its other experts."""
+    """Return `read` with a cache of one tensor, because the rules of consecutive experts read the same tensor."""
     return lru_cache(maxsize=1)(read)
 
 
@@ -181,7 +182,7 @@ class Rules:
 
     def complete(self) -> list[TensorRule]:
         """Return all rules, after checking that each weight is in exactly one rule."""
-        used = [key for rule in self._rules if not rule.expert for key in rule.ours]  # of experts the first alone
+        used = [key for rule in self._rules if not rule.expert for key in rule.ours]  # of experts only the first
         assert sorted(used) == sorted(self.shapes), (
             f"weights without a rule, or with two: {set(used) ^ set(self.shapes)}"
         )

@@ -55,8 +55,8 @@ def sampled(arch: Architecture, target: Native) -> list[int]:
 
     A layer in transformers can be several sub-layers here. The first and the last layer of every kind are sampled. If
     all layers of a kind share weights, the first two are sampled instead, because a class such as Zamba2 decides by the
-    layers' order which layers share weights. In a class such as Jamba a layer's kind follows from its place, so the
-    first layers are sampled, until every kind is there.
+    layers' order which layers share weights. In a class such as Jamba, a layer's kind follows from its index, so the
+    sample is the first layers, up to the first layer at which every kind has occurred.
     """
     groups = min(target.groups(arch), arch.inseparable, key=len)
     kinds = ["".join(arch.letters[index] for index in group) for group in groups]

@@ -111,8 +111,8 @@ def same_answers(folder: Path, theirs: Any, ours: LanguageModel) -> Proof:
         has_experts = any(isinstance(spec, MoESpec) for spec in ours.arch.specs)
         if not _span_chunks(ours.arch) and not has_experts:
             raise
-        # Span attention selects the most relevant blocks, and a router the experts with the largest scores. In fp32,
-        # rounding can change the order of two almost equal choices, so the models are compared again in fp64.
+        # Span attention selects the most relevant blocks, and a router selects the experts with the largest scores. In
+        # fp32, rounding can change the order of two almost equal scores, so the models are compared again in fp64.
         if has_experts:
             theirs.set_experts_implementation("eager")  # transformers' grouped products have no fp64
         return _proof(folder, theirs.double(), ours.double())

@@ -95,7 +95,7 @@ class MoE(Mixer):
         return MixerOutput(y_LBD, {}, self._losses(logits_TE, routing, seq), routed(routing))
 
     def _routed_experts(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        """Return each token's sum of weighted outputs, from this rank's inner channels of the experts."""
+        """Return each token's weighted sum of its experts' outputs, computed with this rank's inner channels."""
         if not self.spec.latent:
             return self._experts(x_TD, routing)
         latent_TP = F.linear(x_TD, self.latent_in)
@@ -149,7 +149,7 @@ def shares(scores_TE: Tensor) -> Tensor:
 
 
 class RowParts(NamedTuple):
-    """The parts of rows whose tokens a rank routes; other ranks route the others."""
+    """This rank's part of each row, whose tokens it routes. Other ranks route the row's other parts."""
 
     seq: SeqInfo
     tensor: TensorGroup
@@ -161,7 +161,7 @@ class RowParts(NamedTuple):
         return parts * self.tensor.size if self.tensor.routes_own_tokens else parts
 
     def of_rows(self, x_TC: Tensor) -> Tensor:
-        """Return values of this rank's tokens, which come before rows, as (rows, tokens, channels)."""
+        """Reshape the values of this rank's tokens to (rows, tokens, channels)."""
         return x_TC.unflatten(0, (-1, len(self.seq.positions_BL))).transpose(0, 1)
 
     def summed(self, x: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ class MatrixStage(ABC):
     (`parallel/matrix_owners.py`).
     """
 
-    by_shard: bool = False  # True if the shard of a matrix on each tensor-parallel rank is a matrix of its own
+    by_shard: bool = False  # True if each tensor-parallel rank processes its shard of a matrix as a matrix of its own
     by_head: bool = False  # True if the heads of a projection are matrices of their own, processed by the same owner
 
     @abstractmethod

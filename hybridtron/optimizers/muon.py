@@ -12,9 +12,10 @@ iteration is named after Newton and Schulz. The coefficients a, b, c are equal i
 different in each step (Polar Express, Amsel et al., 2025).
 
 Muon updates the weights that the parameter table marks as projections in mixers. A projection that is fused from
-several matrices, such as keys and values, is cut into these matrices, and each is orthogonalized separately. So is the
-matrix of each expert. With the option `heads`, a projection to heads is also cut into the rows of each head. AdamW
-updates all other weights: embedding, head, routers, norms, biases, convolutions, decays such as A_log, and adapters.
+several matrices, such as keys and values, is cut into these matrices, and each is orthogonalized separately. Matrices
+of experts are orthogonalized separately too. With the option `heads`, a projection to heads is also cut into the rows
+of each head. AdamW updates all other weights: embedding, head, routers, norms, biases, convolutions, decays such as
+A_log, and adapters.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ sends the outputs back. The sender weights the outputs and sums them per token:
 
     rows of choices -> exchange -> rows of own experts -> MLPs -> exchange -> weighted sums
 
-The gradient of an exchange is the exchange in the opposite direction. So all ranks must run the same number of forward
-and backward passes in the same order, even a rank without a row for some pass.
+The backward pass of an exchange is the exchange in the opposite direction. So all ranks must run the same number of
+forward and backward passes in the same order, even if a rank gets no rows in a pass.
 
 A reader (generation, evaluation) gives all ranks the same tokens. Then each rank computes the choices that fell on its
 own experts, and the ranks' results are summed.
@@ -65,7 +65,7 @@ class RowCounts(NamedTuple):
 
 
 def experts_on_ranks(inputs: ExpertsInputs, ranks: ExpertRanks) -> Tensor:
-    """Return the weighted sum of its experts' outputs for each of this rank's tokens (T, D).
+    """Return, for each of this rank's tokens, the weighted sum of its experts' outputs (T, D).
 
     `inputs` has the weights of this rank's experts, and the routing over all experts.
     """
@@ -85,7 +85,7 @@ def experts_on_ranks(inputs: ExpertsInputs, ranks: ExpertRanks) -> Tensor:
 
 
 def exchanged_loads(routing: Routing, ranks: RankGroup) -> tuple[Tensor, RowCounts]:
-    """Return the loads of this rank's experts, by rank (R, E / R), and the numbers of rows to send and to receive.
+    """Return the loads that each rank puts on this rank's experts (R, E / R), and the numbers of rows to exchange.
 
     `routing` has the choices of this rank's own tokens. The host waits for the numbers, which are sizes of messages.
     """

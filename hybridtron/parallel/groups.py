@@ -125,7 +125,7 @@ def _place(parallel: ParallelConfig, launch: ProcessLaunch) -> Groups:
     )
     copies = _ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
     expert_copies = _ranks(parallel_state.get_expert_data_parallel_group())
-    # the order of the dimensions is that of the ranks in a stage (`Mesh.at`)
+    # `Mesh.at` counts a stage's ranks along the dimensions in this order
     meshes = {
         DENSE: Mesh({"tensor": tensor}, copies),
         EXPERTS: Mesh({"expert_tensor": expert_tensor, "expert": expert}, expert_copies),

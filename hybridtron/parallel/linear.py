@@ -71,7 +71,7 @@ class TensorGroup(RankGroup):
     sequence: bool = False  # sequence parallelism: the ranks also divide the tokens of the residual stream
     backend: LinearBackend = MEGATRON
     regather: bool = False  # save only this rank's tokens of a mixer's input, and gather all tokens again in backward
-    experts: ExpertRanks | None = None  # ranks that divide routed experts; None: these ranks divide every expert
+    experts: ExpertRanks | None = None  # ranks that divide routed experts; None: this group divides every expert
 
     @property
     def expert_ranks(self) -> ExpertRanks:

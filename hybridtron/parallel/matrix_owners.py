@@ -17,9 +17,9 @@ The exchange takes several rounds, which limits the memory for its buffers, and 
     while round k is processed      they travel, as do the directions of round k - 1
     after round k is processed      its directions are sent, and those of round k - 1 are applied
 
-So a rank that has more to do than others in a round need not be waited for until the end of the next round, and sums of
-costs are balanced over all rounds so far. All ranks compute the owners, and which entries other ranks send, from the
-parameter table and from the layout, without communication.
+So the ranks wait for the slowest rank of a round only at the end of the next round, and owners are balanced by the sum
+of costs over all rounds so far. All ranks compute the owners, and which entries other ranks send, from the parameter
+table and from the layout, without communication.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class DividedWeight:
         """Shapes of the fused matrices, by their names in a checkpoint.
 
         With `by_head`, the shape of a matrix with several heads is (heads, rows of a head, columns). The shape of a
-        batch of experts is (experts, rows, columns); to its name the number of its first expert is appended.
+        batch of experts is (experts, rows, columns); the batch's name ends with the number of its first expert.
         """
         shapes = self.parameter.stored(self.name)
         if self.parameter.stacked:
@@ -176,7 +176,7 @@ def _batches(key: str, rectangle: Rectangle, together: int) -> Iterator[tuple[st
 
 
 def balanced_owners(rounds: Sequence[Mapping[str, tuple[int, ...]]], ranks: int) -> list[dict[str, int]]:
-    """Return for each round a rank for each matrix; the sums of costs up to each round are about equal.
+    """Return the matrices' owners for each round; up to each round, the ranks' sums of costs are about equal.
 
     rounds: in each round, the shapes of the matrices by name
     """
@@ -198,7 +198,7 @@ def cost(shape: tuple[int, ...]) -> int:
 
 
 class Transfer:
-    """All-to-all exchange of rectangles that has been started. It overlaps with computation until it is waited for.
+    """An all-to-all exchange of rectangles that overlaps with computation, from its start until `received`.
 
     ranks: the ranks that take part
     sent: for each rank, the tensors that this rank sends
@@ -304,10 +304,9 @@ def overlapped(
     direction_of: Callable[[Tensor], Tensor],
     empty: Tensor,
 ) -> Iterator[tuple[Exchange, Transfer]]:
-    """Process all rounds, and yield each with its directions, one round later than they were computed.
+    """Process all rounds, and yield (round, the transfer of its directions) after the next round was processed.
 
-    The first item is (round, transfer) of round 0, after round 1 has been processed. So the directions of a round, and
-    the entries of the round after the next, travel while matrices are processed.
+    So while a round is processed, the directions of the round before it and the entries of the round after it travel.
 
     updates_of: function from a round to this rank's flat entries of each of its weights
     """

@@ -6,8 +6,8 @@ s < 2m, Daly's interval
 
     t = sqrt(2 s m) (1 + sqrt(s / 2m) / 3 + (s / 2m) / 9) - s
 
-is close to the best; for larger s it is m. Young's interval is the first factor. The fraction of the time that is lost
-is about s / (t + s) + (t / 2 + r) / m.
+is close to the best; for larger s, t = m. The square root of 2 s m is Young's interval. The fraction of the time that
+is lost is about s / (t + s) + (t / 2 + r) / m.
 """
 
 from __future__ import annotations

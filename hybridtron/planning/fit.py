@@ -5,7 +5,7 @@ All combinations of these sizes are tried, as far as the GPU count and the model
 - 1, 2, 4 or 8 tensor-parallel ranks
 - 1 to 16 pipeline ranks, with 1, 2 or 4 virtual stages each
 - 1 to 64 context-parallel ranks, with at least 2,048 tokens of a row each
-- 1 to 64 ranks that divide the experts of a model with experts; with tensor parallelism, each expert divided or full
+- 1 to 64 ranks that divide the experts, if the model has experts; with tensor parallelism, divided and full experts
 - micro-batches with 1 to 16 rows, and up to 1,024 rows if a micro-batch has at most 65,536 tokens
 
 Each combination uses the least recomputation with which the estimated memory is at most 90% of a GPU's memory. The

@@ -14,9 +14,9 @@ With t tensor-parallel and d data-parallel ranks:
                 device sends twice as many bytes. Gradients for weights that several stages share are also all-reduced
                 over these stages.
     parameters  With a distributed optimizer, updated weights are all-gathered over the data-parallel ranks.
-    experts     Rows of tokens that e ranks exchange if they divide the experts. A device sends a row for each choice of
-                its tokens, and the outputs for other ranks' tokens. With even loads, each are n (e - 1) / e bytes, in
-                the forward pass and in the backward pass.
+    experts     If e ranks divide the experts, a device sends a row for each choice of its tokens, n bytes in all, and
+                returns the outputs for other ranks' tokens. With even loads, each message has n (e - 1) / e bytes to
+                other ranks. The backward pass sends as many bytes as the forward pass.
     context     Most bytes that any context-parallel rank sends (`context_traffic.py`).
     host        Offloaded activations, to the host and back.
 """

@@ -21,8 +21,8 @@ class WeightBytes(NamedTuple):
     stored: all weights
     learning: the weights that are trained
     gradients, optimizer: gradients and optimizer states for the trained weights
-    sent_gradients, sent_weights: gradients, and trained weights, that the device sends when ranks with the same shards
-        reduce-scatter or all-gather them
+    sent_gradients: gradients that the device sends when ranks with the same shards reduce-scatter them
+    sent_weights: trained weights that the device sends when these ranks all-gather them
     """
 
     stored: int

@@ -1,18 +1,18 @@
 """Proof without a GPU that a CUDA graph can repeat the passes of a micro-batch (`engine/graphed.py`).
 
 The passes of two micro-batches are rehearsed, in two steps with an update between them. The micro-batches differ in
-everything that the host knows about them: their random keys, and the number of their documents. Of each
-kernel launch, everything is recorded that a graph would repeat: the kernel, its scalar arguments, and the memory that
-its tensors are in. A graph can repeat the passes if
+everything that the host knows about them: their random keys, and the number of their documents. A kernel launch is
+recorded with everything that a graph would repeat: the kernel, its scalar arguments, and the memory of its tensors. A
+graph can repeat the passes if
 
 - the host never waits for the device,
 - nothing is copied between host and device, since a graph would repeat the address in the host's memory, and torch
   can't capture copies from memory that is not pinned,
 - both micro-batches have equal launches.
 
-Memory is equal if the same earlier launch has allocated it, or if it was allocated before the passes and is the same
-storage in both. The proof has the limits of a rehearsal: tensors have no values, all streams count as one, and other
-packages' kernels are stubs. So it can't replace a capture on a GPU.
+Memory in two micro-batches is equal if launches at the same position have allocated it, or if it was allocated before
+the passes and is the same storage. The proof has the limits of a rehearsal: tensors have no values, all streams count
+as one, and other packages' kernels are stubs. So it can't replace a capture on a GPU.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ class RecordedLaunch:
 
 @dataclass(frozen=True)
 class Difference:
-    """Launches at the same position in two micro-batches that a graph can't repeat; None where one has no more.
+    """Launches at one position in two micro-batches, with a difference that a graph can't repeat.
 
-    `what` names what differs.
+    first, second: the launches; None if a micro-batch has no launch at this position
+    what: the difference
     """
 
     first: RecordedLaunch | None
@@ -87,10 +88,10 @@ class CaptureProof:
 
 @dataclass
 class StorageNames:
-    """Names for storages, which are equal in two micro-batches if a graph would use the same memory.
+    """Names for storages. A storage has the same name in two micro-batches if a graph would use the same memory.
 
     made: storage -> its number among the storages that the current micro-batch has allocated
-    before: storages that were allocated before the passes; they are kept, so that no other storage gets their key
+    before: storages that were allocated before the passes; these references keep their keys from being reused
     """
 
     made: dict[int, int] = field(default_factory=dict)

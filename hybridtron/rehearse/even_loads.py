@@ -28,7 +28,7 @@ def even_loads() -> Iterator[None]:
 
 
 def _exchanged_loads(routing: Routing, ranks: RankGroup) -> tuple[Tensor, RowCounts]:
-    """Replace `exchanged_loads`: count its message and its wait, and return even numbers of rows."""
+    """Count the message and the wait of `exchanged_loads`, and return even numbers of rows."""
     sent_RE = routing.loads_E.view(ranks.size, -1)
     received_RE = torch.empty_like(sent_RE)
     dist.all_to_all_single(received_RE, sent_RE.contiguous(), group=ranks.group)

@@ -154,7 +154,7 @@ def open_folder(start: Checkpoint | None, initial: Checkpoint | None, config: Co
 
 
 def open_time_log(config: Config, start: Checkpoint | None, groups: Groups, failures: Failures) -> TimeLog:
-    """Open the time log of a start, which continues the log of earlier starts unless they belong to another run."""
+    """Open the time log of a start. It continues the log of earlier starts, unless they belong to another run."""
     if config.run.resume == "never":
         continued = False
     elif start is None:

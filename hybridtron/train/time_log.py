@@ -11,9 +11,9 @@
     hooks         work at the ends of phases and of the run, such as exports
     between       from the end of a start to the next start: restarts, queues, and pauses that the user made
 
-A start is one launch of the run. The file has a line for each start, which the first process updates every FLUSH_S
-seconds, so that a killed start leaves at most FLUSH_S seconds unrecorded. They count as time between starts. Importing
-this module does not import torch.
+A start is one launch of the run. The file has a line for each start. The first process updates the line when a step or
+a section ends, if the last update is more than FLUSH_S seconds old. If a start is killed, the time since that update
+counts as time between starts. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StartRecord:
     """A line of logs/time.jsonl: the time of one start.
 
     began, ended: times in seconds since 1970; `ended` is the time of the last record
-    processes: number of processes, each with a device
+    processes: number of processes, which have a device each
     resumed: step from which the start resumed; 0 without a checkpoint
     step: last step
     trained: number of steps that the start trained
@@ -89,7 +89,7 @@ class TimeLog:
 
     @contextmanager
     def spent_on(self, section: str) -> Generator[None]:
-        """Count the time of the block to a section. Blocks may be nested: time counts to the innermost block."""
+        """Add the time of the block to a section. In nested blocks, time is added to the innermost block's section."""
         outer = self.section
         self._enter(section)
         try:
@@ -112,7 +112,7 @@ class TimeLog:
         self.record.step = to_step
 
     def resume(self, step: int) -> None:
-        """Set the step of the checkpoint that was restored: an older one than planned, if that was broken."""
+        """Set the step of the restored checkpoint: an older one than planned, if the planned checkpoint was broken."""
         self.record.resumed = step
         self.record.step = step
 
@@ -205,8 +205,8 @@ def records_of(lines: Sequence[Mapping[str, Any]]) -> list[StartRecord]:
 def add_up(records: Sequence[StartRecord]) -> TimeSpent:
     """Add up the starts of a run, in the order in which they began.
 
-    A repeated step takes the mean time of its start's steps. The steps of a start after the checkpoint from which the
-    next start resumed are repeated.
+    Steps count as repeated if a rollback discarded them, or if they come after the checkpoint from which the next start
+    resumed. Each is assumed to take the mean time of its start's steps.
     """
     seconds: dict[str, float] = {}
     for number, record in enumerate(records):

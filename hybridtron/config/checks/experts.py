@@ -45,7 +45,7 @@ def moe_letters(arch: Architecture) -> dict[str, MoESpec]:
 
 
 def divides_experts(parallel: ParallelConfig) -> bool:
-    """Return True if ranks divide experts otherwise than they divide other weights."""
+    """Return True if ranks divide experts in another way than other weights."""
     return parallel.expert > 1 or parallel.expert_tensor_ranks != parallel.tensor
 
 
@@ -85,7 +85,10 @@ def _layout(arch: Architecture, parallel: ParallelConfig) -> Iterator[Problem]:
 
 
 def _optimizer(phase: ResolvedPhase) -> Iterator[Problem]:
-    """Report an optimizer for full matrices, whose owners are ranks of the dense mesh."""
+    """Report a matrix optimizer if ranks divide experts in another way than other weights.
+
+    Owners of matrices are ranks of the dense mesh.
+    """
     parallel = phase.config.parallel
     if phase.optim.name not in OPTIMIZERS or update_rule(phase.optim).matrix_stage is None:
         return
@@ -97,7 +100,7 @@ def _optimizer(phase: ResolvedPhase) -> Iterator[Problem]:
 
 
 def _latent(arch: Architecture, phase: ResolvedPhase) -> Iterator[Problem]:
-    """Report an optimizer for matrices in a model with latent experts, whose projections it has no rule for."""
+    """Report a matrix optimizer in a model with latent experts: it has no rule for their projections."""
     latent = [f"model.layers.{letter}.latent" for letter, spec in moe_letters(arch).items() if spec.latent]
     if latent and phase.optim.name in OPTIMIZERS and update_rule(phase.optim).matrix_stage is not None:
         message = f"is {phase.optim.name}, which has no rule for the projections of {', '.join(latent)}"

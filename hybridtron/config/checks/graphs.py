@@ -1,7 +1,7 @@
 """Rules for `run.cuda_graph`: the settings for which a rehearsal shows that a CUDA graph can repeat a micro-batch.
 
-`hybridtron rehearse --capture` is this proof. It covers single replicas without carried states, and the mixers of Samba
-and Mamba-2. The rules here do not import torch; `engine/engine.py` refuses a CPU when a run starts.
+`hybridtron rehearse --capture` is this proof. It covers models on a single rank, without carried states, and with the
+mixers of Samba and Mamba-2. This file does not import torch; `engine/engine.py` refuses a CPU when a run starts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def graph_problems(phase: ResolvedPhase, world_size: int | None) -> Iterator[Pro
     }
     if needed := [setting for setting, holds in alone.items() if not holds]:
         yield Problem(KEY, "needs-other-key", f"is true, but needs {' and '.join(needed)}: set these, or use false")
-    # every replay would reduce gradients, which must happen once, after a step's last micro-batch
+    # with overlap, every replay would reduce gradients; only a step's last micro-batch may
     several = world_size is not None and world_size > max(parallel.model_ranks, 1)
     if parallel.overlap_grad_reduce or (several and parallel.overlap_grad_reduce is None):
         message = "is true, but needs parallel.overlap_grad_reduce=false: set it, or use false"
@@ -45,7 +45,7 @@ def graph_problems(phase: ResolvedPhase, world_size: int | None) -> Iterator[Pro
 
 
 def _mixers(phase: ResolvedPhase) -> Iterator[Problem]:
-    """Report sub-layers outside of KINDS, and those with sparse attention."""
+    """Report sub-layers whose kind is not in KINDS, and recurrences with sparse attention."""
     unproven = []
     for letter, spec in phase.arch.by_letter.items():
         if spec.kind not in KINDS:

@@ -33,7 +33,10 @@ def token_numbers(seed: int | Tensor, positions_BL: Tensor, first: int) -> Tenso
 
 
 def channel_numbers(seed: int | Tensor, first: int, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return the numbers for the `count` channels from index `first` on, int32 (C,). The seed is as for tokens."""
+    """Return the numbers for the `count` channels from index `first` on, int32 (C,).
+
+    The seed is an unsigned 64-bit number, or an int64 tensor with its bits.
+    """
     return _mixed(torch.arange(first, first + count, device=device) * CHANNEL + ~_signed(seed))
 
 

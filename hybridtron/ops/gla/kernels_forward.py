@@ -91,7 +91,7 @@ def to_end(
 
 @triton.jit
 def sums_by_mask(mask_TT: tl.tensor, x_TN: tl.tensor, PRODUCT: tl.constexpr, PRECISION: tl.constexpr) -> tl.tensor:
-    """For each row of the mask, return the sum of x over the tokens at which the mask is True.
+    """Return, for each row of the mask, the sum of x over the tokens at which the mask is True.
 
     The sums have fp32's precision: bf16 holds the mask without rounding, and three bf16 numbers hold x.
     """
@@ -114,7 +114,7 @@ def finite_decays(
     g_BLHN: tl.tensor, starts_BL: tl.tensor, row: tl.tensor, token_T: tl.tensor, head: tl.tensor, n_N: tl.tensor,
     length: int, heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Load g (T, N) for `sums_by_mask`: at least FORGOTTEN, because 0 times minus infinity is NaN."""
+    """Load g (T, N) for `sums_by_mask`, raised to at least FORGOTTEN, because 0 times minus infinity is NaN."""
     g_TN = log_decays(g_BLHN, starts_BL, row, token_T, token_T < length, head, n_N, length, heads, DOCUMENTS, N)
     return tl.where(g_TN < FORGOTTEN, FORGOTTEN, g_TN)
 
@@ -124,7 +124,7 @@ def left_to_end(
     g_BLHN: tl.tensor, starts_BL: tl.tensor, row: tl.tensor, token_T: tl.tensor, head: tl.tensor, n_N: tl.tensor,
     length: int, heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return L (T, N), the decays' product over all tokens after each token, to the end of the chunk.
+    """Return L (T, N), the product of the decays after each token, up to the end of the chunk.
 
     A reversed cumulative sum needs many shuffles. Where tensor cores multiply, a matrix multiplication replaces it.
     """

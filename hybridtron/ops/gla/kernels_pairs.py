@@ -17,9 +17,9 @@ So for each block size, the scores are a matrix multiplication of q X with k X. 
 decays. Log decays are at most 0, and no sum is subtracted from another, so no factor is above 1. The sums are matrix
 multiplications too, of a mask with the log decays (`sums_by_mask` in `kernels_forward`).
 
-Blocks of at most PART tokens need only tiles of PART tokens, for which a program with one warp is enough: it exchanges
-almost nothing through shared memory, and waits for no other warp. A second launch computes the larger blocks, in tiles
-with all tokens in a chunk.
+Blocks of at most `ChunkTiles.part` tokens need only tiles of this size. Outside fp32, one warp is enough for a tile: it
+exchanges almost nothing through shared memory, and waits for no other warp. A second launch computes the larger blocks,
+in tiles with all tokens in a chunk.
 
 Legend: B rows (sequences in the batch), L tokens per row, H heads, N key channels n, T tokens per tile. Scores are
 (B, H, L, tokens per chunk).
@@ -56,9 +56,7 @@ def scores(
 ) -> None:  # fmt: skip
     """Store A for pairs of tokens in blocks whose halves have 2**FIRST to 2**(END - 1) tokens.
 
-    Grid: (tiles, heads, rows).
-
-    With FIRST = 0, the scores of tokens with themselves are stored too. Pairs in which i is before j get zeros.
+    With FIRST = 0, A_ii is stored too. Pairs in which i is before j get zeros. Grid: (tiles, heads, rows).
     """
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     place_T = tl.arange(0, TILE)
@@ -92,10 +90,10 @@ def pairs(
     CHUNK: tl.constexpr, TILE: tl.constexpr, FIRST: tl.constexpr, END: tl.constexpr, BLOCK_N: tl.constexpr,
     KEYS: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the terms in dq and dk for the same pairs as `scores`, without those of tokens with themselves.
+    """Store the terms in dq and dk for the same pairs as `scores`, without the pairs with i = j.
 
-    With FIRST > 0, the terms are added to the stored ones. A program computes KEYS key channels. Grid: (tiles, heads *
-    key slices, rows).
+    With FIRST > 0, the terms are added to those that the first launch has stored. A program computes KEYS key channels.
+    Grid: (tiles, heads * key slices, rows).
     """
     across: tl.constexpr = BLOCK_N // KEYS
     head, row = tl.program_id(1) // across, tl.program_id(2).to(tl.int64)

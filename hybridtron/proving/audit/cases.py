@@ -82,7 +82,7 @@ class Layout:
 
     @property
     def divides_experts(self) -> bool:
-        """True if ranks divide experts otherwise than they divide other weights."""
+        """True if ranks divide experts in another way than other weights."""
         return divides_experts(self.on(ParallelConfig()))
 
     def on(self, parallel: ParallelConfig) -> ParallelConfig:
@@ -362,7 +362,7 @@ SHRUNK: dict[str, dict[str, int]] = {
 
 
 def _expanded(options: dict[str, Any], width: int) -> dict[str, Any]:
-    """Return a letter's options with `expand_k` and `expand_v` of 1 where heads would not divide the channels.
+    """Return a letter's options; `expand_k` and `expand_v` are 1 where the heads would not divide the channels.
 
     Qwen3.5 4B expands keys by 0.8, which only some widths allow.
     """

@@ -36,7 +36,7 @@ def _of_own_tokens(choices: Mapping[int, Routed], groups: Any) -> dict[int, Rout
 
 
 def _beyond_the_mean(inputs: RowMLPInputs) -> Tensor:
-    """Compute the first rows of each expert, up to the mean load of this rank's experts; the others become zeros."""
+    """Compute the first rows of each expert, up to the mean load of this rank's experts; set other rows to zero."""
     starts_E = torch.nn.functional.pad(inputs.ends_E, (1, -1))
     most = -(-len(inputs.rows_ND) // len(starts_E))
     number_N = torch.arange(len(inputs.rows_ND), device=starts_E.device)

@@ -1,7 +1,7 @@
 """Times a recipe's step with passes that the host launches, and with passes from a CUDA graph (`run.cuda_graph`).
 
-Both steps use one engine and the same micro-batch, in turns. Before, both compute the loss and the gradient's norm from
-the same weights: their relative differences are recorded as `loss_apart` and `norm_apart`.
+Both steps use one engine and the same micro-batch, in turns. Before they are timed, both compute the loss and the
+gradient's norm with the same weights. `loss_apart` and `norm_apart` are the relative differences.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def graph_step(record: Recorder, recipe: str) -> None:
 
 
 def results(steps: Steps) -> tuple[float, float]:
-    """Return the loss and the gradient's norm with the current weights, which are not changed."""
+    """Return the loss and the gradient's norm, without changing the weights."""
     engine = steps.engine
     with megatron_context():
         engine.forward_backward(steps.batches, 0)
@@ -50,7 +50,7 @@ def apart(first: tuple[float, float], second: tuple[float, float], index: int) -
 
 
 def time_both(steps: Steps, row: Row) -> None:
-    """Record the time of a step in both forms, and how long the host takes to launch the passes."""
+    """Record the time of a step with and without the graph, and the time in which the host launches the passes."""
     engine = steps.engine
     graphed = engine.graphed
 

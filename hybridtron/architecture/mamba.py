@@ -85,8 +85,8 @@ class MambaSpec(RecurrenceSpec):
         if self.inner_norm != "learned":
             return {}
         sizes = {"dt_norm.weight": self.rank(model), "B_norm.weight": self.state, "C_norm.weight": self.state}
-        one = Constant(1.0)
-        return {name: Parameter((size,), one, decay=False, partial_gradient=True) for name, size in sizes.items()}
+        start = Constant(1.0)
+        return {name: Parameter((size,), start, decay=False, partial_gradient=True) for name, size in sizes.items()}
 
     def shared_sizes(self, model: ModelSizes) -> BranchSizes:
         return BranchSizes(self.state, self.inner(model), groups=1, heads=self.inner(model))

@@ -165,8 +165,8 @@ def _with_text_settings(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
             f"{path} has tie_word_embeddings={tied!r}, but {not tied!r} in {TEXT_CONFIG}: correct one of them",
             code="conflict",
         )
-    own = {key: value for key, value in text.items() if key not in ("architectures", "model_type")}
-    return {key: value for key, value in settings.items() if key != TEXT_CONFIG} | own
+    text_settings = {key: value for key, value in text.items() if key not in ("architectures", "model_type")}
+    return {key: value for key, value in settings.items() if key != TEXT_CONFIG} | text_settings
 
 
 def require_files(folder: Path) -> None:

@@ -66,9 +66,9 @@ class GgufFamily(ABC):
     def named(self, name: str) -> str:
         """Return llama.cpp's name for a tensor."""
         known = name.replace(".dt_bias", ".dt_proj.bias")
-        found = self._names.get_name(known, try_suffixes=(".weight", ".bias"))
-        assert found is not None, name
-        return found
+        mapped = self._names.get_name(known, try_suffixes=(".weight", ".bias"))
+        assert mapped is not None, name
+        return mapped
 
 
 class GgufMamba(GgufFamily):

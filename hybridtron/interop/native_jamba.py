@@ -27,7 +27,7 @@ from hybridtron.interop.native import (
     to_ours,
     to_theirs,
 )
-from hybridtron.interop.native_pairs import BEFORE, attention_of
+from hybridtron.interop.native_pairs import BEFORE, attention_of, attention_options
 
 BETWEEN = "pre_ff_layernorm"  # the norm before the MLP
 FALCON_EPS = 1e-6  # epsilon of Falcon-Mamba's norms of dt, B and C, if config.json has none
@@ -144,11 +144,4 @@ class Jamba(Native):
 
     def attention(self, theirs: Settings) -> Settings:
         """Translate config.json to options for our attention."""
-        heads = theirs["num_attention_heads"]
-        return {
-            "kind": "attention",
-            "heads": heads,
-            "kv_heads": theirs.get("num_key_value_heads") or heads,
-            "head_dim": theirs["hidden_size"] // heads,
-            "rope": NO_POSITIONS,
-        }
+        return attention_options(theirs, theirs["hidden_size"] // theirs["num_attention_heads"], NO_POSITIONS)

@@ -41,7 +41,7 @@ from hybridtron.interop.native import (
     to_ours,
     to_theirs,
 )
-from hybridtron.interop.native_pairs import attention_of
+from hybridtron.interop.native_pairs import attention_of, attention_options
 from hybridtron.interop.rules import TensorRule
 
 TYPES = "layers_block_type"
@@ -195,11 +195,4 @@ class NemotronH(Native):
 
         The key for the size of a head is `attention_head_dim` in published folders, else `head_dim`.
         """
-        heads = theirs["num_attention_heads"]
-        return {
-            "kind": "attention",
-            "heads": heads,
-            "kv_heads": theirs.get("num_key_value_heads") or heads,
-            "head_dim": theirs.get("head_dim") or theirs["attention_head_dim"],
-            "rope": NO_POSITIONS,
-        }
+        return attention_options(theirs, theirs.get("head_dim") or theirs["attention_head_dim"], NO_POSITIONS)

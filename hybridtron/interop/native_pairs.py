@@ -74,14 +74,8 @@ class Llama(Native):
 
     def attention(self, theirs: Settings) -> Settings:
         """Translate config.json to options for our attention."""
-        heads = theirs["num_attention_heads"]
-        return {
-            "kind": "attention",
-            "heads": heads,
-            "kv_heads": theirs.get("num_key_value_heads") or heads,
-            "head_dim": theirs.get("head_dim") or theirs["hidden_size"] // heads,
-            "rope": rope_parameters.to_ours(theirs),
-        }
+        head_dim = theirs.get("head_dim") or theirs["hidden_size"] // theirs["num_attention_heads"]
+        return attention_options(theirs, head_dim, rope_parameters.to_ours(theirs))
 
 
 class Mistral(Llama):
@@ -153,6 +147,18 @@ class Mamba2Hybrid(Llama):
 def experts_of(arch: Architecture) -> MoESpec | None:
     """Return the spec that all layers with experts share, or None if the model has no experts."""
     return next((spec for spec in arch.specs if isinstance(spec, MoESpec)), None)
+
+
+def attention_options(theirs: Settings, head_dim: int, rope: Any) -> Settings:
+    """Translate config.json's numbers of heads to options for our attention."""
+    heads = theirs["num_attention_heads"]
+    return {
+        "kind": "attention",
+        "heads": heads,
+        "kv_heads": theirs.get("num_key_value_heads") or heads,
+        "head_dim": head_dim,
+        "rope": rope,
+    }
 
 
 def attention_of(arch: Architecture) -> AttentionSpec:

@@ -46,10 +46,11 @@ def initialise(model: LanguageModel, seed: int) -> None:
 def _own_experts(init: EachExpert, parameter: Parameter, mesh: Mesh, seed: int, name: str) -> Tensor:
     """Return this rank's shard of the experts' initial weights. Only this rank's experts are drawn."""
     ranks = mesh.dimensions.get("expert", ONE_RANK)
-    own = ranks.share(parameter.shape[0])
-    experts = range(ranks.rank * own, (ranks.rank + 1) * own)
     within = Mesh({name: group for name, group in mesh.dimensions.items() if name != "expert"})
-    drawn = (starting_value(init.init, parameter.shape[1:], seed, f"{name}/{e}")[None] for e in experts)
+    drawn = (
+        starting_value(init.init, parameter.shape[1:], seed, f"{name}/{e}")[None]
+        for e in ranks.part(parameter.shape[0])
+    )
     return torch.cat([cut(expert, parameter, within) for expert in drawn])
 
 

@@ -76,10 +76,10 @@ def experts_on_ranks(inputs: ExpertsInputs, ranks: ExpertRanks) -> Tensor:
     rows_ND = to_experts(ToExpertsInputs(inputs.x_TD, order))
     received_RE, rows = exchanged_loads(routing, ranks.expert)
     received_ND = exchange(rows_ND, rows)
-    own = order_of_received(received_RE, sum(rows.received))
-    sorted_ND = to_experts(ToExpertsInputs(received_ND, own))
-    mlp = RowMLPInputs(sorted_ND, own.ends_E, inputs.gate_up_EFD, inputs.down_EDH, inputs.activation)
-    out_ND = to_experts(ToExpertsInputs(mlp_of_rows(mlp), inverse(own)))
+    own_order = order_of_received(received_RE, sum(rows.received))
+    sorted_ND = to_experts(ToExpertsInputs(received_ND, own_order))
+    mlp = RowMLPInputs(sorted_ND, own_order.ends_E, inputs.gate_up_EFD, inputs.down_EDH, inputs.activation)
+    out_ND = to_experts(ToExpertsInputs(mlp_of_rows(mlp), inverse(own_order)))
     returned_ND = exchange(out_ND, RowCounts(rows.received, rows.sent, rows.group))
     return from_experts(FromExpertsInputs(returned_ND, routing.weights_TK, order))
 
@@ -139,11 +139,11 @@ def _summed(inputs: ExpertsInputs, ranks: RankGroup) -> Tensor:
     x_TD, routing, gate_up_EFD, down_EDH, activation = inputs
     order = expert_order(ExpertOrderInputs(routing.experts_TK, routing.loads_E))
     ends = [0, *order.ends_E.tolist()]
-    own = ranks.share(len(routing.loads_E))
-    first = ends[ranks.rank * own]
-    stop = ends[(ranks.rank + 1) * own]
+    part = ranks.part(len(routing.loads_E))
+    first = ends[part.start]
+    stop = ends[part.stop]
     rows_ND = to_experts(ToExpertsInputs(x_TD, order))
-    own_ends_E = order.ends_E[ranks.rank * own : (ranks.rank + 1) * own] - first
+    own_ends_E = order.ends_E[part.start : part.stop] - first
     own_ND = mlp_of_rows(RowMLPInputs(rows_ND[first:stop], own_ends_E, gate_up_EFD, down_EDH, activation))
     out_ND = torch.zeros_like(rows_ND)
     out_ND[first:stop] = own_ND

@@ -27,14 +27,18 @@ class RankGroup:
         assert total % self.size == 0, f"{total} can't be shared by {self.size} ranks; config/check.py refuses this"
         return total // self.size
 
+    def part(self, total: int) -> range:
+        """Return the indices of the heads, channels or experts that this rank holds; the ranks hold equally many."""
+        share = self.share(total)
+        return range(self.rank * share, (self.rank + 1) * share)
+
     def groups_used(self, heads: int, groups: int) -> slice | list[int]:
         """Return the indices for the head groups that this rank's heads use.
 
         The heads in one group share something, such as keys and values. `heads` says how many heads the ranks divide
         among them, and `groups` is the number of head groups.
         """
-        share = self.share(heads)
-        return groups_of_heads(range(self.rank * share, (self.rank + 1) * share), heads, groups)
+        return groups_of_heads(self.part(heads), heads, groups)
 
 
 ONE_RANK = RankGroup()

@@ -210,16 +210,16 @@ def add_up(records: Sequence[StartRecord]) -> TimeSpent:
     """
     seconds: dict[str, float] = {}
     for number, record in enumerate(records):
-        own = dict(record.seconds)
+        sections = dict(record.seconds)
         repeated = record.rolled_back
         if number + 1 < len(records):
             later = records[number + 1]
             repeated += max(0, record.step - later.resumed)
-            own["between"] = max(0.0, later.began - record.ended)
+            sections["between"] = max(0.0, later.began - record.ended)
         share = min(1.0, repeated / max(record.trained, 1))
-        own["repeated"] = share * own.get("steps", 0.0)
-        own["steps"] = (1.0 - share) * own.get("steps", 0.0)
-        for section, spent in own.items():
+        sections["repeated"] = share * sections.get("steps", 0.0)
+        sections["steps"] = (1.0 - share) * sections.get("steps", 0.0)
+        for section, spent in sections.items():
             seconds[section] = seconds.get(section, 0.0) + spent
     ordered = sorted(((section, spent) for section, spent in seconds.items() if spent > 0), key=lambda item: -item[1])
     saves = sum(record.saves for record in records)

@@ -20,7 +20,7 @@ from studies.study import Measured
 
 
 class Written(Enum):
-    """What was known when a claim's rule was written; the judge itself is younger than all results."""
+    """Results that were known when a claim's rule was written; the judge itself is younger than all results."""
 
     BEFORE = "what is compared was written before its runs, and how it is tested with their results known"
     PARTLY = "what is compared was written with one seed known, and how it is tested with all results known"

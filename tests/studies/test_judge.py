@@ -52,7 +52,7 @@ def values(*by_seed: float) -> Seeds:
 @pytest.mark.parametrize("one_start", [False, True])
 @pytest.mark.parametrize(("true", "wrong"), [(0.0, Said.AGREES), (-0.5, Said.AGREES), (0.0, Said.NOT), (0.5, Said.NOT)])
 def test_the_judge_errs_in_at_most_one_of_twenty_draws(true: float, wrong: Said, one_start: bool) -> None:
-    """Of a claim that one model lies below another: `agrees` where it does not, and `does not agree` where it does."""
+    """Compare the rate of wrong verdicts on a claim that one model lies below another with the level."""
     found = shares(true, one_start=one_start)
     worst = max(share for (_, _, said), share in found.items() if said is wrong)
     assert worst <= LEVEL

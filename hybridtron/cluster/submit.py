@@ -13,6 +13,8 @@ Options:
     --chain K    submit K jobs, each of which starts after the previous job has ended; a job ends immediately if the run
                  has finished
 
+Before anything is queued, the command prints the run's steps, tokens, hours and number of jobs to stderr.
+
 The job inherits the environment variables with which this command runs. They are not stored in the script. The command
 does not import torch. Exit codes:
 
@@ -35,6 +37,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hybridtron.cluster import scheduler
+from hybridtron.cluster.estimate import estimate
 from hybridtron.cluster.gpu_env import wanted_variables
 from hybridtron.cluster.job import SlurmJob, script
 from hybridtron.cluster.problems import (
@@ -81,6 +84,8 @@ def main(arguments: list[str]) -> int:
     data = [f"{problem.key}  {problem.message}" for problem in data_problems(plan)]
     for warning in [*warnings(plan), *data]:
         print(f"warning: {warning}", file=sys.stderr)
+    for line in estimate(plan, job, asked.chain):
+        print(f"plan: {line}", file=sys.stderr)  # stdout has only the script
     if asked.dry_run:
         print(script(job), end="")
         return 0

@@ -260,6 +260,39 @@ def test_a_dry_run_warns_of_absent_data(
     assert problem_codes(submit.main, asked) == {"data.path": "no-file"}
 
 
+def test_a_dry_run_prints_size_hours_jobs_and_absent_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    asked = [
+        "submit",
+        "recipe=samba_1.3b",
+        "cluster=h100_infiniband",
+        "nodes=8",
+        f"run.dir={tmp_path}/run",
+        "--dry-run",
+    ]
+    assert main([*asked, "data.path=/nowhere", "cluster.time=3:00:00"]) == 0
+    printed = capsys.readouterr().err
+    assert "plan: 47,684 steps, 100B tokens on 64 devices of 8 nodes" in printed
+    # 8.37e20 FLOPs at 0.4 x 989e12 a second are 587.9 hours of one GPU; jobs of 170 minutes need four starts
+    assert "plan: about 9.186 hours, 587.9 GPU-hours, at 40% of 989 TFLOP/s (a guess)" in printed
+    assert "plan: a job of 3:00:00 that requeues itself 3 times" in printed
+    assert "plan: not here: 52.2B tokens of RedPajamaCommonCrawl (phase pretrain), from /nowhere" in printed
+    assert printed.count("not here") == 7
+    assert main([*asked, "cluster.time=3:00:00", "cluster.requeue=false", "--chain", "2"]) == 0
+    assert "plan: 4 jobs of 3:00:00, but 2 would be queued: use --chain 4" in capsys.readouterr().err
+
+
+def test_the_plan_of_a_submission_leaves_out_text_that_is_here(
+    programs: Path, counting_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["submit", *arguments(counting_folder, tmp_path / "run"), "--dry-run"]) == 0
+    printed = capsys.readouterr().err
+    assert "plan: hours are unknown: set cluster.peak_tflops" in printed
+    assert "not here" not in printed
+
+
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o755), (0o077, 0o700), (0o027, 0o750)])
 def test_mode_of_the_script_follows_the_umask(
     umask: int, mode: int, programs: Path, counting_folder: Path, tmp_path: Path

@@ -108,6 +108,7 @@ def test_weights_give_the_data_of_the_last_phase(tmp_path: Path) -> None:
 TUNING = {
     "llama_7b_span", "llama3_1.6b_span", "mamba2_hybrid_2.7b_span", "zamba2_1.2b_span", "hax_mamba_130m",
     "hax_mamba_130m_3072", "hax_mamba_130m_chat", "hax_mamba_laptop_continual", "hax_mamba_laptop_needles",
+    "samba_3.8b_chat",
 }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Estimate of a submission before it is queued: steps, tokens, hours, jobs, and text that is not on this machine.
 
-Hours are a guess: the run's FLOPs at the MFU that all tables assume. They leave out the time in the queue, and the time
-of saves, evaluations and restarts.
+The estimate is of the whole run, also if some of its steps are done. Hours are a guess: the run's FLOPs at the MFU that
+all tables assume. They leave out the time in the queue, and the time of saves, evaluations and restarts.
 """
 
 from __future__ import annotations
@@ -25,22 +25,30 @@ def estimate(plan: RunPlan, job: SlurmJob, chain: int) -> Iterator[str]:
     """Yield lines for the user: size of the run, its hours and jobs, and each source without a folder here."""
     nodes = job.fitting[-1]
     devices = nodes * job.cluster.processes
-    tokens = sum(phase.tokens for phase in plan.phases)
+    tokens = sum(read_tokens(phase, plan.last_step) for phase in plan.phases)
     place = f"{_counted(devices, 'device')} of {_counted(nodes, 'node')}"
-    yield f"{plan.last_step:,} steps, {readable(tokens)} tokens on {place}"
+    yield f"the whole run: {plan.last_step:,} steps, {readable(tokens)} tokens on {place}"
     if job.cluster.peak_tflops is None:
         yield "hours are unknown: set cluster.peak_tflops to the peak rate of a device"
     else:
         yield from _hours(plan, job, devices, chain)
     for phase in plan.phases:
-        yield from _absent(phase)
+        yield from _absent(phase, read_tokens(phase, plan.last_step))
+
+
+def read_tokens(phase: ResolvedPhase, last_step: int) -> int:
+    """Return how many tokens a phase reads in a run that ends after `last_step`, which `run.max_steps` may set."""
+    if last_step >= phase.end_step:
+        return phase.tokens
+    return phase.phase_tokens_at(max(last_step, phase.start_step))
 
 
 def _hours(plan: RunPlan, job: SlurmJob, devices: int, chain: int) -> Iterator[str]:
     cluster = job.cluster
     peak = cluster.peak_tflops
     assert peak is not None
-    device_hours = sum(map(flops, plan.phases)) / (MFU * peak * 1e12) / 3600
+    amounts = (flops(phase) * read_tokens(phase, plan.last_step) / phase.tokens for phase in plan.phases)
+    device_hours = sum(amounts) / (MFU * peak * 1e12) / 3600
     hours = device_hours / devices
     yield (
         f"about {readable(hours)} hours, {readable(device_hours)} GPU-hours, "
@@ -58,16 +66,16 @@ def _hours(plan: RunPlan, job: SlurmJob, devices: int, chain: int) -> Iterator[s
         yield f"{_counted(jobs, 'job')} of {cluster.time}"
 
 
-def _absent(phase: ResolvedPhase) -> Iterator[str]:
-    """Yield a line for each source whose folder can't be opened here, with the tokens that the phase reads from it."""
+def _absent(phase: ResolvedPhase, read: int) -> Iterator[str]:
+    """Yield a line for each source whose folder can't be opened here, with its share of the tokens that are read."""
     data = phase.data
-    if data.source == Source.embedded:
-        return  # prepared when the phase opens it
+    if data.source == Source.embedded or not read:
+        return  # the embedded text is prepared when the phase opens it
     folders = [entry.path or data.path for entry in data.mixture.values()] or [data.path]
     for (name, _, share), folder in zip(named_sources(data), folders, strict=True):
         if is_url(folder) or _opens(folder):
             continue
-        tokens = f"{readable(share * phase.tokens)} tokens"
+        tokens = f"{readable(share * read)} tokens"
         if name:
             tokens += f" of {name}"
         yield f"not here: {tokens} (phase {phase.settings.name}), from {folder}"

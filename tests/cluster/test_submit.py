@@ -274,7 +274,7 @@ def test_a_dry_run_prints_size_hours_jobs_and_absent_sources(
     ]
     assert main([*asked, "data.path=/nowhere", "cluster.time=3:00:00"]) == 0
     printed = capsys.readouterr().err
-    assert "plan: 47,684 steps, 100B tokens on 64 devices of 8 nodes" in printed
+    assert "plan: the whole run: 47,684 steps, 100B tokens on 64 devices of 8 nodes" in printed
     # 8.37e20 FLOPs at 0.4 x 989e12 a second are 587.9 hours of one GPU; jobs of 170 minutes need four starts
     assert "plan: about 9.186 hours, 587.9 GPU-hours, at 40% of 989 TFLOP/s (a guess)" in printed
     assert "plan: a job of 3:00:00 that requeues itself 3 times" in printed
@@ -282,6 +282,12 @@ def test_a_dry_run_prints_size_hours_jobs_and_absent_sources(
     assert printed.count("not here") == 7
     assert main([*asked, "cluster.time=3:00:00", "cluster.requeue=false", "--chain", "2"]) == 0
     assert "plan: 4 jobs of 3:00:00, but 2 would be queued: use --chain 4" in capsys.readouterr().err
+    # 100 steps of 512 rows of 4096 tokens
+    assert main([*asked, "run.max_steps=100", "data.path=/nowhere"]) == 0
+    printed = capsys.readouterr().err
+    assert "plan: the whole run: 100 steps, 209.7M tokens on 64 devices of 8 nodes" in printed
+    assert "1.233 GPU-hours" in printed
+    assert "plan: not here: 109.5M tokens of RedPajamaCommonCrawl" in printed
 
 
 def test_the_plan_of_a_submission_leaves_out_text_that_is_here(

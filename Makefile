@@ -17,7 +17,8 @@
 # make audit   compares every gradient of every parallel layout with one process (minutes)
 # make rehearse   rehearses a step of every recipe under six layouts without a GPU, and writes its page (tens of minutes)
 # make gpu-day-one   on a machine with one GPU: whether all of it is right, a step of every recipe, speed (20 minutes)
-# make test-triton TRITON=3.6.0   runs the kernels' tests with another Triton than torch's own (minutes)
+# make test-triton TRITON=3.6.0   runs the kernels' tests with another Triton than torch's own (minutes); with
+#   ONLY=compiled those that compile all kernels for sm_90
 # make test-core   runs the part of the tests that another megatron-core could break
 # make setup-slurm   installs SLURM (as root, on Debian), which some slow tests need; nothing else installs it
 # make test-slurm   starts a SLURM of two nodes and submits runs to it (minutes)
@@ -121,7 +122,8 @@ test-core: $(VENV)/.dev
 test-triton: $(VENV)/.dev
 	$(BIN)/pip install --quiet --upgrade --target build/triton-$(TRITON) "triton==$(TRITON)" "numpy<2.4"
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/build/triton-$(TRITON) \
-	  $(BIN)/pytest -m "not gpu" tests/ops/*/test_kernels.py tests/ops/test_whole_step.py
+	  $(BIN)/pytest -m "not gpu" tests/ops/*/test_kernels*.py tests/ops/ssd/test_decay.py tests/ops/test_sum_kernels.py \
+	  tests/ops/test_whole_step.py $(if $(ONLY),-k $(ONLY))
 
 test-slurm: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" tests/cluster

@@ -4,7 +4,8 @@
 
 `step_model.json` has the measured steps, and for each recipe the Triton kernels of its micro-batch with two modelled
 times: by the model before it had latencies (`before_us`), and by today's model (`after_us`). All other operations of a
-step are added up (`others_before_ms` and `others_after_ms`).
+step are added up (`others_before_ms` and `others_after_ms`). `ssd` has SSD's kernels before and after they were
+rewritten, both by today's model.
 """
 
 from __future__ import annotations
@@ -38,6 +39,20 @@ because torch 2.13.0 divided it into other operations. Both models have the same
 - **host**: 21.5 us per launch, and 16 us more per launch of a Triton kernel, beside the device's time.
 - **fitted**: the model before, plus 29 us per launch. This number was fitted to these steps, and is no longer used.
 """
+SSD = """## SSD's kernels before and after they were rewritten
+
+A layer's forward and backward pass with the shapes of `mamba2_1.3b` (4 x 2048 tokens, 64 heads of 64 channels in one
+group, 128 state entries, bf16), modelled for an H200. The kernels were compiled by Triton 3.7.1, and spill no
+registers. No GPU has run the kernels after the change."""
+REJECTED = """What was compiled and modelled too, and is slower by the model:
+
+- **Chunks of 256 tokens**: `walk` takes 76 and 111 us and spills 112 and 224 bytes, `group_gradients` takes 541 and
+  543 us and spills 536 and 336 bytes. `outputs` takes 94 us instead of 99.
+- **C B^T computed once a head**, inside the kernels: `outputs` takes 161 us instead of 96, `token_gradients` 369 us
+  instead of 366 (before it ran three programs on a multiprocessor).
+- **Pipelined loads in `token_gradients`**: 478 us instead of 366, as the loop needs more registers.
+- **Three pipeline stages** instead of two in `walk`: 74 us instead of 45.
+- **Float64 in `decays`**: 4.6 us, as long as with pairs of fp32 numbers, but with 96 registers instead of 69."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +118,7 @@ def mean_error(modelled: Sequence[float], measured: Sequence[float]) -> float:
 def page() -> str:
     """Return the page as Markdown."""
     steps, kernels = read()
-    return "\n".join([INTRODUCTION, *_steps(steps), "", *_kernels(kernels)]) + "\n"
+    return "\n".join([INTRODUCTION, *_steps(steps), "", *_kernels(kernels), "", *_ssd()]) + "\n"
 
 
 def _steps(steps: Sequence[MeasuredStep]) -> Iterator[str]:
@@ -150,6 +165,25 @@ def _kernels(kernels: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
             f"| `{recipe}` | {kernel['name']} | {grid} | {kernel['launches']} | {kernel['warps']} | "
             f"{kernel['rounds']} | {kernel['before_us']:.0f} | {kernel['after_us']:.0f} | {kernel['bound']} |"
         )
+
+
+def _ssd() -> Iterator[str]:
+    yield SSD
+    yield ""
+    yield "| | kernel | launches | warps | registers | shared bytes | us | bound by |"
+    yield f"|---|---|{'---|' * 6}"
+    for when, kernels in json.loads(DATA.read_text())["ssd"].items():
+        for kernel in kernels:
+            yield (
+                f"| {when} | {kernel['name']} | {kernel['launches']} | {kernel['warps']} | {kernel['registers']} | "
+                f"{kernel['shared']} | {kernel['us']:.1f} | {kernel['bound']} |"
+            )
+        total = sum(kernel["launches"] * kernel["us"] for kernel in kernels)
+        yield f"| **{when}** | all | {sum(kernel['launches'] for kernel in kernels)} | | | | {total:.0f} | |"
+    yield ""
+    yield "`warps` are those that run on a multiprocessor at a time, and `us` is the modelled time of one launch."
+    yield ""
+    yield REJECTED
 
 
 if __name__ == "__main__":

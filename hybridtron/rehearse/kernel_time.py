@@ -62,6 +62,18 @@ def _slices_of_values(named: Mapping[str, Any]) -> int:
     return -(-named["P"] // named["VALUES"])
 
 
+def _blocks_and_slices(named: Mapping[str, Any]) -> list[int]:
+    """Return trip counts for SSD's two kinds of outer loops, over blocks of a chunk and over slices of the state.
+
+    The blocks are those up to the program's own one, or from it on: half of a chunk's blocks and one half more, rounded
+    up. Both kinds count as often as the longer one runs. If every head has its own B and C, another loop over slices is
+    inside the loop over blocks.
+    """
+    blocks = (named["CHUNK"] // named["OWN"] + 2) // 2
+    slices = named["BLOCK_N"] // named["SLICE"]
+    return [max(blocks, slices), slices]
+
+
 LOOPS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], list[int]]] = {
     "scan.walk": lambda named, _: [named["CHUNK"]],
     "scan.retrace": lambda named, _: _tiles(named) if named["CHUNK"] > named["TOKENS"] else [named["CHUNK"]],
@@ -101,9 +113,9 @@ LOOPS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], list[int]]] = {
     "sparse.key_gradients": lambda named, _: [_queries_of_keys(named), _slices_of_values(named)],
     "sparse.value_gradients": lambda named, _: [_queries_of_keys(named)],
     "sparse.along_outputs": lambda named, _: [_slices_of_values(named)],
-    "ssd.pass_states": lambda named, _: [named["chunks"]],
-    "ssd.outputs": lambda named, _: [max(1, named["BLOCK_N"] // named["SLICE"])],
-    "ssd.token_gradients": lambda named, _: [max(1, named["BLOCK_N"] // named["SLICE"])],
+    "ssd.walk": lambda named, _: [named["chunks"]],
+    "ssd.group_scores": lambda named, _: [named["BLOCK_N"] // named["SLICE"]],
+    **dict.fromkeys(("ssd.outputs", "ssd.token_gradients"), lambda named, _: _blocks_and_slices(named)),
     "ssd.group_gradients": lambda named, _: [named["heads"] // named["groups"] // named["splits"]],
     "ssd.sum_of_splits": lambda named, _: [named["SPLITS"]],
     "ops.sum_of_parts": lambda named, _: [-(-named["parts"] // named["PARTS"])],

@@ -31,11 +31,11 @@ SHARED_MEMORY = 227 * 1024  # bytes that one block of an H100 may use
 REGISTERS = 255  # of one thread
 SPILLED = {
     "3.6": {"group_gradients": 8, "token_gradients": 208, "_norm_backward": 48},
-    "3.7": {"chunk_states": 8, "group_gradients": 32, "token_gradients": 232, "_norm_backward": 48},
+    "3.7": {"group_gradients": 32, "token_gradients": 232, "_norm_backward": 48},
 }
 """Bytes that one thread may keep on the stack, by Triton's version and kernel; 3.9 spills nothing.
 
-Those of chunk_states and token_gradients are spilled in fp32 at the largest sizes alone, those of _norm_backward in
+Those of token_gradients are spilled in fp32 at the largest sizes alone, those of _norm_backward in
 groups of more than 4,096 channels.
 """
 GRID = (2**31 - 1, 2**16 - 1, 2**16 - 1)  # blocks along each axis

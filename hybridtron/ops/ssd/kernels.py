@@ -2,13 +2,13 @@
 
 The recurrence is h_t = exp(g_t) h_{t-1} + v_t B_t^T, with g = delta A and v = delta x. A row (a sequence in the batch)
 is divided into chunks of tokens. S_T below is g summed over a chunk. Only the inputs are saved. The backward pass
-recomputes the decays and the states between chunks; if these were saved too, they would take twice x's memory. Results
-are deterministic. An earlier version of the kernels was checked on an H200 (benchmarks/gpu.md); it did not read strided
-inputs, and did not add up partial sums. Since then, the kernels have run in Triton's interpreter only.
+recomputes the decays and the states between chunks; if these were saved too, they would take as much memory as x, or
+more. Results are deterministic. An earlier version of the kernels was checked on an H200 (benchmarks/gpu.md). Since
+then, most of them have been rewritten, and have run in Triton's interpreter only.
 
 Legend: B rows, L tokens, H heads, P head size, G head groups that share B and C, N state size, C chunks (in state
-shapes), S splits (programs among which a group's heads are divided), K parts (of a chunk in `pairs_KBHL`, of a state in
-`through_BCHK`).
+shapes), S splits (programs among which a group's heads are divided), K parts (of a chunk in `pairs_KBHL`, slices of a
+state in `through_BCHK`), T tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ forward_kernels: Any = kernels_forward
 backward_kernels: Any = kernels_backward
 
 HEADS = 8  # heads per program of `decays` and `step_gradients`; their dt are contiguous in memory
-BLOCK = 1024  # state entries per program of `pass_states`
 SUM_TOKENS = 32  # tokens per program of `sum_of_splits`
 SUM_BLOCK = 128  # maximum entries of a token per program of `sum_of_splits`
 PROGRAMS = 264  # intended grid size of `group_gradients`: two per multiprocessor of an H100; decides the sums' order
@@ -206,32 +205,71 @@ class TokenTerms(NamedTuple):
 
 def _states_before(row: SSDRow, decays: Decays) -> tuple[Tensor, Tensor]:
     """Return the state before every chunk, and the state after the row."""
-    heads = row.lengths()[1]
-    states_BCHPN = row.states()
-    last_BHPN = torch.empty_like(states_BCHPN[:, 0], memory_format=torch.contiguous_format)
-    forward_kernels.chunk_states[row.grid(1, heads * row.slices)](
-        row.x_BLHP, row.B_BLGN, decays.leave_BHL, decays.delta_BHL, states_BCHPN,
-        *strides(row.x_BLHP, row.B_BLGN), *row.lengths(),
-        STEPS=True, SLICE=row.outer, num_stages=1, **row.constants() | {"num_warps": row.tiles.light},
-    )  # fmt: skip
-    start = last_BHPN if row.state_BHPN is None else row.state_BHPN
-    size = last_BHPN[0, 0].numel()
-    forward_kernels.pass_states[ceil_div(size, BLOCK), heads, len(last_BHPN)](
-        states_BCHPN, decays.whole_BHC, start, last_BHPN, states_BCHPN, decays.whole_BHC, row.chunks, heads, size,
-        START=row.state_BHPN is not None, REVERSED=False, BLOCK=BLOCK,
-    )  # fmt: skip
+    states_BCHPN, last_BHPN, _ = _walk(
+        row, (row.x_BLHP, row.B_BLGN, decays.leave_BHL), decays, row.state_BHPN, before_BCHPN=None
+    )
     return states_BCHPN, last_BHPN
+
+
+def _walk(
+    row: SSDRow,
+    factors: tuple[Tensor, Tensor, Tensor],
+    decays: Decays,
+    start_BHPN: Tensor | None,
+    before_BCHPN: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walk over a row's chunks: forward, or backward with `before_BCHPN`, the states before chunks.
+
+    Return the tensors that the kernel `walk` stores: the states, the last state, and `through`, which a forward walk
+    leaves uninitialized. `factors` are the kernel's `left`, `right` and `weight`.
+    """
+    left_BLHP, right_BLGN, weight_BHL = factors
+    rows, _, heads, head = row.x_BLHP.shape
+    state = row.B_BLGN.shape[3]
+    states_BCHPN = row.states()
+    end_BHPN = weight_BHL.new_empty(rows, heads, head, state)
+    through_BCHK = weight_BHL.new_empty(rows, row.chunks, heads, row.slices)
+    forward_kernels.walk[row.slices, heads, rows](
+        left_BLHP, right_BLGN, weight_BHL, decays.delta_BHL, decays.whole_BHC,
+        end_BHPN if start_BHPN is None else start_BHPN, end_BHPN, states_BCHPN,
+        row.D_H if before_BCHPN is None else before_BCHPN, through_BCHK, *strides(left_BLHP, right_BLGN),
+        *row.lengths(), row.chunks, START=start_BHPN is not None, REVERSED=before_BCHPN is not None, SLICE=row.outer,
+        num_stages=row.tiles.ahead, **row.constants() | {"num_warps": row.tiles.light},
+    )  # fmt: skip
+    return states_BCHPN, end_BHPN, through_BCHK
+
+
+def _group_scores(row: SSDRow, left_BLGN: Tensor, right_BLGN: Tensor) -> Tensor:
+    """Return left_i . right_j for every group, and all tokens i and j of the same chunk (B, G, L in full chunks, T).
+
+    If every head has its own B and C, the kernels compute these products themselves, and the result is a valid pointer
+    that no kernel reads.
+    """
+    length, _, groups = row.lengths()
+    if not row.grouped:
+        return row.D_H
+    rows, chunk = len(row.B_BLGN), row.tiles.chunk
+    parts = chunk // row.tiles.tokens
+    scores_BGLT = row.D_H.new_empty(rows, groups, row.chunks * chunk, chunk)
+    grid = row.chunks * parts, groups, rows * parts
+    constants = {name: row.constants()[name] for name in ("N", "CHUNK", "BLOCK_N", "PRODUCT", "PRECISION")}
+    forward_kernels.group_scores[grid](
+        left_BLGN, right_BLGN, scores_BGLT, *strides(left_BLGN, right_BLGN), length, groups, OWN=row.tiles.tokens,
+        SLICE=row.narrow, num_warps=4, num_stages=1, **constants,
+    )  # fmt: skip
+    return scores_BGLT
 
 
 def _outputs(row: SSDRow, decays: Decays, before_BCHPN: Tensor) -> Tensor:
     """Return y."""
     y_BLHP = empty_in_order(row.x_BLHP)
+    scores = _group_scores(row, row.C_BLGN, row.B_BLGN)
     tokens = row.tiles.tokens
     forward_kernels.outputs[row.grid(row.tiles.chunk // tokens, row.lengths()[1])](
-        row.x_BLHP, row.B_BLGN, row.C_BLGN, row.D_H, *decays[:5], row.documents, before_BCHPN, y_BLHP,
+        row.x_BLHP, row.B_BLGN, row.C_BLGN, scores, row.D_H, *decays[:5], row.documents, before_BCHPN, y_BLHP,
         *strides(row.x_BLHP, row.B_BLGN, row.C_BLGN, y_BLHP), *row.lengths(),
-        DOCUMENTS=row.documents_BL is not None, ITSELF=row.itself, OWN=tokens, SLICE=row.narrow, num_stages=1,
-        **row.constants() | {"num_warps": row.tiles.light},
+        DOCUMENTS=row.documents_BL is not None, ITSELF=row.itself, SCORES=row.grouped, OWN=tokens, SLICE=row.narrow,
+        num_stages=row.tiles.ahead, **row.constants() | {"num_warps": row.tiles.light},
     )  # fmt: skip
     return y_BLHP
 
@@ -245,23 +283,7 @@ def _gradients_after(
     row. The third holds partial sums of exp(S_T) dh . h for every chunk and head, where h is the state before the
     chunk.
     """
-    heads = row.lengths()[1]
-    states_BCHPN = row.states()
-    grad_state_BHPN = torch.empty_like(states_BCHPN[:, 0], memory_format=torch.contiguous_format)
-    forward_kernels.chunk_states[row.grid(1, heads * row.slices)](
-        dy_BLHP, row.C_BLGN, decays.enter_BHL, decays.delta_BHL, states_BCHPN,
-        *strides(dy_BLHP, row.C_BLGN), *row.lengths(),
-        STEPS=False, SLICE=row.outer, num_stages=1, **row.constants() | {"num_warps": row.tiles.light},
-    )  # fmt: skip
-    size = grad_state_BHPN[0, 0].numel()
-    blocks = ceil_div(size, BLOCK)
-    through_BCHK = before_BCHPN.new_empty(*before_BCHPN.shape[:3], blocks)
-    start = grad_state_BHPN if grad_last_BHPN is None else grad_last_BHPN
-    forward_kernels.pass_states[blocks, heads, len(start)](
-        states_BCHPN, decays.whole_BHC, start, grad_state_BHPN, before_BCHPN, through_BCHK, row.chunks, heads, size,
-        START=grad_last_BHPN is not None, REVERSED=True, BLOCK=BLOCK,
-    )  # fmt: skip
-    return states_BCHPN, grad_state_BHPN, through_BCHK
+    return _walk(row, (dy_BLHP, row.C_BLGN, decays.enter_BHL), decays, grad_last_BHPN, before_BCHPN)
 
 
 def _token_gradients(
@@ -270,12 +292,13 @@ def _token_gradients(
     """Return dx, and the terms for `step_gradients`."""
     grad_x_BLHP = empty_in_order(row.x_BLHP)
     terms = TokenTerms.of(row)
+    scores = _group_scores(row, row.B_BLGN, row.C_BLGN)
     parts = len(terms.pairs_KBHL)
     backward_kernels.token_gradients[row.grid(parts, row.lengths()[1])](
-        row.x_BLHP, dy_BLHP, row.B_BLGN, row.C_BLGN, row.D_H, *decays[:6], row.documents, before_BCHPN, after_BCHPN,
-        grad_x_BLHP, *terms, *strides(row.x_BLHP, dy_BLHP, row.B_BLGN, row.C_BLGN, grad_x_BLHP), *row.lengths(),
-        DOCUMENTS=row.documents_BL is not None, ITSELF=row.itself, OWN=row.tiles.tokens, SLICE=row.inner, num_stages=1,
-        **row.constants(),
+        row.x_BLHP, dy_BLHP, row.B_BLGN, row.C_BLGN, scores, row.D_H, *decays[:6], row.documents, before_BCHPN,
+        after_BCHPN, grad_x_BLHP, *terms, *strides(row.x_BLHP, dy_BLHP, row.B_BLGN, row.C_BLGN, grad_x_BLHP),
+        *row.lengths(), DOCUMENTS=row.documents_BL is not None, ITSELF=row.itself, SCORES=row.grouped,
+        OWN=row.tiles.tokens, SLICE=row.inner, num_stages=1, **row.constants() | {"num_warps": row.tiles.light},
     )  # fmt: skip
     return grad_x_BLHP, terms
 

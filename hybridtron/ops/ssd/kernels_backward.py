@@ -3,8 +3,8 @@
 The scan is h_t = exp(g_t) h_{t-1} + v_t B_t^T, y_t = h_t C_t + D x_t, with g = delta A and v = delta x. It is computed
 in chunks of tokens. S_i is g summed over the chunk's tokens up to i, and S_T is g summed over the full chunk. E_ij is
 exp(S_i - S_j) if token i sees token j, else 0. s_ij is C_i . B_j. h is the state before a chunk, and dh is the gradient
-of the state after it. `chunk_states` and `pass_states` in `kernels_forward` compute both h and dh. Then the kernels in
-this file run; `sum_of_splits` runs only if a group's heads are divided among several programs:
+of the state after it. `walk` in `kernels_forward` computes both h and dh. Then the kernels in this file run;
+`sum_of_splits` runs only if a group's heads are divided among several programs:
 
     token_gradients   dx, and the terms for dg and for the steps' gradients
     group_gradients   dC and dB, or their partial sums
@@ -42,7 +42,9 @@ import triton
 import triton.language as tl
 
 from hybridtron.ops.ssd.kernels_forward import (
+    add_exactly,
     apart,
+    block_scores,
     decay_between,
     product,
     state_entries,
@@ -53,20 +55,20 @@ from hybridtron.ops.ssd.kernels_forward import (
 
 @triton.jit
 def token_gradients(
-    x_BLHP: tl.tensor, dy_BLHP: tl.tensor, B_BLGN: tl.tensor, C_BLGN: tl.tensor, D_H: tl.tensor,
-    itself_BHL: tl.tensor, delta_BHL: tl.tensor, high_BHL: tl.tensor, low_BHL: tl.tensor, enter_BHL: tl.tensor,
-    leave_BHL: tl.tensor, documents_BL: tl.tensor, before_BCHPN: tl.tensor, grad_after_BCHPN: tl.tensor,
-    grad_x_BLHP: tl.tensor, direct_BHL: tl.tensor, skip_BHL: tl.tensor, scores_BHL: tl.tensor, gain_BHL: tl.tensor,
-    loss_BHL: tl.tensor, pairs_KBHL: tl.tensor, x_row: int, x_token: int, dy_row: int, dy_token: int, B_row: int,
-    B_token: int, C_row: int, C_token: int, grad_x_row: int, grad_x_token: int, length: int, heads: int, groups: int,
-    DOCUMENTS: tl.constexpr, ITSELF: tl.constexpr, P: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
-    OWN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr, PRODUCT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x_BLHP: tl.tensor, dy_BLHP: tl.tensor, B_BLGN: tl.tensor, C_BLGN: tl.tensor, scores_BGLT: tl.tensor,
+    D_H: tl.tensor, itself_BHL: tl.tensor, delta_BHL: tl.tensor, high_BHL: tl.tensor, low_BHL: tl.tensor,
+    enter_BHL: tl.tensor, leave_BHL: tl.tensor, documents_BL: tl.tensor, before_BCHPN: tl.tensor,
+    grad_after_BCHPN: tl.tensor, grad_x_BLHP: tl.tensor, direct_BHL: tl.tensor, skip_BHL: tl.tensor,
+    scores_BHL: tl.tensor, gain_BHL: tl.tensor, loss_BHL: tl.tensor, pairs_KBHL: tl.tensor, x_row: int, x_token: int,
+    dy_row: int, dy_token: int, B_row: int, B_token: int, C_row: int, C_token: int, grad_x_row: int, grad_x_token: int,
+    length: int, heads: int, groups: int, DOCUMENTS: tl.constexpr, ITSELF: tl.constexpr, SCORES: tl.constexpr,
+    P: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, OWN: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr, SLICE: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store dx for OWN tokens and a head, and the terms from which `step_gradients` computes its results.
 
     Grid: (parts with OWN tokens each, heads, rows). The outputs have a number for each own token o; only `pairs` has a
-    number for each token t in the chunk:
+    number for each own or later token t in the chunk:
 
         direct   dv_o . x_o
         skip     dy_o . x_o
@@ -74,44 +76,100 @@ def token_gradients(
         gain     exp(S_o) dy_o . h C_o, a term in dg
         loss     exp(S_T - S_o) v_o . dh B_o, a term in dg
         pairs    s_ij w_ij summed over the pairs i >= t > j in which j is an own token, a term in dg_t
+
+    With SCORES, `_over_pairs` loads B_o . C_t.
     """
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    chunk = tl.program_id(0) // (CHUNK // OWN)
+    parts: tl.constexpr = CHUNK // OWN
+    chunk, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     group = head // (heads // groups)
-    first_O, first_T = tl.program_id(0) * OWN, chunk * CHUNK
-    token_O = first_O + tl.arange(0, OWN)
-    token_T = first_T + tl.arange(0, CHUNK)
+    first_O, own_O = tl.program_id(0) * OWN, tl.arange(0, OWN)
+    token_O = first_O + own_O
     inside_O = token_O < length
-    at, p_P = (row * heads + head) * length, tl.arange(0, BLOCK_P)
-    index = (row * tl.cdiv(length, CHUNK) + chunk) * heads + head
+    at, chunks, p_P = (row * heads + head) * length, tl.cdiv(length, CHUNK), tl.arange(0, BLOCK_P)
     dy_LP = dy_BLHP + row * dy_row + head * P
-    mix_OT, kept_OP, seen_OP = _over_states(
-        B_BLGN + row * B_row + group * N, C_BLGN + row * C_row + group * N, B_token, C_token, before_BCHPN,
-        grad_after_BCHPN, index, first_O, first_T, p_P, length, P, N, CHUNK, OWN, BLOCK_P, BLOCK_N, SLICE, PRODUCT,
+    B_LN, C_LN = B_BLGN + row * B_row + group * N, C_BLGN + row * C_row + group * N
+    index = (row * chunks + chunk) * heads + head
+    x_OP = strided_tokens(x_BLHP + row * x_row + head * P, x_token, first_O, OWN, p_P, length, P)
+    dy_OP = strided_tokens(dy_LP, dy_token, first_O, OWN, p_P, length, P)
+    seen_OP = _over_states(
+        C_LN, C_token, before_BCHPN, index, first_O, p_P, length, P, N, OWN, BLOCK_P, BLOCK_N, SLICE, PRODUCT,
         PRECISION,
     )  # fmt: skip
-    mix_OT, skip_O1, scores_O = apart(mix_OT, tl.load(D_H + head), itself_BHL + at, token_O, token_T, length, ITSELF)
+    gain_O1 = _weighted(enter_BHL + at, tl.sum(seen_OP * dy_OP.to(tl.float32), axis=1)[:, None], token_O, length)
+    tl.store((gain_BHL + at + token_O)[:, None], gain_O1, mask=inside_O[:, None])
+    dv_OP = _over_states(
+        B_LN, B_token, grad_after_BCHPN, index, first_O, p_P, length, P, N, OWN, BLOCK_P, BLOCK_N, SLICE, PRODUCT,
+        PRECISION,
+    )  # fmt: skip
+    dv_OP = _weighted(leave_BHL + at, dv_OP, token_O, length)
+    delta_O = tl.load(delta_BHL + at + token_O, mask=inside_O, other=0.0)
+    kept_O = tl.sum(dv_OP * x_OP.to(tl.float32), axis=1)
+    tl.store(loss_BHL + at + token_O, delta_O * kept_O, mask=inside_O)
+    scores_LT = scores_BGLT + ((row * groups + group) * chunks * CHUNK + first_O) * CHUNK
+    pairs_L = pairs_KBHL + part * tl.num_programs(2).to(tl.int64) * heads * length + at
+    first_O, dv_OP, worth_O, along_O, scores_O = _over_pairs(
+        dv_OP, x_OP, delta_O, scores_LT, B_LN, C_LN, B_token, C_token, dy_LP, dy_token, high_BHL + at, low_BHL + at,
+        documents_BL + row * length, pairs_L, first_O, chunk * CHUNK, p_P, length, DOCUMENTS, ITSELF, SCORES, P, N,
+        CHUNK, OWN, BLOCK_N, SLICE, PRODUCT, PRECISION,
+    )  # fmt: skip
+    token_O = first_O + own_O
+    inside_O = token_O < length
+    skip_O = tl.load(D_H + head) + tl.zeros([OWN], tl.float32)
     if ITSELF:
         tl.store(scores_BHL + at + token_O, scores_O, mask=inside_O)
-    x_OP = strided_tokens(x_BLHP + row * x_row + head * P, x_token, first_O, OWN, p_P, length, P)
-    dy_OP = strided_tokens(dy_LP, dy_token, first_O, OWN, p_P, length, P).to(tl.float32)
-    gain_O1 = _weighted(enter_BHL + at, tl.sum(seen_OP * dy_OP, axis=1)[:, None], token_O, length)
-    tl.store((gain_BHL + at + token_O)[:, None], gain_O1, mask=inside_O[:, None])
-    tl.store(skip_BHL + at + token_O, tl.sum(dy_OP * x_OP.to(tl.float32), axis=1), mask=inside_O)
-    dv_OP, delta_O, pairs_T = _over_pairs(
-        mix_OT, x_OP, dy_LP, dy_token, delta_BHL + at, high_BHL + at, low_BHL + at, documents_BL + row * length,
-        token_O, token_T, first_T, p_P, length, DOCUMENTS, P, CHUNK, PRODUCT, PRECISION,
-    )  # fmt: skip
-    part, rows = tl.program_id(0) % (CHUNK // OWN), tl.num_programs(2).to(tl.int64)
-    tl.store(pairs_KBHL + part * rows * heads * length + at + token_T, pairs_T, mask=token_T < length)
-    kept_OP = _weighted(leave_BHL + at, kept_OP, token_O, length)
-    x_OP = x_OP.to(tl.float32)
-    dv_OP += kept_OP
-    tl.store(loss_BHL + at + token_O, delta_O * tl.sum(kept_OP * x_OP, axis=1), mask=inside_O)
-    tl.store(direct_BHL + at + token_O, tl.sum(dv_OP * x_OP, axis=1), mask=inside_O)
+        skip_O += scores_O * tl.load(itself_BHL + at + token_O, mask=inside_O, other=0.0)
+    tl.store(direct_BHL + at + token_O, kept_O + worth_O, mask=inside_O)
+    tl.store(skip_BHL + at + token_O, along_O, mask=inside_O)
+    dy_OP = strided_tokens(dy_LP, dy_token, first_O, OWN, p_P, length, P)
     grad_x_OP = strided_places(grad_x_BLHP + row * grad_x_row + head * P, grad_x_token, first_O, OWN, p_P)
-    dx_OP = delta_O[:, None] * dv_OP + skip_O1 * dy_OP
+    dx_OP = delta_O[:, None] * dv_OP + skip_O[:, None] * dy_OP.to(tl.float32)
     tl.store(grad_x_OP, dx_OP, mask=inside_O[:, None] & tl.expand_dims(p_P < P, 0))
+
+
+@triton.jit
+def _over_pairs(
+    dv_OP: tl.tensor, x_OP: tl.tensor, delta_O: tl.tensor, scores_LT: tl.tensor, B_LN: tl.tensor, C_LN: tl.tensor,
+    B_token: int, C_token: int, dy_LP: tl.tensor, dy_token: int, high_L: tl.tensor, low_L: tl.tensor,
+    documents_L: tl.tensor, pairs_L: tl.tensor, first_O: tl.tensor, start_T: tl.tensor, p_P: tl.tensor, length: int,
+    DOCUMENTS: tl.constexpr, ITSELF: tl.constexpr, SCORES: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+    CHUNK: tl.constexpr, OWN: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr, PRODUCT: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tuple:  # fmt: skip
+    """Go through a chunk's tokens t, OWN at a time, from the last to the own ones, and store `pairs`.
+
+    Return the first own token; dv with the pairs' terms added; the sum of x_o . dy_t E_to s_to over t; dy_o . x_o; and
+    s_oo, with ITSELF. The first own token is the loop's last first token t: addresses that are computed from it need no
+    registers during the loop. A product with a mask sums over later tokens; a cumulative sum would take 400 shuffles.
+    """
+    own_O = tl.arange(0, OWN)
+    token_O = first_O + own_O
+    worth_O = tl.zeros([OWN], tl.float32)
+    along_O = tl.zeros([OWN], tl.float32)
+    scores_O = tl.zeros([OWN], tl.float32)
+    up_to_TT = tl.where(own_O[:, None] >= own_O[None, :], 1.0, 0.0)
+    first_T = start_T + CHUNK
+    for _ in range((first_T - first_O) // OWN):
+        first_T -= OWN
+        token_T = first_T + own_O
+        mix_OT = block_scores(
+            scores_LT + (first_T - start_T), B_LN, C_LN, B_token, C_token, first_O, first_T, length, SCORES, CHUNK, N,
+            OWN, BLOCK_N, SLICE, PRODUCT, PRECISION,
+        )  # fmt: skip
+        if ITSELF:
+            mix_OT, own_scores_O = apart(mix_OT, token_O, token_T)
+            scores_O += own_scores_O
+        mix_OT *= decay_between(high_L, low_L, documents_L, token_O, token_T, length, DOCUMENTS, tl.constexpr(True))
+        dy_TP = strided_tokens(dy_LP, dy_token, first_T, OWN, p_P, length, P)
+        dv_OP += product(mix_OT, dy_TP, PRODUCT, PRECISION)
+        worth_OT = product(x_OP, tl.trans(dy_TP), PRODUCT, PRECISION)
+        along_O += tl.sum(tl.where(token_O[:, None] == token_T[None, :], worth_OT, 0.0), axis=1)
+        worth_OT *= mix_OT
+        later_OT = delta_O[:, None] * (product(worth_OT, up_to_TT, PRODUCT, PRECISION) + worth_O[:, None])
+        pairs_T = tl.sum(tl.where(token_O[:, None] < token_T[None, :], later_OT, 0.0), axis=0)
+        tl.store(pairs_L + token_T, pairs_T, mask=token_T < length)
+        worth_O += tl.sum(worth_OT, axis=1)
+    return first_T, dv_OP, worth_O, along_O, scores_O
 
 
 @triton.jit
@@ -122,44 +180,19 @@ def _weighted(weight_L: tl.tensor, x_OP: tl.tensor, token_O: tl.tensor, length: 
 
 
 @triton.jit
-def _over_pairs(
-    mix_OT: tl.tensor, x_OP: tl.tensor, dy_LP: tl.tensor, dy_token: int, delta_L: tl.tensor, high_L: tl.tensor,
-    low_L: tl.tensor, documents_L: tl.tensor, token_O: tl.tensor, token_T: tl.tensor, first_T: tl.tensor,
-    p_P: tl.tensor, length: int, DOCUMENTS: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr, PRODUCT: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> tuple:  # fmt: skip
-    """Return three tensors: dv without the state's term, delta for own tokens, and `pairs` for `token_gradients`."""
-    mix_OT *= decay_between(high_L, low_L, documents_L, token_O, token_T, length, DOCUMENTS, tl.constexpr(True))
-    dy_TP = strided_tokens(dy_LP, dy_token, first_T, CHUNK, p_P, length, P)
-    dv_OP = product(mix_OT, dy_TP, PRODUCT, PRECISION)
-    delta_O = tl.load(delta_L + token_O, mask=token_O < length, other=0.0)
-    worth_OT = product(x_OP, tl.trans(dy_TP), PRODUCT, PRECISION) * mix_OT * delta_O[:, None]
-    later_OT = tl.cumsum(worth_OT, axis=1, reverse=True)  # sum over an own token's pairs with tokens i >= t
-    return dv_OP, delta_O, tl.sum(tl.where(token_O[:, None] < token_T[None, :], later_OT, 0.0), axis=0)
-
-
-@triton.jit
 def _over_states(
-    B_LN: tl.tensor, C_LN: tl.tensor, B_token: int, C_token: int, before_BCHPN: tl.tensor,
-    grad_after_BCHPN: tl.tensor, index: tl.tensor, first_O: tl.tensor, first_T: tl.tensor, p_P: tl.tensor, length: int,
-    P: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, OWN: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr, SLICE: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
-) -> tuple:  # fmt: skip
-    """Return B_o . C_t, dh B_o and h C_o for own tokens o, accumulated over slices of N."""
-    mix_OT = tl.zeros([OWN, CHUNK], tl.float32)
-    kept_OP = tl.zeros([OWN, BLOCK_P], tl.float32)
-    seen_OP = tl.zeros([OWN, BLOCK_P], tl.float32)
+    left_LN: tl.tensor, left_token: int, states_BCHPN: tl.tensor, index: tl.tensor, first_O: tl.tensor, p_P: tl.tensor,
+    length: int, P: tl.constexpr, N: tl.constexpr, OWN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    SLICE: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return the product of a state with B_o or C_o (`left`) for OWN tokens o, accumulated over slices of N."""
+    sum_OP = tl.zeros([OWN, BLOCK_P], tl.float32)
     for start in range(0, BLOCK_N, SLICE):
         n_N = start + tl.arange(0, SLICE)
-        B_ON = strided_tokens(B_LN, B_token, first_O, OWN, n_N, length, N)
-        C_TN = strided_tokens(C_LN, C_token, first_T, CHUNK, n_N, length, N)
-        mix_OT += product(B_ON, tl.trans(C_TN), PRODUCT, PRECISION)
-        grad_after_PN = state_entries(grad_after_BCHPN, index, p_P, n_N, P, N)
-        kept_OP += product(B_ON, tl.trans(grad_after_PN), PRODUCT, PRECISION)
-        C_ON = strided_tokens(C_LN, C_token, first_O, OWN, n_N, length, N)
-        before_PN = state_entries(before_BCHPN, index, p_P, n_N, P, N)
-        seen_OP += product(C_ON, tl.trans(before_PN), PRODUCT, PRECISION)
-    return mix_OT, kept_OP, seen_OP
+        left_ON = strided_tokens(left_LN, left_token, first_O, OWN, n_N, length, N)
+        state_PN = state_entries(states_BCHPN, index, p_P, n_N, P, N)
+        sum_OP += product(left_ON, tl.trans(state_PN), PRODUCT, PRECISION)
+    return sum_OP
 
 
 @triton.jit
@@ -287,7 +320,14 @@ def step_gradients(
     blocks_there = heads_there[:, None] & tl.expand_dims(block_K < blocks, 0)
     through_H = tl.sum(tl.load(through_BCHK + at_block_HK, mask=blocks_there, other=0.0), axis=1)
     grad_g_TH = _decay_gradients(
-        gain_BHL + at_TH, loss_BHL + at_TH, pairs_KBHL + at_TH, through_H, there_TH, rows * heads * length, PARTS
+        gain_BHL + at_TH,
+        loss_BHL + at_TH,
+        pairs_KBHL + at_TH,
+        through_H,
+        there_TH,
+        rows * heads * length,
+        PARTS,
+        CHUNK,
     )
     at_dt_TH = row * dt_row + token_T.to(tl.int64)[:, None] * dt_token + head_H[None, :]
     at_grad_TH = row * grad_dt_row + token_T.to(tl.int64)[:, None] * grad_dt_token + head_H[None, :]
@@ -322,17 +362,25 @@ def _slopes(dt_TH: tl.tensor, dt_bias_H: tl.tensor, there_TH: tl.tensor, heads_t
 @triton.jit
 def _decay_gradients(
     gain_TH: tl.tensor, loss_TH: tl.tensor, pairs_TH: tl.tensor, through_H: tl.tensor, there_TH: tl.tensor, apart: int,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, CHUNK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Return dg_t, the sum of four terms; the arguments `gain_TH`, `loss_TH` and `pairs_TH` are pointers.
 
     `gain` is summed over tokens from t on, and `loss` is summed over tokens before t. `through` is equal for all
-    tokens. `pairs` consists of PARTS partial sums, `apart` elements apart in memory.
+    tokens. `pairs` consists of PARTS partial sums, `apart` elements apart in memory; a part has none for tokens before
+    its own ones.
     """
-    gain_TH = tl.load(gain_TH, mask=there_TH, other=0.0).to(tl.float64)
-    loss_TH = tl.load(loss_TH, mask=there_TH, other=0.0).to(tl.float64)
-    grad_g_TH = tl.cumsum(gain_TH, axis=0, reverse=True) + (tl.cumsum(loss_TH, axis=0) - loss_TH)
-    grad_g_TH += through_H.to(tl.float64)[None, :]
+    gain_TH = tl.load(gain_TH, mask=there_TH, other=0.0)
+    loss_TH = tl.load(loss_TH, mask=there_TH, other=0.0)
+    zeros_TH = tl.zeros_like(gain_TH)
+    high_TH, low_TH = tl.associative_scan((gain_TH, zeros_TH), 0, add_exactly, reverse=True)
+    loss_high_TH, loss_low_TH = tl.associative_scan((loss_TH, zeros_TH), 0, add_exactly)
+    loss_high_TH, loss_low_TH = add_exactly(loss_high_TH, loss_low_TH, -loss_TH, zeros_TH)
+    high_TH, low_TH = add_exactly(high_TH, low_TH, loss_high_TH, loss_low_TH)
+    high_TH, low_TH = add_exactly(high_TH, low_TH, through_H[None, :] + zeros_TH, zeros_TH)
+    of_chunk_T = tl.arange(0, CHUNK)
     for part in range(PARTS):
-        grad_g_TH += tl.load(pairs_TH + part * apart, mask=there_TH, other=0.0).to(tl.float64)
-    return grad_g_TH.to(tl.float32)
+        seen_TH = there_TH & (of_chunk_T >= part * (CHUNK // PARTS))[:, None]
+        pairs_part_TH = tl.load(pairs_TH + part * apart, mask=seen_TH, other=0.0)
+        high_TH, low_TH = add_exactly(high_TH, low_TH, pairs_part_TH, zeros_TH)
+    return high_TH + low_TH

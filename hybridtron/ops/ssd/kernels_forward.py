@@ -5,26 +5,30 @@ in chunks of tokens. S_i is g summed over the chunk's tokens up to i, S_T is g s
 state before the chunk. Four kernels run one after another:
 
     decays          delta, S and the factors exp(S_i), exp(S_T - S_i), exp(S_T)
-    chunk_states    the chunk's addition to the state:         sum_j exp(S_T - S_j) v_j B_j^T
-    pass_states     the state after the chunk:                 exp(S_T) h + the chunk's addition
+    walk            the state after each chunk:                exp(S_T) h + sum_j exp(S_T - S_j) v_j B_j^T
+    group_scores    C_i . B_j, if several heads share B and C
     outputs         y_i = sum_{j <= i} exp(S_i - S_j) (C_i . B_j) v_j + exp(S_i) h C_i + D x_i
+
+`walk` goes through a row's chunks in order, and keeps the state in registers. A row of few heads therefore leaves most
+of a GPU idle, but additions to the state never go through memory.
 
 The flag ITSELF is for `decay_scan`. With it, later tokens i > j see token j with the factor delta_j, but token j sees
 itself with another factor, itself_j. So the sum for y_i is over j < i, and D x_i becomes (D + itself_i C_i . B_i) x_i.
 
 A difference between two sums S decides how much a token remembers. In fp32, a few strong decays would make S large, and
-its rounding would hide the small decays after them. `decays` therefore adds in float64, and stores each S as two fp32
-numbers, high + low. A difference between two such sums has a relative error near fp32's: if the two high parts are
-close, fp32 subtracts them without rounding; if they are not close, the rounding is small relative to the difference.
+its rounding would hide the small decays after them. `decays` therefore stores each S as two fp32 numbers, high + low,
+and adds such pairs (`add_exactly`). A difference between two such sums has a relative error near fp32's: if the two
+high parts are close, fp32 subtracts them without rounding; if they are not close, the rounding is small relative to the
+difference.
 
 A token sees h only if it belongs to h's document; else exp(S_i) is replaced by 0. The product exp(S_i) h C_i is then
 masked too, since 0 times infinity is NaN. No kernel uses atomics, so results are deterministic. `kernels_backward` has
 the backward pass, and `kernels` has the launches.
 
-Legend: B rows (sequences in a batch), L tokens, H heads, P head size, G head groups that share B and C, N state
-size, C chunks (in state shapes), T tokens in a chunk, O tokens in the chunk that a program computes (its own
-tokens). In `pass_states`: S entries in a block of a state, K blocks. Tensors with one number per token and head are
-(B, H, L). States before or after chunks are (B, C, H, P, N).
+Legend: B rows, L tokens, H heads, P head size, G head groups that share B and C, N state size, C chunks (in state
+shapes), T tokens in a chunk, O tokens in the chunk that a program computes (its own tokens), K slices of a state. Loops
+over a chunk's tokens take as many of them at a time as a program has own tokens. Tensors with one number per token and
+head are (B, H, L). States before or after chunks are (B, C, H, P, N).
 """
 
 from __future__ import annotations
@@ -35,9 +39,34 @@ import triton.language as tl
 
 @triton.jit
 def _softplus(x: tl.tensor) -> tl.tensor:
-    """Return log(1 + exp(x)) for a float64 tensor; in fp32 a small exp(x) would leave few correct digits."""
-    exp = tl.exp(tl.minimum(x, 20.0))
-    return tl.where(x > 20.0, x, tl.where(x < -20.0, exp, tl.log(1.0 + exp)))
+    """Return log(1 + exp(x)) for an fp32 tensor; where exp(x) is small, 1 + exp(x) would lose its digits.
+
+    With z = u / (2 + u) and u = exp(-|x|), log(1 + u) is 2 (z + z^3 / 3 + z^5 / 5 + ...). z is at most 1/3, so after
+    eight terms the rest is below 2e-9 of the sum.
+    """
+    u = tl.exp(-tl.abs(x))
+    z = u / (2.0 + u)
+    square = z * z
+    series = square * (1.0 / 15.0) + 1.0 / 13.0
+    series = series * square + 1.0 / 11.0
+    series = series * square + 1.0 / 9.0
+    series = series * square + 1.0 / 7.0
+    series = series * square + 1.0 / 5.0
+    series = series * square + 1.0 / 3.0
+    return tl.maximum(x, 0.0) + 2.0 * (z + z * square * series)
+
+
+@triton.jit
+def add_exactly(high: tl.tensor, low: tl.tensor, other_high: tl.tensor, other_low: tl.tensor) -> tuple:
+    """Add two numbers, each given as the sum of two fp32 numbers, high + low. Return the sum's high and low.
+
+    The sum has about 48 correct bits (Knuth's two-sum). Float64 would be exact too, at half of fp32's rate.
+    """
+    total = high + other_high
+    added = total - high
+    error = (high - (total - added)) + (other_high - added) + (low + other_low)
+    rounded = total + error
+    return rounded, error - (rounded - total)
 
 
 @triton.jit
@@ -70,22 +99,22 @@ def decays(
     at_dt_TH = row * dt_row + token_T.to(tl.int64)[:, None] * dt_token + head_H[None, :]
     at_step_TH = (row * length + token_T)[:, None] * heads + head_H[None, :]
     delta_TH, g_TH = _steps(dt_BLH + at_dt_TH, dt_bias_H + head_H, A_H + head_H, there_TH, heads_there, LOG_DECAYS)
-    sum_TH = tl.cumsum(g_TH, axis=0)
-    total_H = tl.sum(g_TH, axis=0)
-    high_TH = sum_TH.to(tl.float32)
-    # delta, high and low must be stored before high_TH and sum_TH are used again. After another use, Triton 3.6 may
-    # store a copy in another layout, with its elements in the wrong order.
+    g_parts = g_TH, tl.zeros_like(g_TH)
+    high_TH, low_TH = tl.associative_scan(g_parts, 0, add_exactly)
+    total_H, total_low_H = tl.reduce(g_parts, 0, add_exactly)
+    # delta, high and low must be stored before they are used again. After another use, Triton 3.6 may store a copy in
+    # another layout, with its elements in the wrong order.
     at_TH = (row * heads + head_H)[None, :] * length + token_T[:, None]
     if ITSELF:
         delta_TH = tl.load(step_BLH + at_step_TH, mask=there_TH, other=0.0).to(tl.float32)
         tl.store(itself_BHL + at_TH, tl.load(own_step_BLH + at_step_TH, mask=there_TH, other=0.0), mask=there_TH)
     tl.store(delta_BHL + at_TH, delta_TH, mask=there_TH)
     tl.store(high_BHL + at_TH, high_TH, mask=there_TH)
-    tl.store(low_BHL + at_TH, (sum_TH - high_TH.to(tl.float64)).to(tl.float32), mask=there_TH)
-    left_TH = total_H[None, :] - sum_TH  # pyrefly: ignore[bad-index]
+    tl.store(low_BHL + at_TH, low_TH, mask=there_TH)
+    left_TH = (total_H[None, :] - high_TH) + (total_low_H[None, :] - low_TH)
     enter_TH = tl.exp(high_TH)
-    leave_TH = tl.exp(left_TH.to(tl.float32))
-    whole_H = tl.exp(total_H.to(tl.float32))
+    leave_TH = tl.exp(left_TH)
+    whole_H = tl.exp(total_H)
     if DOCUMENTS:
         first, last = _border_documents(documents_BL + row * length, chunk, length, CHUNK)
         document_T = tl.load(documents_BL + row * length + token_T, mask=inside_T, other=-1)
@@ -102,15 +131,15 @@ def _steps(
     dt_TH: tl.tensor, dt_bias_H: tl.tensor, A_H: tl.tensor, there_TH: tl.tensor, heads_there: tl.tensor,
     LOG_DECAYS: tl.constexpr,
 ) -> tuple:  # fmt: skip
-    """Return delta in fp32 and g in float64; the arguments `dt_TH`, `dt_bias_H` and `A_H` are pointers."""
+    """Return delta and g in fp32; the arguments `dt_TH`, `dt_bias_H` and `A_H` are pointers."""
     dt_TH = tl.load(dt_TH, mask=there_TH, other=0.0).to(tl.float32)
     if LOG_DECAYS:
         delta_TH = tl.where(there_TH, 1.0, 0.0)
-        g_TH = dt_TH.to(tl.float64)
+        g_TH = dt_TH
     else:
         shifted_TH = dt_TH + tl.load(dt_bias_H, mask=heads_there, other=0.0)[None, :]
-        delta_TH = tl.where(there_TH, _softplus(shifted_TH.to(tl.float64)), 0.0).to(tl.float32)
-        g_TH = delta_TH.to(tl.float64) * tl.load(A_H, mask=heads_there, other=0.0).to(tl.float64)[None, :]
+        delta_TH = tl.where(there_TH, _softplus(shifted_TH), 0.0)
+        g_TH = delta_TH * tl.load(A_H, mask=heads_there, other=0.0)[None, :]
     return delta_TH, g_TH
 
 
@@ -172,7 +201,7 @@ def strided_places(
 
     Offsets inside the tile are int32, because int64 offsets would need twice as many registers.
     """
-    return x_LP + first.to(tl.int64) * stride + tl.arange(0, T)[:, None] * stride + channel_P[None, :]
+    return x_LP + tl.cast(first, tl.int64) * stride + tl.arange(0, T)[:, None] * stride + channel_P[None, :]
 
 
 @triton.jit
@@ -188,24 +217,61 @@ def state_entries(
 
 
 @triton.jit
-def apart(
-    mix_OT: tl.tensor, D: tl.tensor, itself_L: tl.tensor, token_O: tl.tensor, token_T: tl.tensor, length: int,
-    ITSELF: tl.constexpr,
-) -> tuple:  # fmt: skip
-    """Separate the scores of tokens with themselves (C_o . B_o) from all scores (C_o . B_t); their factors differ.
+def apart(mix_OT: tl.tensor, token_O: tl.tensor, token_T: tl.tensor) -> tuple:
+    """Separate the scores of tokens with themselves from all scores (C_o . B_t), because their factors differ.
 
-    With ITSELF, return three tensors: the scores with zeros where o = t; D + itself_o C_o . B_o, which is the factor of
-    x_o in y_o; and the scores C_o . B_o. Without ITSELF, return the scores unchanged, D, and D again as a placeholder.
+    Return two tensors: the scores with zeros where o = t, and C_o . B_o, or 0 if token o is not among the tokens t.
     """
-    skip_O1 = D
-    scores_O = D
-    if ITSELF:
-        own_OT = token_O[:, None] == token_T[None, :]
-        scores_O = tl.sum(tl.where(own_OT, mix_OT, 0.0), axis=1)
-        mix_OT = tl.where(own_OT, 0.0, mix_OT)
-        itself_O = tl.load(itself_L + token_O, mask=token_O < length, other=0.0)
-        skip_O1 = (itself_O * scores_O + D)[:, None]
-    return mix_OT, skip_O1, scores_O
+    own_OT = token_O[:, None] == token_T[None, :]
+    return tl.where(own_OT, 0.0, mix_OT), tl.sum(tl.where(own_OT, mix_OT, 0.0), axis=1)
+
+
+@triton.jit
+def block_scores(
+    scores_OT: tl.tensor, left_LN: tl.tensor, right_LN: tl.tensor, left_token: int, right_token: int,
+    first_O: tl.tensor, first_T: tl.tensor, length: int, SCORES: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr,
+    OWN: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return left_o . right_t for OWN tokens from `first_O` on and OWN tokens from `first_T` on.
+
+    With SCORES, the products are loaded: the pointer `scores_OT` is at the first pair's product, and CHUNK is the
+    distance between two tokens o. Without SCORES, they are computed.
+    """
+    own_O = tl.arange(0, OWN)
+    if SCORES:
+        return tl.load(scores_OT + own_O[:, None] * CHUNK + own_O[None, :])
+    mix_OT = tl.zeros([OWN, OWN], tl.float32)
+    for start in range(0, BLOCK_N, SLICE):
+        n_N = start + tl.arange(0, SLICE)
+        left_ON = strided_tokens(left_LN, left_token, first_O, OWN, n_N, length, N)
+        right_TN = strided_tokens(right_LN, right_token, first_T, OWN, n_N, length, N)
+        mix_OT += product(left_ON, tl.trans(right_TN), PRODUCT, PRECISION)
+    return mix_OT
+
+
+@triton.jit
+def group_scores(
+    left_BLGN: tl.tensor, right_BLGN: tl.tensor, scores_BGLT: tl.tensor, left_row: int, left_token: int, right_row: int,
+    right_token: int, length: int, groups: int, N: tl.constexpr, CHUNK: tl.constexpr, OWN: tl.constexpr,
+    BLOCK_N: tl.constexpr, SLICE: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
+    """Store left_o . right_t for a group, for OWN tokens o and OWN tokens t of the same chunk.
+
+    Grid: (parts with OWN tokens each, groups, rows * parts in a chunk). The last two axes of `scores` are tokens, in
+    full chunks, and tokens of the same chunk.
+    """
+    parts: tl.constexpr = CHUNK // OWN
+    group, row = tl.program_id(1), (tl.program_id(2) // parts).to(tl.int64)
+    first_O, own_O = tl.program_id(0) * OWN, tl.arange(0, OWN)
+    column = tl.program_id(2) % parts * OWN
+    left_LN = left_BLGN + row * left_row + group * N
+    right_LN = right_BLGN + row * right_row + group * N
+    mix_OT = block_scores(
+        scores_BGLT, left_LN, right_LN, left_token, right_token, first_O, tl.program_id(0) // parts * CHUNK + column,
+        length, tl.constexpr(False), CHUNK, N, OWN, BLOCK_N, SLICE, PRODUCT, PRECISION,
+    )  # fmt: skip
+    first = ((row * groups + group) * tl.num_programs(0) * OWN + first_O) * CHUNK + column
+    tl.store(scores_BGLT + first + own_O[:, None] * CHUNK + own_O[None, :], mix_OT)
 
 
 @triton.jit
@@ -239,122 +305,111 @@ def decay_between(
 
 
 @triton.jit
-def chunk_states(
-    left_BLHP: tl.tensor, right_BLGN: tl.tensor, weight_BHL: tl.tensor, delta_BHL: tl.tensor, states_BCHPN: tl.tensor,
-    left_row: int, left_token: int, right_row: int, right_token: int, length: int, heads: int, groups: int,
-    STEPS: tl.constexpr, P: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr, SLICE: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+def walk(
+    left_BLHP: tl.tensor, right_BLGN: tl.tensor, weight_BHL: tl.tensor, delta_BHL: tl.tensor, whole_BHC: tl.tensor,
+    start_BHPN: tl.tensor, end_BHPN: tl.tensor, states_BCHPN: tl.tensor, before_BCHPN: tl.tensor,
+    through_BCHK: tl.tensor, left_row: int, left_token: int, right_row: int, right_token: int, length: int, heads: int,
+    groups: int, chunks: int, START: tl.constexpr, REVERSED: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr, PRODUCT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store sum_t weight_t left_t right_t^T for each chunk, in `states`.
+    """Store the state before every chunk of a row in `states`, and the state after the row in `end`.
 
-    In the forward pass, left is x, right is B, and weights are multiplied by delta (STEPS). In the backward pass, left
-    is dy, right is C, and STEPS is off. Grid: (chunks, heads * slices of N, rows). A program computes a tile
-    (BLOCK_P, SLICE).
+    The state before the row is `start`, or zeros without START. A chunk adds sum_t weight_t delta_t x_t B_t^T to the
+    state: left is x, right is B. Grid: (slices of N, heads, rows). A program computes a tile (BLOCK_P, SLICE), which
+    stays in registers in fp32; `states` has the dtype PRODUCT, to which every reader would cast.
+
+    With REVERSED, the recurrence runs over state gradients, from the last chunk to the first. `start` holds the
+    gradient of the state after the row, `states` gets dh, the gradient of the state after each chunk, and `end` gets
+    the gradient of the state before the row. A chunk adds sum_t weight_t dy_t C_t^T: left is dy, right is C. `before`
+    holds the states h before the chunks. The output `through` gets the sum of exp(S_T) dh h over the tile's entries.
     """
-    slices: tl.constexpr = BLOCK_N // SLICE
-    chunk, head, row = tl.program_id(0), tl.program_id(1) // slices, tl.program_id(2).to(tl.int64)
-    token_T = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside_T = token_T < length
-    at = (row * heads + head) * length
-    weight_T = tl.load(weight_BHL + at + token_T, mask=inside_T, other=0.0)
-    if STEPS:
-        weight_T *= tl.load(delta_BHL + at + token_T, mask=inside_T, other=0.0)
+    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     p_P = tl.arange(0, BLOCK_P)
-    n_N = tl.program_id(1) % slices * SLICE + tl.arange(0, SLICE)
+    n_N = tl.program_id(0) * SLICE + tl.arange(0, SLICE)
+    at_PN = p_P[:, None] * N + n_N[None, :]
+    there_PN = tl.expand_dims(p_P < P, 1) & tl.expand_dims(n_N < N, 0)
+    at = (row * heads + head) * length
     left_LP = left_BLHP + row * left_row + head * P
     right_LN = right_BLGN + row * right_row + head // (heads // groups) * N
-    left_TP = strided_tokens(left_LP, left_token, chunk * CHUNK, CHUNK, p_P, length, P)
-    right_TN = strided_tokens(right_LN, right_token, chunk * CHUNK, CHUNK, n_N, length, N)
-    weighted_TP = left_TP.to(tl.float32) * weight_T[:, None]
-    added_PN = product(tl.trans(weighted_TP), right_TN, PRODUCT, PRECISION)
-    index = (row * tl.num_programs(0) + chunk) * heads + head
-    there_PN = tl.expand_dims(p_P < P, 1) & tl.expand_dims(n_N < N, 0)
-    tl.store(states_BCHPN + index * P * N + p_P[:, None] * N + n_N[None, :], added_PN, mask=there_PN)
-
-
-@triton.jit
-def pass_states(
-    states_BCHPN: tl.tensor, whole_BHC: tl.tensor, start_BHPN: tl.tensor, end_BHPN: tl.tensor,
-    before_BCHPN: tl.tensor, through_BCHK: tl.tensor, chunks: int, heads: int, size: int, START: tl.constexpr,
-    REVERSED: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
-    """Replace every chunk's addition in `states` by the state before the chunk; store the state after the row in `end`.
-
-    The state before the row is `start`, or zeros without START. Grid: (blocks of a state, heads, rows).
-
-    With REVERSED, the recurrence runs over state gradients, from the last chunk to the first. On entry, `states` holds
-    the chunks' additions to the gradient, and `start` holds the gradient of the state after the row. `states` is
-    replaced by dh, the gradient of the state after each chunk, and `end` gets the gradient of the state before the row.
-    `before` holds the states h before the chunks. The output `through` gets the sum of exp(S_T) dh h over the block's
-    entries.
-    """
-    block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    value_S = block * BLOCK + tl.arange(0, BLOCK)
-    there_S = value_S < size
-    at_border = (row * heads + head) * size + value_S
-    state_S = tl.zeros([BLOCK], tl.float32)
+    state_PN = tl.zeros([BLOCK_P, SLICE], tl.float32)
     if START:
-        state_S = tl.load(start_BHPN + at_border, mask=there_S, other=0.0)
+        state_PN = tl.load(start_BHPN + (row * heads + head) * P * N + at_PN, mask=there_PN, other=0.0)
     for step in range(chunks):
         chunk = chunks - 1 - step if REVERSED else step
+        token_T = chunk * CHUNK + tl.arange(0, CHUNK)
+        inside_T = token_T < length
+        weight_T = tl.load(weight_BHL + at + token_T, mask=inside_T, other=0.0)
+        if not REVERSED:
+            weight_T *= tl.load(delta_BHL + at + token_T, mask=inside_T, other=0.0)
+        left_TP = strided_tokens(left_LP, left_token, chunk * CHUNK, CHUNK, p_P, length, P)
+        right_TN = strided_tokens(right_LN, right_token, chunk * CHUNK, CHUNK, n_N, length, N)
+        weighted_TP = left_TP.to(tl.float32) * weight_T[:, None]
+        added_PN = product(tl.trans(weighted_TP), right_TN, PRODUCT, PRECISION)
         index = (row * chunks + chunk) * heads + head
-        added_S = tl.load(states_BCHPN + index * size + value_S, mask=there_S, other=0.0)
-        tl.store(states_BCHPN + index * size + value_S, state_S, mask=there_S)
+        tl.store(states_BCHPN + index * P * N + at_PN, state_PN, mask=there_PN)
         whole = tl.load(whole_BHC + (row * heads + head) * chunks + chunk)
-        kept_S = tl.where(whole == 0.0, 0.0, whole * state_S)
+        kept_PN = tl.where(whole == 0.0, 0.0, whole * state_PN)
         if REVERSED:
-            before_S = tl.load(before_BCHPN + index * size + value_S, mask=there_S, other=0.0)
-            worth = tl.sum(tl.where(kept_S == 0.0, 0.0, kept_S * before_S), axis=0)
-            tl.store(through_BCHK + index * tl.num_programs(0) + block, worth)
-        state_S = kept_S + added_S
-    tl.store(end_BHPN + at_border, state_S, mask=there_S)
+            before_PN = tl.load(before_BCHPN + index * P * N + at_PN, mask=there_PN, other=0.0)
+            worth_PN = tl.where(kept_PN == 0.0, 0.0, kept_PN * before_PN.to(tl.float32))
+            tl.store(through_BCHK + index * tl.num_programs(0) + tl.program_id(0), tl.sum(worth_PN))
+        state_PN = kept_PN + added_PN
+    tl.store(end_BHPN + (row * heads + head) * P * N + at_PN, state_PN, mask=there_PN)
 
 
 @triton.jit
 def outputs(
-    x_BLHP: tl.tensor, B_BLGN: tl.tensor, C_BLGN: tl.tensor, D_H: tl.tensor, itself_BHL: tl.tensor,
-    delta_BHL: tl.tensor, high_BHL: tl.tensor, low_BHL: tl.tensor, enter_BHL: tl.tensor, documents_BL: tl.tensor,
-    before_BCHPN: tl.tensor, y_BLHP: tl.tensor, x_row: int, x_token: int, B_row: int, B_token: int, C_row: int,
-    C_token: int, y_row: int, y_token: int, length: int, heads: int, groups: int, DOCUMENTS: tl.constexpr,
-    ITSELF: tl.constexpr, P: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, OWN: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+    x_BLHP: tl.tensor, B_BLGN: tl.tensor, C_BLGN: tl.tensor, scores_BGLT: tl.tensor, D_H: tl.tensor,
+    itself_BHL: tl.tensor, delta_BHL: tl.tensor, high_BHL: tl.tensor, low_BHL: tl.tensor, enter_BHL: tl.tensor,
+    documents_BL: tl.tensor, before_BCHPN: tl.tensor, y_BLHP: tl.tensor, x_row: int, x_token: int, B_row: int,
+    B_token: int, C_row: int, C_token: int, y_row: int, y_token: int, length: int, heads: int, groups: int,
+    DOCUMENTS: tl.constexpr, ITSELF: tl.constexpr, SCORES: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+    CHUNK: tl.constexpr, OWN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr,
+    PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store y for OWN tokens and one head. Grid: (parts with OWN tokens each, heads, rows).
 
-    The loop over slices of N accumulates C_o . B_t and h C_o.
+    The first loop accumulates h C_o over slices of N. The second goes through the chunk's tokens t up to the own ones,
+    OWN at a time; with SCORES, it loads C_o . B_t.
     """
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     chunk = tl.program_id(0) // (CHUNK // OWN)
     group = head // (heads // groups)
-    first_O, first_T = tl.program_id(0) * OWN, chunk * CHUNK
+    first_O, start_T = tl.program_id(0) * OWN, chunk * CHUNK
     token_O = first_O + tl.arange(0, OWN)
-    token_T = first_T + tl.arange(0, CHUNK)
-    at = (row * heads + head) * length
-    index = (row * tl.cdiv(length, CHUNK) + chunk) * heads + head
+    at, chunks = (row * heads + head) * length, tl.cdiv(length, CHUNK)
     p_P = tl.arange(0, BLOCK_P)
     x_LP = x_BLHP + row * x_row + head * P
     B_LN = B_BLGN + row * B_row + group * N
     C_LN = C_BLGN + row * C_row + group * N
-    mix_OT = tl.zeros([OWN, CHUNK], tl.float32)
-    seen_OP = tl.zeros([OWN, BLOCK_P], tl.float32)
+    scores_LT = scores_BGLT + ((row * groups + group) * chunks * CHUNK + first_O) * CHUNK
+    y_OP = tl.zeros([OWN, BLOCK_P], tl.float32)
     for start in range(0, BLOCK_N, SLICE):
         n_N = start + tl.arange(0, SLICE)
         C_ON = strided_tokens(C_LN, C_token, first_O, OWN, n_N, length, N)
-        B_TN = strided_tokens(B_LN, B_token, first_T, CHUNK, n_N, length, N)
-        mix_OT += product(C_ON, tl.trans(B_TN), PRODUCT, PRECISION)
-        before_PN = state_entries(before_BCHPN, index, p_P, n_N, P, N)
-        seen_OP += product(C_ON, tl.trans(before_PN), PRODUCT, PRECISION)
-    mix_OT, skip_O1, _ = apart(mix_OT, tl.load(D_H + head), itself_BHL + at, token_O, token_T, length, ITSELF)
-    mix_OT *= decay_between(
-        high_BHL + at, low_BHL + at, documents_BL + row * length, token_O, token_T, length, DOCUMENTS,
-        tl.constexpr(False),
-    )  # fmt: skip
-    mix_OT *= tl.load(delta_BHL + at + token_T, mask=token_T < length, other=0.0)[None, :]
-    x_TP = strided_tokens(x_LP, x_token, first_T, CHUNK, p_P, length, P)
-    y_OP = product(mix_OT, x_TP, PRODUCT, PRECISION)
+        before_PN = state_entries(before_BCHPN, (row * chunks + chunk) * heads + head, p_P, n_N, P, N)
+        y_OP += product(C_ON, tl.trans(before_PN), PRODUCT, PRECISION)
     enter_O1 = tl.load(enter_BHL + at + token_O, mask=token_O < length, other=0.0)[:, None]
-    y_OP += tl.where(enter_O1 == 0.0, 0.0, enter_O1 * seen_OP)
+    y_OP = tl.where(enter_O1 == 0.0, 0.0, enter_O1 * y_OP)
+    skip_O = tl.load(D_H + head) + tl.zeros([OWN], tl.float32)
+    for first_T in range(start_T, first_O + 1, OWN):
+        token_T = first_T + tl.arange(0, OWN)
+        mix_OT = block_scores(
+            scores_LT + (first_T - start_T), C_LN, B_LN, C_token, B_token, first_O, first_T, length, SCORES, CHUNK, N,
+            OWN, BLOCK_N, SLICE, PRODUCT, PRECISION,
+        )  # fmt: skip
+        if ITSELF:
+            mix_OT, scores_O = apart(mix_OT, token_O, token_T)
+            skip_O += scores_O * tl.load(itself_BHL + at + token_O, mask=token_O < length, other=0.0)
+        mix_OT *= decay_between(
+            high_BHL + at, low_BHL + at, documents_BL + row * length, token_O, token_T, length, DOCUMENTS,
+            tl.constexpr(False),
+        )  # fmt: skip
+        mix_OT *= tl.load(delta_BHL + at + token_T, mask=token_T < length, other=0.0)[None, :]
+        x_TP = strided_tokens(x_LP, x_token, first_T, OWN, p_P, length, P)
+        y_OP += product(mix_OT, x_TP, PRODUCT, PRECISION)
     x_OP = strided_tokens(x_LP, x_token, first_O, OWN, p_P, length, P).to(tl.float32)
-    y_OP += skip_O1 * x_OP
+    y_OP += skip_O[:, None] * x_OP
     y_OP_ptr = strided_places(y_BLHP + row * y_row + head * P, y_token, first_O, OWN, p_P)
     tl.store(y_OP_ptr, y_OP, mask=tl.expand_dims(token_O < length, 1) & tl.expand_dims(p_P < P, 0))

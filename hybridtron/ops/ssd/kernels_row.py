@@ -41,13 +41,13 @@ class ProductTiles:
 
     chunk    tokens per chunk; the longer the chunks, the fewer states are in memory
     tokens   tokens in a chunk that a program computes
-    inner    entries of the axis N that a kernel loads at a time if it sums over N
+    inner    entries of the axis N that `token_gradients` loads at a time
     outer    entries of the axis N that a program computes if its result has the axis N
-    warps    warps per program of `token_gradients` and `group_gradients`
+    warps    warps per program of `group_gradients`
     stages   pipeline stages of the loop over heads in `group_gradients`
-    light    warps per program of `chunk_states` and `outputs`, which need fewer registers; with 4 warps, two or more
-             programs share a multiprocessor
-    narrow   like `inner`, for `outputs`: 4 warps need a narrow slice, because wider ones spill registers
+    light    warps per program of the other kernels; with 4 warps, two or more programs share a multiprocessor
+    narrow   like `inner`, for `outputs` and `group_scores`
+    ahead    pipeline stages of the loops over chunks in `walk`, and over tokens in `outputs`
     """
 
     chunk: int
@@ -58,21 +58,24 @@ class ProductTiles:
     stages: int = 1
     light: int = 8
     narrow: int = 32
+    ahead: int = 1
 
 
 @functools.cache
 def tiles(dtype: torch.dtype, head: int, state: int) -> ProductTiles:
     """Return tile sizes for which ptxas spills almost no registers on an H100.
 
-    `head` is P and `state` is N. Tiles are small for fp32, since fp32 multiplications run without tensor cores.
+    `head` is P and `state` is N. Tiles are small for fp32, since fp32 multiplications run without tensor cores. Chunks
+    of 256 tokens would halve the states in memory, but `walk` and `group_gradients` then spill registers, and their
+    modelled times are 1.7 and 3.4 times as long (benchmarks/step_model.md).
     """
     if dtype == torch.bfloat16 and head <= 64 and state <= 128:
-        return ProductTiles(128, tokens=64, inner=64, outer=128, stages=2, light=4, narrow=32)
+        return ProductTiles(128, tokens=64, inner=128, outer=128, stages=2, light=4, narrow=64, ahead=2)
     if dtype == torch.bfloat16:
         return ProductTiles(64, tokens=64, inner=64, outer=64, stages=2, narrow=64)
     if dtype == torch.float16 and head <= 64:
         return ProductTiles(64, tokens=64, inner=32, outer=64)
-    return ProductTiles(32, tokens=16, inner=32, outer=64, stages=2)
+    return ProductTiles(32, tokens=16, inner=32, outer=64 if head <= 64 else 32, stages=2)
 
 
 class SSDRow(NamedTuple):
@@ -118,6 +121,12 @@ class SSDRow(NamedTuple):
     def itself(self) -> bool:
         """True if `step` and `own_step` are given."""
         return self.own_step_BLH is not None
+
+    @property
+    def grouped(self) -> bool:
+        """True if heads share B and C."""
+        _, heads, groups = self.lengths()
+        return heads > groups
 
     @property
     def rates(self) -> tuple[Tensor, Tensor]:
@@ -168,12 +177,16 @@ class SSDRow(NamedTuple):
 
     @property
     def inner(self) -> int:
-        """Entries along N that a kernel loads at a time if it sums over N."""
-        return min(self.tiles.inner, _block(self.B_BLGN.shape[3]))
+        """Entries along N that `token_gradients` loads at a time.
+
+        If every head has its own B and C, wider slices than those of `outputs` would spill registers.
+        """
+        widest = self.tiles.inner if self.grouped else self.tiles.narrow
+        return min(widest, _block(self.B_BLGN.shape[3]))
 
     @property
     def narrow(self) -> int:
-        """Entries along N that `outputs` loads at a time."""
+        """Entries along N that `outputs` and `group_scores` load at a time."""
         return min(self.tiles.narrow, _block(self.B_BLGN.shape[3]))
 
     @property
@@ -192,10 +205,18 @@ class SSDRow(NamedTuple):
         return self.x_BLHP.new_empty(rows, heads, length, dtype=torch.float32)
 
     def states(self) -> Tensor:
-        """Return an uninitialized fp32 tensor with a state for every chunk (B, chunks, H, P, N)."""
+        """Return an uninitialized tensor with a state for every chunk (B, chunks, H, P, N).
+
+        Its dtype is PRODUCT (`products_of`), since the states are factors of matrix multiplications.
+        """
         rows, _, heads, head = self.x_BLHP.shape
         shape = rows, self.chunks, heads, head, self.B_BLGN.shape[3]
-        return self.x_BLHP.new_empty(shape, dtype=torch.float32)
+        return self.x_BLHP.new_empty(shape, dtype=self.product)
+
+    @property
+    def product(self) -> torch.dtype:
+        """The dtype to which the factors of a matrix multiplication are cast."""
+        return torch.bfloat16 if self.x_BLHP.dtype == torch.bfloat16 else torch.float32
 
 
 def strides(*tensors: Tensor) -> tuple[int, ...]:

@@ -283,7 +283,7 @@ def test_compiled_kernels_fit_an_h100() -> None:
     launches, buffers = compile_calls(__name__, "shipped")
     kernels = {launch.kernel for launch in launches}
     assert kernels == {
-        "decays", "chunk_states", "pass_states", "outputs", "token_gradients", "group_gradients", "step_gradients",
+        "decays", "walk", "group_scores", "outputs", "token_gradients", "group_gradients", "step_gradients",
         "sum_of_splits", "_sum_of_parts",
     }  # fmt: skip
     assert [fault for launch in launches for fault in launch.faults()] == []

@@ -68,6 +68,16 @@ def test_backward_passes_of_norms_fill_an_h100_at_every_width() -> None:
             assert named["rows"] / (programs * named["ROWS"]) <= 64, width
 
 
+def test_narrow_grids_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """264 programs at every width, as the backward pass once had, are too few where a program has one or two warps."""
+    pytest.importorskip("triton")
+    from hybridtron.ops.norm import kernels
+
+    monkeypatch.setattr(kernels, "programs_at_once", lambda *_: 264)
+    with pytest.raises(AssertionError, match="64"):
+        test_backward_passes_of_norms_fill_an_h100_at_every_width()
+
+
 def test_backward_passes_of_gated_norms_fill_an_h100_at_every_width() -> None:
     for width, groups in GATED:
 

@@ -228,12 +228,13 @@ def _walk(
     state = row.B_BLGN.shape[3]
     states_BCHPN = row.states()
     end_BHPN = weight_BHL.new_empty(rows, heads, head, state)
-    through_BCHK = weight_BHL.new_empty(rows, row.chunks, heads, row.slices)
-    forward_kernels.walk[row.slices, heads, rows](
+    entries, slices = row.walk_slices()
+    through_BCHK = weight_BHL.new_empty(rows, row.chunks, heads, slices)
+    forward_kernels.walk[slices, heads, rows](
         left_BLHP, right_BLGN, weight_BHL, decays.delta_BHL, decays.whole_BHC,
         end_BHPN if start_BHPN is None else start_BHPN, end_BHPN, states_BCHPN,
         row.D_H if before_BCHPN is None else before_BCHPN, through_BCHK, *strides(left_BLHP, right_BLGN),
-        *row.lengths(), row.chunks, START=start_BHPN is not None, REVERSED=before_BCHPN is not None, SLICE=row.outer,
+        *row.lengths(), row.chunks, START=start_BHPN is not None, REVERSED=before_BCHPN is not None, SLICE=entries,
         num_stages=row.tiles.ahead, **row.constants() | {"num_warps": row.tiles.light},
     )  # fmt: skip
     return states_BCHPN, end_BHPN, through_BCHK

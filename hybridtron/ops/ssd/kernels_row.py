@@ -18,9 +18,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from hybridtron.ops.kernel_launch import ceil_div, heads_side_by_side, last_side_by_side, power_of_2
+from hybridtron.ops.kernel_launch import PROCESSORS, ceil_div, heads_side_by_side, last_side_by_side, power_of_2
 
 MAX_STRIDE = 2**23  # maximum elements between tokens, since offsets inside a chunk (up to 128 tokens) are int32
+MIN_WALK = 32  # minimum entries along N that a program of `walk` computes
 
 
 @functools.cache
@@ -198,6 +199,19 @@ class SSDRow(NamedTuple):
     def slices(self) -> int:
         """Number of programs among which a result's axis N is divided."""
         return _block(self.B_BLGN.shape[3]) // self.outer
+
+    def walk_slices(self) -> tuple[int, int]:
+        """Return the entries along N that a program of `walk` computes, and the number of such slices of a state.
+
+        `walk` has a program for each row, head and slice. Slices are narrower if a few rows and heads would leave
+        multiprocessors of an H100 idle.
+        """
+        entries = self.outer
+        whole = _block(self.B_BLGN.shape[3])
+        rows, _, heads, _ = self.x_BLHP.shape
+        while entries > MIN_WALK and rows * heads * (whole // entries) < PROCESSORS:
+            entries //= 2
+        return entries, whole // entries
 
     def per_token(self) -> Tensor:
         """Return an uninitialized fp32 tensor with an entry for each token and head (B, H, L)."""

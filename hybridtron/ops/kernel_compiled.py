@@ -17,7 +17,7 @@ import struct
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -96,14 +96,20 @@ def compile_for(capability: tuple[int, int], kernel: Any, arguments: Sequence[An
     return MachineCode(compiled_kernel.asm["cubin"], metadata.num_warps, metadata.shared)
 
 
-def target_absent_gpu(capability: tuple[int, int]) -> None:
-    """Make Triton compile for this compute capability until the process ends; the GPU need not be present."""
+def target_absent_gpu(capability: tuple[int, int], properties: Mapping[str, int] | None = None) -> None:
+    """Make Triton compile for this compute capability until the process ends; the GPU need not be present.
+
+    Other packages ask Triton's driver for the GPU's `properties`.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
     absent: Any = SimpleNamespace(
-        get_current_device=lambda: 0, get_current_stream=lambda _: 0, get_current_target=lambda: target
+        get_current_device=lambda: 0,
+        get_current_stream=lambda _: 0,
+        get_current_target=lambda: target,
+        utils=SimpleNamespace(get_device_properties=lambda _: properties or {}),
     )
     driver.set_active(absent)
 

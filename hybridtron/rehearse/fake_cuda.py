@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -102,6 +104,23 @@ def pretend(library: ctypes.CDLL, gpu: GPU) -> None:
     cuda.current_stream = cuda.default_stream = lambda *_: FakeStream()
     cuda.stream = lambda stream: StreamContext(stream or FakeStream())
     _register_kernels()
+
+
+def pretend_properties(gpu: GPU, shared: int) -> None:
+    """Answer the questions that other packages' Triton code asks torch.cuda, until the process ends.
+
+    `shared` is the shared memory that a program may use, in bytes.
+    """
+    cuda: Any = torch.cuda
+    cuda.device = cuda.device_of = lambda *_: nullcontext()
+    cuda.get_device_properties = lambda *_: SimpleNamespace(
+        name=gpu.name,
+        major=gpu.capability[0],
+        minor=gpu.capability[1],
+        multi_processor_count=gpu.processors,
+        total_memory=int(gpu.memory),
+        shared_memory_per_block_optin=shared,
+    )
 
 
 COMPOSITE = ("mish_backward", "native_channel_shuffle", "silu_backward")

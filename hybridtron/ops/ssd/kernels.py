@@ -177,14 +177,15 @@ class Decays(NamedTuple):
 class TokenTerms(NamedTuple):
     """Terms from which `step_gradients` computes gradients for steps and decays, a number for each token and head.
 
-    dv, dy and dg are the gradients of v, y and g.
+    dv, dy and dg are the gradients of v, y and g. `kernels_backward` explains the other names. Only `pairs` has several
+    numbers for a token t: one for each part of the chunk with tokens up to t, where o is a token of the part.
 
-        direct   dv . x
-        skip     dy . x
-        scores   C_i . B_i for token i; without `own_step` a valid pointer that no kernel reads
-        gain     dg's term through the state before the chunk
-        loss     dg's term through the state after the chunk
-        pairs    dg's term through pairs of tokens; one partial sum for each part in a chunk
+        direct   dv_o . x_o
+        skip     dy_o . x_o
+        scores   s_oo; without `own_step` a valid pointer that no kernel reads
+        gain     exp(S_o) dy_o . h C_o, dg's term through the state before the chunk
+        loss     exp(S_T - S_o) v_o . dh B_o, dg's term through the state after the chunk
+        pairs    s_io w_io summed over the pairs i >= t > o, dg_t's term through pairs of tokens
     """
 
     direct_BHL: Tensor

@@ -67,21 +67,10 @@ def token_gradients(
 ) -> None:  # fmt: skip
     """Store dx for OWN tokens and a head, and the terms from which `step_gradients` computes its results.
 
-    Grid: (parts with OWN tokens each, heads, rows). The outputs have a number for each own token o; only `pairs` has a
-    number for each own or later token t in the chunk:
-
-        direct   dv_o . x_o
-        skip     dy_o . x_o
-        scores   s_oo, with ITSELF
-        gain     exp(S_o) dy_o . h C_o, a term in dg
-        loss     exp(S_T - S_o) v_o . dh B_o, a term in dg
-        pairs    s_ij w_ij summed over the pairs i >= t > j in which j is an own token, a term in dg_t
-
-    With SCORES, `_over_pairs` loads B_o . C_t.
+    `TokenTerms` in `kernels` lists them. Grid: (parts with OWN tokens, heads, rows). With SCORES, B_o . C_t is loaded.
     """
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    parts: tl.constexpr = CHUNK // OWN
-    chunk, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    chunk, part = tl.program_id(0) // (CHUNK // OWN), tl.program_id(0) % (CHUNK // OWN)
     group = head // (heads // groups)
     first_O, own_O = tl.program_id(0) * OWN, tl.arange(0, OWN)
     token_O = first_O + own_O

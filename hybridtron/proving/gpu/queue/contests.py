@@ -29,16 +29,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize, silu
+from torch.nn.functional import normalize
 from torch.utils._pytree import tree_leaves
 
 from hybridtron.device import compute_device
 from hybridtron.ops.conv import ConvInputs, causal_conv
 from hybridtron.ops.delta import DeltaInputs, delta_scan
 from hybridtron.ops.dispatch import Op, force
+from hybridtron.ops.gated_norm import NormBeforeGateInputs, norm_before_gate
 from hybridtron.ops.gla import GLAInputs, gla_scan
 from hybridtron.ops.kernel_launch import TRITON, tuned_over
-from hybridtron.ops.norm import RMSNormInputs, rms_norm
 from hybridtron.ops.scan import ScanInputs, selective_scan
 from hybridtron.ops.ssd import SSDInputs, ssd_scan
 from hybridtron.proving.gpu.queue import fla
@@ -175,9 +175,11 @@ def conv_inputs(B: int, L: int, C: int) -> ConvInputs:
     return ConvInputs(normal(B, L, C), normal(C, 4), normal(C), activation=True)
 
 
-def norm_inputs(rows: int, channels: int) -> tuple[RMSNormInputs, Tensor]:
-    weight_D = torch.ones(channels, device=compute_device()).requires_grad_()
-    return RMSNormInputs(normal(rows, channels), weight_D, EPS), normal(rows, channels)
+def norm_inputs(rows: int, channels: int) -> NormBeforeGateInputs:
+    """Return inputs with four heads of `channels` channels, at a fourth as many tokens as `rows`."""
+    weight_P = torch.ones(channels, device=compute_device()).requires_grad_()
+    y_BLHP, z_BLHP = (normal(1, rows // 4, 4, channels) for _ in range(2))
+    return NormBeforeGateInputs(y_BLHP, z_BLHP, weight_P, EPS)
 
 
 def our_rwkv6(inputs: tuple[GLAInputs, Tensor]) -> Tensor:
@@ -185,10 +187,6 @@ def our_rwkv6(inputs: tuple[GLAInputs, Tensor]) -> Tensor:
 
     with force(**({} if compute_device().type == "cpu" else {"gla_scan": TRITON})):
         return read_before_step(*inputs)[0]
-
-
-def our_gated_norm(inputs: tuple[RMSNormInputs, Tensor]) -> Tensor:
-    return by(rms_norm, TRITON)(inputs[0]) * silu(inputs[1])
 
 
 SSD_SIZES = {
@@ -214,7 +212,7 @@ CONTESTS = {
     "ssd, fla-core": Contest(SSD_SIZES, SSD_TINY, ssd_inputs, by(ssd_scan, TRITON), fla.ssd),
     "conv, fla-core": Contest(CONV_SIZES, (1, 32, 16), conv_inputs, by(causal_conv, TRITON), fla.conv),
     "gated_rms_norm, fla-core": Contest(
-        NORM_SIZES, (64, 32), norm_inputs, our_gated_norm, lambda g: fla.gated_rms_norm(*g)
+        NORM_SIZES, (64, 32), norm_inputs, by(norm_before_gate, TRITON), fla.gated_rms_norm
     ),
     "ssd, mamba-ssm": Contest(SSD_SIZES, SSD_TINY, ssd_inputs, by(ssd_scan, TRITON), by(ssd_scan, "mamba-ssm")),
     "selective_scan, mamba-ssm": Contest(

@@ -28,8 +28,8 @@ from torch import Tensor
 from hybridtron.device import optional_package
 from hybridtron.ops.conv import ConvInputs
 from hybridtron.ops.delta import DeltaInputs
+from hybridtron.ops.gated_norm import NormBeforeGateInputs
 from hybridtron.ops.gla import GLAInputs
-from hybridtron.ops.norm import RMSNormInputs
 from hybridtron.ops.scan.reference import step_sizes
 from hybridtron.ops.ssd import SSDInputs
 
@@ -91,7 +91,8 @@ def conv(inputs: ConvInputs) -> Tensor:
     return y_BLC
 
 
-def gated_rms_norm(inputs: RMSNormInputs, gate: Tensor) -> Tensor:
-    """Compute the gated norm, for which the package has one forward and one backward kernel."""
+def gated_rms_norm(inputs: NormBeforeGateInputs) -> Tensor:
+    """Compute the norm before a gate, for which the package has one forward and one backward kernel."""
+    y_BLHP, z_BLHP, weight_P, eps, _ = inputs
     norm = module("modules.norm.fused_norm_gate")
-    return norm.rms_norm_gated(inputs.x, gate, inputs.weight.to(torch.float32), None, eps=inputs.eps)
+    return norm.rms_norm_gated(y_BLHP, z_BLHP, weight_P.to(torch.float32), None, eps=eps)

@@ -136,7 +136,7 @@ PARTS = (
     _contest("rwkv6", FLA, 40, "gla"),
     _contest("ssd", FLA, 25, "ssd"),
     _contest("conv", FLA, 20, "conv"),
-    _contest("gated_rms_norm", FLA, 20, "norm"),
+    _contest("gated_rms_norm", FLA, 20, "gated_norm"),
     QueuePart("attention", _ATTENTION, "attention:attention", 30, ("ops/attention/*.py", "ops/flex_tiles.py")),
     _contest("ssd", MAMBA_SSM, 60, "ssd"),
     _contest("selective_scan", MAMBA_SSM, 30, "scan"),

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +51,7 @@ MIN_SHARED = GIB
 MIN_MEMORY = 4 * GIB
 MIN_OPEN_FILES = 4096
 
+HOPPER_TRITON = "3.7.1"  # the first version with the fix of flash-linear-attention's issue 640
 TORCH_ALONE = "ops use torch implementations, several times slower on a CPU"
 
 IMPORT = """
@@ -226,6 +227,7 @@ def kernel_section() -> tuple[str, list[Line]]:
     lines += [Line("none", name, value) for name, value in about["cuda"].items()]
     if any(name.startswith("cuda:") for name in about["cuda"]):
         lines += gpu_lines(os.environ, len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))))
+    lines += hopper_lines(about["cuda"].values(), installed("triton"))
     if driver := _driver():
         lines.append(Line("none", "driver", driver))
     lines.append(Line("none", "threads", f"{about['threads']} (set OMP_NUM_THREADS to change)"))
@@ -251,6 +253,20 @@ def gpu_lines(environment: Mapping[str, str], numa_nodes: int) -> list[Line]:
         note = "torchrun --numa-binding=node keeps every process on the cores next to its GPU"
         lines.append(Line("none", "NUMA", f"{numa_nodes} nodes", note))
     return lines
+
+
+def hopper_lines(devices: Iterable[str], triton: str | None) -> list[Line]:
+    """Build a warning if a GPU is a Hopper GPU and the installed version of Triton is older than HOPPER_TRITON."""
+    if triton is None or inside(triton, f">={HOPPER_TRITON}"):
+        return []
+    if not any("compute capability 9." in device for device in devices):
+        return []
+    note = (
+        f"before {HOPPER_TRITON}, Triton computes some products of transposed products wrongly on Hopper GPUs "
+        "(github.com/fla-org/flash-linear-attention/issues/640); `hybridtron check gpu` compares Gated DeltaNet and "
+        "KDA with their references"
+    )
+    return [Line("warn", "triton on Hopper", triton, note)]
 
 
 def fp8_line(fault: str | None) -> Line:

@@ -191,3 +191,18 @@ def test_missing_settings_for_gpus_are_reported() -> None:
     assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in missing.note
     assert "--numa-binding" in lines["NUMA"].note
     assert "NUMA" not in {line.name for line in doctor.gpu_lines({}, numa_nodes=1)}
+
+
+@pytest.mark.parametrize(
+    ("device", "triton", "warned"),
+    [
+        ("NVIDIA H200, compute capability 9.0, 140 GiB", "3.6.0", True),
+        ("NVIDIA H200, compute capability 9.0, 140 GiB", "3.7.1", False),
+        ("NVIDIA A100, compute capability 8.0, 80 GiB", "3.6.0", False),
+        ("NVIDIA H200, compute capability 9.0, 140 GiB", None, False),
+    ],
+)
+def test_triton_without_the_fix_for_hopper_gets_a_warning(device: str, triton: str | None, warned: bool) -> None:
+    lines = doctor.hopper_lines(["built for CUDA 13", device], triton)
+    assert [line.mark for line in lines] == ["warn"] * warned
+    assert all("3.7.1" in line.note for line in lines)

@@ -44,7 +44,8 @@ SSD = """## SSD's kernels before and after they were rewritten
 A layer's forward and backward pass with the shapes of `mamba2_1.3b` (4 x 2048 tokens, 64 heads of 64 channels in one
 group, 128 state entries, bf16), modelled for an H200. The kernels were compiled by Triton 3.7.1, and spill no
 registers. No GPU has run the kernels after the change."""
-REJECTED = """What was compiled and modelled too, and is slower by the model:
+REJECTED = """Variants of an earlier state of the new kernels, compiled and modelled too, were slower by the model. The
+numbers compare two variants of that state, and are not those of the table:
 
 - **Chunks of 256 tokens**: `walk` takes 76 and 111 us and spills 112 and 224 bytes, `group_gradients` takes 541 and
   543 us and spills 536 and 336 bytes. `outputs` takes 94 us instead of 99.

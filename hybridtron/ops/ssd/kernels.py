@@ -244,8 +244,8 @@ def _walk(
 def _group_scores(row: SSDRow, left_BLGN: Tensor, right_BLGN: Tensor) -> Tensor:
     """Return left_i . right_j for every group, and all tokens i and j of the same chunk (B, G, L in full chunks, T).
 
-    If every head has its own B and C, the kernels compute these products themselves, and the result is a valid pointer
-    that no kernel reads.
+    The tensor has 4 T bytes for each token and group, and is freed after its only reader. If every head has its own B
+    and C, the kernels compute these products themselves, and the result is a valid pointer that no kernel reads.
     """
     length, _, groups = row.lengths()
     if not row.grouped:
@@ -322,7 +322,7 @@ def _group_gradients(
     if splits == 1:
         parts_of_both = both_BLKGN.movedim(2, 0)
     else:
-        parts_of_both = before_BCHPN.new_empty(2, rows, length, splits, groups, state)
+        parts_of_both = before_BCHPN.new_empty(2, rows, length, splits, groups, state, dtype=torch.float32)
     of_B, of_C = parts_of_both
     _partial_group_gradient(
         row, decays, (dy_BLHP, row.x_BLHP, row.B_BLGN, before_BCHPN), out=of_C, splits=splits, reverse=False

@@ -25,7 +25,8 @@ With the flag ITSELF, later tokens see token j with the factor delta_j, but toke
     dx_j = delta_j dv_j + (D + r_j s_jj) dy_j,   w_jj = r_j dy_j . x_j,   dr_j = s_jj dy_j . x_j
 
 The first sum in dg_t covers the pairs (i, j) on both sides of t. A difference between two sums over more pairs would be
-cheaper. But it would leave the rounding errors of the largest terms in every token's gradient.
+cheaper. But it would leave the rounding errors of the largest terms in every token's gradient. With bf16 inputs, the
+terms of this first sum are rounded to bf16 before they are added by a product with a mask; the sum itself is fp32.
 
 A group's heads share B and C, so dB and dC are sums over the heads. A program loops over several heads, and adds
 their w before it multiplies by B or C. No kernel uses atomics, so results are deterministic.

@@ -204,7 +204,7 @@ class SSDRow(NamedTuple):
         """Return the entries along N that a program of `walk` computes, and the number of such slices of a state.
 
         `walk` has a program for each row, head and slice. Slices are narrower if a few rows and heads would leave
-        multiprocessors of an H100 idle.
+        multiprocessors of an H100 idle. The number of slices decides in which order `through` is added.
         """
         entries = self.outer
         whole = _block(self.B_BLGN.shape[3])

@@ -182,6 +182,23 @@ def test_bf16_inputs_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None
     assert {name: results[name].dtype for name in floats(inputs)} == {n: t.dtype for n, t in floats(inputs).items()}
 
 
+@pytest.mark.usefixtures("bf16_products")
+def test_partial_sums_over_heads_are_fp32_with_bf16_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hybridtron.ops.ssd import kernels
+
+    cut_in(monkeypatch, 16, tokens=16, inner=16, outer=16)
+    partial_sums = kernels._partial_group_gradient
+    dtypes = []
+
+    def noted(*arguments: object, out: Tensor, **options: object) -> None:
+        dtypes.append(out.dtype)
+        partial_sums(*arguments, out=out, **options)
+
+    monkeypatch.setattr(kernels, "_partial_group_gradient", noted)
+    assert_right(ssd_inputs(1, 16, 2, 16, 1, 16, torch.bfloat16), tolerance=2**-6)
+    assert dtypes == [torch.float32] * 2
+
+
 @pytest.mark.usefixtures("small_tiles")
 def test_states_of_fp16_inputs_may_exceed_the_range_of_fp16() -> None:
     inputs = ssd_inputs(1, 20, 1, 4, 1, 4, torch.float16)

@@ -40,6 +40,7 @@ ORDER = [
     "train",
     "interop",
     "hf",  # shipped with models
+    "serving",
     "tasks",
     "evaluate",
     "proving",
@@ -61,6 +62,7 @@ OWNERS = {
     "transformer_engine": "parallel/transformer_engine.py",
     "nvidia": "data/dali.py",
     "streaming": "storage/mosaic.py",
+    "vllm": "serving/vllm_plugin.py serving/vllm_model.py",
     "boto3": "storage/s3.py",
     "botocore": "storage/s3.py",
     "brotli": "data/mds/compression.py",
@@ -389,6 +391,7 @@ def test_functions_name_their_arguments() -> None:
         "hybridtron/ops/kernel_launch.py",  # what Triton is given: the options of a launch
         "hybridtron/hf/modeling_hybridtron.py",  # the signatures of transformers
         "hybridtron/hf/configuration_hybridtron.py",
+        "hybridtron/serving/served_config.py",
         "hybridtron/checkpoint/dcp_reader.py",  # the signature of torch's reader
     }
 

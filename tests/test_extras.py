@@ -50,7 +50,9 @@ def resolved(texts: list[str], folder: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("extra", ["te", "kernels", "dali", "streaming", "mlflow", "metrics", "rehearse", "gguf"])
+@pytest.mark.parametrize(
+    "extra", ["te", "kernels", "dali", "streaming", "mlflow", "metrics", "rehearse", "gguf", "vllm"]
+)
 def test_extra_resolves_on_the_index(extra: str, tmp_path: Path) -> None:
     versions = resolved(DECLARED[extra], tmp_path)
     wanted = requirements.requirements().extras[extra]

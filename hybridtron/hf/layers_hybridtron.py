@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -274,10 +274,12 @@ class HybridtronLayer(GradientCheckpointingLayer):
                        only the next sub-layer reads it
     """
 
+    mixer_class: ClassVar[type[HybridtronMixer]] = HybridtronMixer
+
     def __init__(self, config: PreTrainedConfig, layer_idx: int, first: HybridtronMixer | None = None) -> None:
         super().__init__()
         self.layer_idx = layer_idx
-        self.mixer = HybridtronMixer(config, layer_idx, first)
+        self.mixer = self.mixer_class(config, layer_idx, first)
         self.place = self.mixer.place
         self.multiplier = config.residual_multiplier * self.place.output_multiplier
         if self.place.has_norm:

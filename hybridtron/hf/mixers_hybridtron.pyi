@@ -2,7 +2,9 @@
 
 from hybridtron.architecture.base import MixerSpec as MixerSpec
 from hybridtron.architecture.base import ModelSizes as ModelSizes
+from hybridtron.architecture.base import StatePart as StatePart
 from hybridtron.data.batch import SeqInfo as SeqInfo
+from hybridtron.mixers.attention import Heads as Heads
 from hybridtron.mixers.base import Mixer as Mixer
 from hybridtron.mixers.base import State as State
 from hybridtron.mixers.norm import RMSNorm as RMSNorm

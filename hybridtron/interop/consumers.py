@@ -4,7 +4,8 @@ A rule is data: a class, and conditions on config.json that the program needs fo
 it is on disk, since servers and converters do so too. Each program has the version in which its sources were read. The
 rules for transformers were tested: exports of every class were loaded by each version, and logits and greedy tokens
 were compared (`tests/interop/test_versions.py`). llama.cpp was run with files of `hybridtron gguf`
-(`examples/llama_cpp/prove.py`). No other program was run.
+(`examples/llama_cpp/prove.py`), and vLLM on a CPU with exports of some classes (`examples/vllm/prove.py`). SGLang was
+not run.
 """
 
 from __future__ import annotations
@@ -51,34 +52,43 @@ class Consumer:
     version: the version whose sources were read; for llama.cpp a commit, at or near which each file was read
     serves: the conditions for each class that the program serves
     refusals: reasons why other classes are not served; the entry "" is for all that have no entry
-    tried: True if exports of the served classes were run in the program
+    tried: classes whose exports were run in the program
+    by_plugin: classes that the program serves by this package's plugin
     """
 
     name: str
     version: str
     serves: Mapping[str, tuple[Condition, ...]]
     refusals: Mapping[str, str]
-    tried: bool = False
+    tried: frozenset[str] = frozenset()
+    by_plugin: frozenset[str] = frozenset()
 
     def judge(self, config: Settings) -> Judgement:
         """Return whether the program serves an export with this config.json."""
         name = class_of(config)
         versions = f"{self.name} {self.version}"
+        if name in self.by_plugin:
+            versions += " with hybridtron installed"
         if name not in self.serves:
             return Judgement(versions, self.refusals.get(name, self.refusals[""]))
         unmet = [condition.text for condition in self.serves[name] if not condition.holds(config)]
         if unmet:
             return Judgement(versions, f"only if {unmet[0]}")
-        return Judgement(versions, None, self.tried)
+        return Judgement(versions, None, name in self.tried)
 
     def cell(self, name: str) -> str:
         """Return a table's cell for a class: the conditions under which the program serves it, or why it does not."""
         if name not in self.serves:
             return f"no: {self.refusals.get(name, self.refusals[''])}"
+        answer = "yes"
+        if name in self.by_plugin:
+            answer += ", by our plugin"
+        if name in self.tried:
+            answer += " (tested)"
         conditions = [condition.text for condition in self.serves[name]]
         if not conditions:
-            return "yes"
-        return f"yes, if {', and '.join(conditions)}"
+            return answer
+        return f"{answer}, if {', and '.join(conditions)}"
 
 
 def class_of(config: Settings) -> str:
@@ -228,14 +238,16 @@ VLLM = Consumer(
         "FalconH1ForCausalLM": (),
         "FalconMambaForCausalLM": (),
         "JambaForCausalLM": (),
+        SHIPPED: (),
     },
     {
         "BambaForCausalLM": "removed in 0.23",
         "Qwen3_5ForCausalLM": NOT_READ,
         "Qwen3_5MoeForCausalLM": NOT_READ,
-        SHIPPED: "it has no such class, and its transformers backend has attention only",
         "": "it has no such class",
     },
+    tried=frozenset({"GraniteMoeHybridForCausalLM", "NemotronHForCausalLM", "FalconH1ForCausalLM", SHIPPED}),
+    by_plugin=frozenset({SHIPPED}),
 )
 SGLANG = Consumer(
     "SGLang",
@@ -292,7 +304,7 @@ GGUF = Consumer(
         "FalconH1ForCausalLM": (DEFAULT_ROPE,),
     },
     {"": "not written"},
-    tried=True,
+    tried=frozenset({"MambaForCausalLM", "Mamba2ForCausalLM", "GraniteMoeHybridForCausalLM", "FalconH1ForCausalLM"}),
 )
 """llama.cpp with a file that `hybridtron gguf` wrote. LLAMA_CPP has the conditions of llama.cpp's own converter."""
 
@@ -349,5 +361,5 @@ def table() -> str:
             versions += f" with {since.condition.text}, else from {since.otherwise}"
         cells = [server.cell(name) for server in (*SERVERS, GGUF)]
         rows.append([name.removesuffix("ForCausalLM"), versions, *cells])
-    rows.insert(2, ["", "tested", *["read"] * len(SERVERS), "tested"])
+    rows.insert(2, ["", "tested", *["read"] * len(SERVERS), ""])
     return "\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n\n"

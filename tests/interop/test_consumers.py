@@ -55,7 +55,7 @@ EXPECTED: dict[str, tuple[str, str | None, str | None, str | None]] = {
     "falcon_mamba": ("5.16", None, None, "only if `mixer_rms_eps`"),
     "jamba": ("5.16", None, NO_CLASS, None),
     "jamba-dense": ("5.16", None, NO_CLASS, None),
-    "samba": ("5.16", NO_CLASS, NO_CLASS, "its converter has no such class"),
+    "samba": ("5.16", None, NO_CLASS, "its converter has no such class"),
 }
 # by model: entries of config.json whose change makes a server refuse the export (its place in SERVERS)
 CHANGES: list[tuple[str, dict[str, Any], int]] = [
@@ -110,12 +110,19 @@ def test_a_file_of_ours_serves_what_the_converter_refuses(name: str, change: dic
     assert f"{GGUF.name} {GGUF.version} (untried)" not in summary(config)
 
 
+def test_the_line_names_what_was_tried_and_what_needs_our_plugin() -> None:
+    assert "vLLM 0.32.0 with hybridtron installed; not by" in summary(config_of("samba"))
+    assert "vLLM 0.32.0," in summary(config_of("granite"))
+    assert "vLLM 0.32.0 (untried)" in summary(config_of("zamba2"))
+
+
 def test_every_class_has_a_row_and_a_verdict() -> None:
     assert list(TRANSFORMERS) == [target.name for target in TARGETS]
     assert set(CLASSES) | {"samba"} <= EXPECTED.keys() <= MODELS.keys() | CUSTOM.keys()
     assert GGUF.serves.keys() == FAMILIES.keys()
     for server in (*SERVERS, GGUF):
         assert not server.serves.keys() & server.refusals.keys()
+        assert server.tried | server.by_plugin <= server.serves.keys()
         assert (server.serves.keys() | server.refusals.keys()) - {""} <= TRANSFORMERS.keys()
 
 

@@ -5,6 +5,7 @@
     hybridtron export runs/tuned --base samba-hf --output tuned     export only the adapters, in peft's format
     hybridtron export runs/samba --ema --output samba-ema           export the moving average of the weights (run.ema)
     hybridtron import mamba-130m-hf --output imported               import a model; train with run.weights=imported
+    hybridtron import hf:OWNER/NAME --output imported               download a model from the Hub, and import it
     hybridtron import tuned --base samba-hf --output imported       import an adapter of peft and its base model
 
 An export contains safetensors files, config.json, the tokenizer, a model card, and a record of its checkpoint. If
@@ -76,7 +77,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     command.add_argument("--shard-size", default="5GB", help="maximum size of a file; default: %(default)s")
     command.add_argument("--verify", choices=("full", "sample", "none", "only"), default="full")
     command = commands.add_parser("import", help="write a checkpoint for run.weights")
-    _add_source(command, "input", "a folder of transformers, of peft, or of state-spaces/mamba")
+    _add_source(command, "input", "a folder of transformers, of peft, or of state-spaces/mamba; or hf:OWNER/NAME")
     command.add_argument("--output", type=path_of, required=True, metavar="DIR", help="the checkpoint")
     command.add_argument("--base", type=path_of, metavar="DIR", help="for an adapter of peft: its base model")
     command.add_argument("--verify", choices=("full", "none"), default="full")

@@ -13,6 +13,7 @@ from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.merged import merge_adapters
 from hybridtron.checkpoint.moving_average import moving_average
 from hybridtron.cli.arguments import bytes_of, checkpoints_at, importable, not_there_yet, progress_bar
+from hybridtron.cli.downloads import download_folder, with_progress
 from hybridtron.config.choices import Export as Wanted
 from hybridtron.config.hf_compat import NATIVE
 from hybridtron.config.units import readable
@@ -29,6 +30,9 @@ from hybridtron.interop.reader import Weights
 from hybridtron.interop.sample import sample_size, verify_sample
 from hybridtron.interop.verify import NotTheSame, Proof, verify
 from hybridtron.problems import Unusable
+from hybridtron.storage.published import HUB
+
+MODEL_FILES = (".safetensors", ".bin", ".json", ".txt", ".model", ".jinja")  # of a model on the Hub
 
 
 def run(chosen: argparse.Namespace) -> int:
@@ -118,8 +122,12 @@ def export_checkpoint(chosen: argparse.Namespace) -> int:
 
 def import_model(chosen: argparse.Namespace) -> int:
     """Import a model, or an adapter of peft, as a checkpoint, and check that the model is unchanged."""
-    importable(chosen.source)
     output = not_there_yet(chosen.output)
+    if str(chosen.source).startswith(HUB):
+        folder = download_folder(output)
+        with_progress(str(chosen.source), folder, "models", MODEL_FILES)
+        chosen.source = folder
+    importable(chosen.source)
     if chosen.base is not None or is_adapter_folder(chosen.source):
         return _import_adapter(chosen, output)
     source = ImportFolder.open(chosen.source)

@@ -3,12 +3,14 @@
     hybridtron data prepare --input 'SlimPajama/train/chunk*/*.jsonl.zst' --tokenizer DIR --output data/slimpajama
     hybridtron data prepare --input notes/ more.parquet --tokenizer DIR --output data/notes --workers 8
     hybridtron data prepare --input chats.jsonl --learn messages --tokenizer DIR --output data/chats
+    hybridtron data prepare --from hf:OWNER/NAME --tokenizer DIR --output data/name
     hybridtron data prepare --input embedded --vocab-size 2048 --output data/embedded-2048
     hybridtron data prepare --input embedded --packages torch sympy --vocab-size 8192 --output data/packages
 
 --help lists the input formats. An interrupted command leaves the folder OUTPUT.partial. The same command then continues
 from this folder; only the number of workers may differ. A command that failed before its first input file was finished
-has nothing to continue, so the next command may have other options.
+has nothing to continue, so the next command may have other options. --from downloads to OUTPUT.downloads, and keeps the
+files there.
 
 Exit codes: 0 the folder is complete, 1 the command was interrupted, or a disk or a process failed, 2 arguments or
 inputs must be corrected, or a disk is full.
@@ -17,6 +19,7 @@ inputs must be corrected, or a disk is full.
 from __future__ import annotations
 
 import argparse
+import glob
 import math
 import os
 import re
@@ -28,6 +31,8 @@ from hybridtron.limits import path_of
 from hybridtron.problems import CommandParser
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from hybridtron.data.folder import TokenFolder
     from hybridtron.data.manifest import SourceSplit
     from hybridtron.data.prepare.input_files import FoundInputs
@@ -50,7 +55,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help="files, folders, patterns with *, or: embedded")
+    sources = parser.add_mutually_exclusive_group(required=True)
+    sources.add_argument("--input", nargs="+", metavar="PATH", help="files, folders, patterns with *, or: embedded")
+    published = "files to download: https://..., or hf:OWNER/NAME[@REVISION][:PATTERN]"
+    sources.add_argument("--from", nargs="+", dest="published", metavar="SOURCE", help=published)
     add("--output", type=path_of, required=True, metavar="DIR", help="the new folder")
     add("--tokenizer", type=path_of, metavar="DIR", help="a folder on this machine with tokenizer.json, or that file")
     add("--workers", type=int, default=1, metavar="N", help="processes of one thread each, at least 1 (default: 1)")
@@ -78,7 +86,7 @@ def _check(parser: CommandParser, chosen: argparse.Namespace) -> None:
     """End the process with exit code 2 if an option is missing or out of range, or if options contradict each other."""
     if chosen.workers < 1:
         parser.refuse("--workers", "out-of-range", f"--workers is {chosen.workers}, must be at least 1")
-    if EMBEDDED in chosen.input:  # name a folder called `embedded` as ./embedded
+    if chosen.input is not None and EMBEDDED in chosen.input:  # name a folder called `embedded` as ./embedded
         unsupported = {key for key, value in vars(chosen).items() if value is not None} - EMBEDDED_TAKES
         if len(chosen.input) > 1 or unsupported:
             named = ", ".join(f"--{key.replace('_', '-')}" for key in sorted(unsupported)) or "other inputs"
@@ -146,13 +154,14 @@ def main(arguments: list[str]) -> int:
     from hybridtron.data.folder import FolderError
     from hybridtron.data.prepare.documents import PrepareError
     from hybridtron.data.workers import WorkerEnded
+    from hybridtron.storage.published import DownloadError
 
     try:
         if chosen.vocab_size is not None:
             folder = prepare_embedded(chosen)
         else:
             folder = prepare_inputs(chosen)
-    except (FolderError, PrepareError, WorkerEnded) as error:
+    except (DownloadError, FolderError, PrepareError, WorkerEnded) as error:
         print(error, file=sys.stderr)
         if isinstance(error, WorkerEnded):
             return 1
@@ -181,7 +190,10 @@ def prepare_inputs(chosen: argparse.Namespace) -> TokenFolder:
     from hybridtron.data.prepare.input_files import find
     from hybridtron.data.prepare.vocabulary import open_vocabulary
 
-    found_inputs = find(chosen.input)
+    if chosen.published is not None:
+        found_inputs = find(downloaded(chosen.published, chosen.output))
+    else:
+        found_inputs = find(chosen.input)
     report_skipped(found_inputs)
     vocabulary = open_vocabulary(chosen.tokenizer, chosen.eos, chosen.separator)
     from hybridtron.data.prepare.parts import FolderSettings
@@ -200,6 +212,27 @@ def prepare_inputs(chosen: argparse.Namespace) -> TokenFolder:
     max_bad = 0.001 if chosen.max_bad is None else chosen.max_bad
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # each worker process uses one thread
     return prepare(found_inputs.inputs, chosen.output, vocabulary, settings, chosen.workers, max_bad)
+
+
+def downloaded(sources: list[str], output: Path) -> list[str]:
+    """Download published files. Returns the paths of those that are inputs, escaped as patterns."""
+    from hybridtron.cli.downloads import download_folder, with_progress
+    from hybridtron.data.prepare.documents import ArgumentError
+    from hybridtron.data.prepare.formats import FORMATS
+    from hybridtron.storage.published import is_published
+
+    # a repository's text files are documentation, unless a pattern names them
+    data = [suffix for name, known in FORMATS.items() if name != "text" for suffix in known.suffixes]
+    inputs = (*data, *FORMATS["text"].suffixes)
+    paths = []
+    for source in sources:
+        if not is_published(source):
+            raise ArgumentError(
+                f"--from {source} is neither https://... nor hf:OWNER/NAME: use --input for files on this machine",
+                code="malformed",
+            )
+        paths += with_progress(source, download_folder(output), "datasets", [*data, ".idx"])
+    return [glob.escape(str(path)) for path in paths if path.name.lower().endswith(inputs)]
 
 
 def report_skipped(inputs: FoundInputs) -> None:

@@ -20,6 +20,7 @@ from hybridtron.data.prepare.documents import PrepareError
 from hybridtron.problems import Code
 from tests.data.prepare.preparing import TEXTS, contents_of, lines_of, texts, write_jsonl, write_tokenizer
 from tests.refusals import usage_error
+from tests.storage.publisher import publishing
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, str(ROOT / "tools/prepare_data.py")]
@@ -237,3 +238,32 @@ def test_interrupted_preparation_keeps_finished_inputs(tokenizer: str, tmp_path:
     command[command.index("--workers") + 1] = "1"
     assert subprocess.run([*command, str(tmp_path / "whole")], capture_output=True, check=False).returncode == 0
     assert contents_of(output) == contents_of(tmp_path / "whole")
+
+
+def test_published_files_are_downloaded_and_prepared(
+    tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = {"a.jsonl": lines_of(texts(40, "a")), "b.jsonl": lines_of(texts(60, "b"))}
+    (tmp_path / "in").mkdir()
+    for name, stored in parts.items():
+        (tmp_path / "in" / name).write_bytes(stored)
+    options = ["--tokenizer", tokenizer, "--validation", "10%", "--output"]
+    assert data_prepare.main(["--input", str(tmp_path / "in"), *options, str(tmp_path / "local")]) == 0
+    with publishing() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        server.publish("mary/texts", {**parts, "README.md": b"not data"})
+        command = ["--from", "hf:mary/texts", *options, str(tmp_path / "out")]
+        assert data_prepare.main(command) == 0
+        server.files["/c.jsonl"] = parts["a.jsonl"]
+        assert data_prepare.main(["--from", f"{server.url}/c.jsonl", *options, str(tmp_path / "url")]) == 0
+        assert data_prepare.main(["--from", "hf:mary/none", *options, str(tmp_path / "none")]) == 2
+        assert data_prepare.main(["--from", "texts.jsonl", *options, str(tmp_path / "none")]) == 2
+    err = capsys.readouterr().err
+    assert "404" in err
+    assert "use --input" in err
+    assert contents_of(tmp_path / "out") == contents_of(tmp_path / "local")
+    assert sorted(path.name for path in (tmp_path / "out.downloads").iterdir()) == [
+        "a.jsonl",
+        "b.jsonl",
+        "published.json",
+    ]

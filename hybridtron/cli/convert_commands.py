@@ -30,7 +30,7 @@ from hybridtron.interop.reader import Weights
 from hybridtron.interop.sample import sample_size, verify_sample
 from hybridtron.interop.verify import NotTheSame, Proof, verify
 from hybridtron.problems import Unusable
-from hybridtron.storage.published import HUB
+from hybridtron.storage.published import HUB, MODELS
 
 MODEL_FILES = (".safetensors", ".bin", ".json", ".txt", ".model", ".jinja")  # of a model on the Hub
 
@@ -125,7 +125,7 @@ def import_model(chosen: argparse.Namespace) -> int:
     output = not_there_yet(chosen.output)
     if str(chosen.source).startswith(HUB):
         folder = download_folder(output)
-        with_progress(str(chosen.source), folder, "models", MODEL_FILES)
+        with_progress(str(chosen.source), folder, MODELS, MODEL_FILES)
         chosen.source = folder
     importable(chosen.source)
     if chosen.base is not None or is_adapter_folder(chosen.source):

@@ -219,7 +219,7 @@ def downloaded(sources: list[str], output: Path) -> list[str]:
     from hybridtron.cli.downloads import download_folder, with_progress
     from hybridtron.data.prepare.documents import ArgumentError
     from hybridtron.data.prepare.formats import FORMATS
-    from hybridtron.storage.published import is_published
+    from hybridtron.storage.published import DATA_SETS, is_published
 
     # a repository's text files are documentation, unless a pattern names them
     data = [suffix for name, known in FORMATS.items() if name != "text" for suffix in known.suffixes]
@@ -231,7 +231,7 @@ def downloaded(sources: list[str], output: Path) -> list[str]:
                 f"--from {source} is neither https://... nor hf:OWNER/NAME: use --input for files on this machine",
                 code="malformed",
             )
-        paths += with_progress(source, download_folder(output), "datasets", [*data, ".idx"])
+        paths += with_progress(source, download_folder(output), DATA_SETS, [*data, ".idx"])
     return [glob.escape(str(path)) for path in paths if path.name.lower().endswith(inputs)]
 
 

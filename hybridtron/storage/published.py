@@ -35,6 +35,8 @@ from hybridtron.storage.retry import StorageError
 
 RECORD = "published.json"
 HUB = "hf:"
+DATA_SETS = "/datasets"  # kinds of repositories on the Hub, by their place in its URLs
+MODELS = "/models"
 TIMEOUT = 60.0  # seconds without data after which an attempt fails
 ATTEMPTS = 5  # attempts in a row that receive nothing new
 PAUSE = 0.5  # seconds before another attempt; doubled for each attempt that receives nothing
@@ -51,7 +53,7 @@ class DownloadError(Unusable):
 
 
 @dataclass(frozen=True)
-class PublishedFile:
+class RemoteFile:
     """A file to download: its path in the folder, its URL, and its size and SHA-256 if an index gives them."""
 
     name: str
@@ -68,7 +70,7 @@ def is_published(source: str) -> bool:
 def download(source: str, folder: Path, kind: str, suffixes: Sequence[str], moved: Moved) -> list[Path]:
     """Download a source's files into a folder, unless they are there, and return their paths.
 
-    kind: the kind of a repository on the Hub, `datasets` or `models`
+    kind: the kind of a repository on the Hub, DATA_SETS or MODELS
     suffixes: file names end in one of these, unless the source has a pattern
 
     Raises DownloadError if a file can't be downloaded, or if it differs from the record or from the Hub's index.
@@ -78,7 +80,7 @@ def download(source: str, folder: Path, kind: str, suffixes: Sequence[str], move
     if source.startswith(HUB):
         files = _of_repository(source, record, kind, suffixes)
     else:
-        files = [PublishedFile(unquote(urlparse(source).path).rpartition("/")[2], source)]
+        files = [RemoteFile(unquote(urlparse(source).path).rpartition("/")[2], source)]
     if not files or not files[0].name:
         raise DownloadError(f"{source} has no file that can be downloaded: name a file, or a pattern", code="no-file")
     paths = []
@@ -99,13 +101,13 @@ def _read_record(folder: Path) -> dict[str, Any]:
         raise DownloadError(f"{path} {error}: move the folder away and download again", code="malformed") from error
 
 
-def _of_repository(source: str, record: dict[str, Any], kind: str, suffixes: Sequence[str]) -> list[PublishedFile]:
+def _of_repository(source: str, record: dict[str, Any], kind: str, suffixes: Sequence[str]) -> list[RemoteFile]:
     """Return a repository's files from the Hub's index, sorted by path; at the recorded commit if there is one."""
     repository, _, pattern = source.removeprefix(HUB).partition(":")
     name, _, revision = repository.partition("@")
     server = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     commit = record["commits"].get(repository) or revision or "main"
-    place = f"{server}/api/{kind}/{quote(name)}/revision/{quote(commit, safe='')}?blobs=true"
+    place = f"{server}/api{kind}/{quote(name)}/revision/{quote(commit, safe='')}?blobs=true"
     try:
         with _request(place, {}) as answer:
             index = json_of(answer.read(MAX_INDEX_BYTES))
@@ -115,18 +117,18 @@ def _of_repository(source: str, record: dict[str, Any], kind: str, suffixes: Seq
         raise DownloadError(f"{place} can't be read: {error}", code="unavailable") from error
     except (NotParsed, KeyError, TypeError) as error:
         raise DownloadError(f"{place} is not an index of the Hub: {error!r}", code="malformed") from error
-    prefix = "" if kind == "models" else f"{kind}/"
+    prefix = "" if kind == MODELS else kind
     files = []
     for entry in entries:
         path = entry["rfilename"]
         wanted = fnmatchcase(path, pattern) if pattern else path.lower().endswith(tuple(suffixes))
         if wanted:
-            url = f"{server}/{prefix}{quote(name)}/resolve/{quote(commit, safe='')}/{quote(path)}"
-            files.append(PublishedFile(path, url, entry.get("size"), (entry.get("lfs") or {}).get("sha256")))
+            url = f"{server}{prefix}/{quote(name)}/resolve/{quote(commit, safe='')}/{quote(path)}"
+            files.append(RemoteFile(path, url, entry.get("size"), (entry.get("lfs") or {}).get("sha256")))
     return files
 
 
-def _fetched(published: PublishedFile, folder: Path, record: dict[str, Any], moved: Moved) -> Path:
+def _fetched(published: RemoteFile, folder: Path, record: dict[str, Any], moved: Moved) -> Path:
     """Return the path of a file that is in the folder, complete and verified."""
     try:
         path = inside(folder, published.name)
@@ -165,7 +167,7 @@ def _fetched(published: PublishedFile, folder: Path, record: dict[str, Any], mov
             _tag_of(partial).unlink(missing_ok=True)
         sync(partial)
         partial.replace(path)
-    entry = PublishedFile(published.name, address, path.stat().st_size, expected or digest_of_file(path))
+    entry = RemoteFile(published.name, address, path.stat().st_size, expected or digest_of_file(path))
     record["files"][published.name] = asdict(entry)
     return path
 
@@ -182,7 +184,7 @@ def digest_of_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _receive(published: PublishedFile, partial: Path, moved: Moved) -> None:
+def _receive(published: RemoteFile, partial: Path, moved: Moved) -> None:
     """Write a file from the server to `partial`, in several attempts; each continues where the last one stopped."""
     failures = 0
     while True:
@@ -201,7 +203,7 @@ def _receive(published: PublishedFile, partial: Path, moved: Moved) -> None:
             time.sleep(PAUSE * 2**failures)
 
 
-def _continue(published: PublishedFile, partial: Path, moved: Moved) -> None:
+def _continue(published: RemoteFile, partial: Path, moved: Moved) -> None:
     """Receive the rest of a file in one attempt. Raises OSError or HTTPException if the connection ends early.
 
     The server sends the rest only if the file has the tag (ETag) of the first attempt, and otherwise all of the file.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybridtron.storage import published
-from hybridtron.storage.published import RECORD, DownloadError, download
+from hybridtron.storage.published import DATA_SETS, RECORD, DownloadError, download
 from tests.refusals import raises_code
 from tests.storage.publisher import COMMIT, Publisher, publishing
 
@@ -27,7 +27,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Publisher]:
 
 
 def fetch(source: str, folder: Path) -> list[Path]:
-    return download(source, folder, "datasets", [".jsonl"], lambda name, done, size: None)
+    return download(source, folder, DATA_SETS, [".jsonl"], lambda name, done, size: None)
 
 
 def test_a_url_is_received_once_and_recorded(server: Publisher, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ OWNERS = {
     "transformer_engine": "parallel/transformer_engine.py",
     "nvidia": "data/dali.py",
     "streaming": "storage/mosaic.py",
-    "vllm": "serving/vllm_plugin.py serving/vllm_model.py",
+    "vllm": "serving/vllm_*.py",
     "boto3": "storage/s3.py",
     "botocore": "storage/s3.py",
     "brotli": "data/mds/compression.py",

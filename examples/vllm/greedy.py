@@ -20,7 +20,6 @@ if __name__ == "__main__":
         max_num_seqs=asked["at_once"],
         max_num_batched_tokens=asked["tokens_a_step"],
         enforce_eager=True,
-        enable_prefix_caching=False,
         seed=0,
     )
     greedy = SamplingParams(temperature=0, max_tokens=asked["new_tokens"], ignore_eos=True, detokenize=False)

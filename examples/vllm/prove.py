@@ -79,13 +79,6 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "model.layers.A.head_dim=32",
         "model.layers.A.scale=0.1",
     ),
-    "bamba": (
-        "model.pattern=M-A-M-",
-        MAMBA2,
-        MLP,
-        f"model.layers.A={{{ATTENTION}, rotary_dim: 16}}",
-        "model.tie_embeddings=false",
-    ),
 }
 """Name of a run -> its settings."""
 COMMON = ("recipe=laptop", "model.width=128", "phases.0.lr=1e-3")

@@ -11,7 +11,7 @@ not run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,7 +52,7 @@ class Consumer:
     version: the version whose sources were read; for llama.cpp a commit, at or near which each file was read
     serves: the conditions for each class that the program serves
     refusals: reasons why other classes are not served; the entry "" is for all that have no entry
-    tried: classes whose exports were run in the program
+    tried: classes whose exports were run in the program, and the conditions for exports like those
     by_plugin: classes that the program serves by this package's plugin
     """
 
@@ -60,7 +60,7 @@ class Consumer:
     version: str
     serves: Mapping[str, tuple[Condition, ...]]
     refusals: Mapping[str, str]
-    tried: frozenset[str] = frozenset()
+    tried: Mapping[str, tuple[Condition, ...]] = field(default_factory=dict)
     by_plugin: frozenset[str] = frozenset()
 
     def judge(self, config: Settings) -> Judgement:
@@ -74,7 +74,8 @@ class Consumer:
         unmet = [condition.text for condition in self.serves[name] if not condition.holds(config)]
         if unmet:
             return Judgement(versions, f"only if {unmet[0]}")
-        return Judgement(versions, None, name in self.tried)
+        tried = name in self.tried and all(condition.holds(config) for condition in self.tried[name])
+        return Judgement(versions, None, tried)
 
     def cell(self, name: str) -> str:
         """Return a table's cell for a class: the conditions under which the program serves it, or why it does not."""
@@ -84,7 +85,7 @@ class Consumer:
         if name in self.by_plugin:
             answer += ", by our plugin"
         if name in self.tried:
-            answer += " (tested)"
+            answer += f" ({', '.join(['tested', *(f'if {condition.text}' for condition in self.tried[name])])})"
         conditions = [condition.text for condition in self.serves[name]]
         if not conditions:
             return answer
@@ -133,6 +134,22 @@ def plain_llama3(config: Settings) -> bool:
     return rope_type(config) != "llama3" or rope.get("original_max_position_embeddings") == 8192
 
 
+def run_by_plugin(config: Settings) -> bool:
+    """Return True if this package's class has only mixers that were run in vLLM: as in Samba and Mamba-SWA-MLP.
+
+    Attention is in a window, and span-expanded attention reads all tokens; neither has short convolutions.
+    """
+    for options in config.get("layers", {}).values():
+        kind = options["kind"]
+        attention = not options.get("conv") and options.get("self_extend") is None
+        windows = kind == "attention" and attention and options.get("window") is not None
+        spans = kind == "span" and attention and options.get("eval") == "full"
+        plain = kind == "swiglu" or (kind == "mamba" and options.get("sparse") is None)
+        if not (plain or windows or spans):
+            return False
+    return True
+
+
 def equal_head_multipliers(config: Settings) -> bool:
     """Return True if Falcon-H1's head is untied, or has the embedding's multiplier."""
     return not config["tie_word_embeddings"] or config["embedding_multiplier"] == config["lm_head_multiplier"]
@@ -173,6 +190,12 @@ ONE_EXPERT_GROUP = Condition(lambda config: config.get("n_group", 1) == 1, "expe
 SOME_EXPERTS = Condition(lambda config: config["num_experts"] > 0, "a layer has experts")
 ALL_EXPERTS = Condition(
     lambda config: config["num_experts"] > 0 and not config["mlp_only_layers"], "every layer has experts"
+)
+NO_EXPERT_LAYERS = Condition(
+    lambda config: "E" not in (config.get("hybrid_override_pattern") or ""), "no layer has experts"
+)
+RUN_BY_PLUGIN = Condition(
+    run_by_plugin, "mixers are Mamba, windows, span-expanded attention with `eval: full`, and gated MLPs"
 )
 EVERY_FOURTH = Condition(every_fourth, "every fourth layer has full attention")
 EQUAL_MULTIPLIERS = Condition(
@@ -246,7 +269,13 @@ VLLM = Consumer(
         "Qwen3_5MoeForCausalLM": NOT_READ,
         "": "it has no such class",
     },
-    tried=frozenset({"GraniteMoeHybridForCausalLM", "NemotronHForCausalLM", "FalconH1ForCausalLM", SHIPPED}),
+    tried={
+        "Mamba2ForCausalLM": (),
+        "GraniteMoeHybridForCausalLM": (NO_LOCAL_EXPERTS,),
+        "NemotronHForCausalLM": (NO_EXPERT_LAYERS,),
+        "FalconH1ForCausalLM": (),
+        SHIPPED: (RUN_BY_PLUGIN,),
+    },
     by_plugin=frozenset({SHIPPED}),
 )
 SGLANG = Consumer(
@@ -304,7 +333,9 @@ GGUF = Consumer(
         "FalconH1ForCausalLM": (DEFAULT_ROPE,),
     },
     {"": "not written"},
-    tried=frozenset({"MambaForCausalLM", "Mamba2ForCausalLM", "GraniteMoeHybridForCausalLM", "FalconH1ForCausalLM"}),
+    tried=dict.fromkeys(
+        ("MambaForCausalLM", "Mamba2ForCausalLM", "GraniteMoeHybridForCausalLM", "FalconH1ForCausalLM"), ()
+    ),
 )
 """llama.cpp with a file that `hybridtron gguf` wrote. LLAMA_CPP has the conditions of llama.cpp's own converter."""
 

@@ -40,7 +40,6 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from hybridtron.hf.layers_hybridtron import HybridtronLayer, HybridtronMixer, SeqOnDevices
 from hybridtron.hf.mixers_hybridtron import Heads, RMSNorm, SeqInfo, State, at_least_fp32, multiply
-from hybridtron.problems import Unusable
 from hybridtron.serving.request_states import FixedState, largest_state, state_of
 
 
@@ -117,10 +116,10 @@ class ServedMixer(HybridtronMixer):
         """Compute the tokens of all requests (1, T, D)."""
         if self.states is None:
             return super().forward(x_BLD, None, seq)
-        y_BLD = torch.zeros_like(x_BLD)
         metadata = get_forward_context().attn_metadata
         if metadata is None:  # vLLM measures the memory of a step, before it has caches
-            return y_BLD, {}
+            return super().forward(x_BLD, None, seq)
+        y_BLD = torch.zeros_like(x_BLD)
         declared = self.states.declared
         caches = self.states.kv_cache
         for tokens, slots_B in requests_of(metadata[self.states.prefix], declared.together):
@@ -193,13 +192,6 @@ class ServedForCausalLM(nn.Module, HasInnerState, IsHybrid):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        parallel = vllm_config.parallel_config
-        if parallel.world_size > 1:
-            raise Unusable(
-                "vLLM divides this model over several processes (--tensor-parallel-size, --pipeline-parallel-size): "
-                "leave both at 1; --data-parallel-size gives more replicas",
-                code="unsupported",
-            )
         config = vllm_config.model_config.hf_config
         self.config = config
         self.model = ServedModel(config)

@@ -112,7 +112,9 @@ def test_a_file_of_ours_serves_what_the_converter_refuses(name: str, change: dic
 
 def test_the_line_names_what_was_tried_and_what_needs_our_plugin() -> None:
     assert "vLLM 0.32.0 with hybridtron installed; not by" in summary(config_of("samba"))
+    assert "vLLM 0.32.0 with hybridtron installed (untried)" in summary(config_of("conv"))
     assert "vLLM 0.32.0," in summary(config_of("granite"))
+    assert "vLLM 0.32.0 (untried)" in summary(config_of("nemotron_h-experts"))
     assert "vLLM 0.32.0 (untried)" in summary(config_of("zamba2"))
 
 
@@ -122,7 +124,7 @@ def test_every_class_has_a_row_and_a_verdict() -> None:
     assert GGUF.serves.keys() == FAMILIES.keys()
     for server in (*SERVERS, GGUF):
         assert not server.serves.keys() & server.refusals.keys()
-        assert server.tried | server.by_plugin <= server.serves.keys()
+        assert server.tried.keys() | server.by_plugin <= server.serves.keys()
         assert (server.serves.keys() | server.refusals.keys()) - {""} <= TRANSFORMERS.keys()
 
 

@@ -78,7 +78,7 @@ def test_model_card_has_no_duplicate_or_unknown_claims() -> None:
     assert len(tags) == len(set(tags))
     assert "license:" not in head
     assert "needs transformers 5.16 or newer" in body
-    assert "not by vLLM" in body
+    assert "not by SGLang" in body
     assert body.count("trained with hybridtron") == 4
     imported = load([])
     imported.phases = []

@@ -1,0 +1,35 @@
+"""Options of vLLM that this package's class does not support: refused, or switched off with a line in the log."""
+
+from __future__ import annotations
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+
+from hybridtron.problems import Unusable
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class ServedLimits(VerifyAndUpdateConfig):
+    """Check of vLLM's configuration, before vLLM starts processes for the model."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        """Switch prefix caching off, which vLLM has on by default. Raises Unusable for other options."""
+        refused = {
+            "--tensor-parallel-size, --pipeline-parallel-size": vllm_config.parallel_config.world_size > 1,
+            "--speculative-config": vllm_config.speculative_config is not None,
+            "--quantization": vllm_config.model_config.quantization is not None,
+        }
+        for option, is_set in refused.items():
+            if is_set:
+                raise Unusable(
+                    f"{option}: not supported for this model, which one process computes token by token with the "
+                    "export's weights: leave it out; --data-parallel-size gives more replicas",
+                    code="unsupported",
+                )
+        if vllm_config.cache_config.enable_prefix_caching:
+            # vLLM would copy states at the ends of blocks, by functions that this class does not have
+            logger.warning("hybridtron: prefix caching is off, since states are kept only where a request stands")
+            vllm_config.cache_config.enable_prefix_caching = False

@@ -23,6 +23,7 @@ from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.merged import merge_adapters
+from hybridtron.config.checks.experts import moe_letters
 from hybridtron.config.checks.precision import needs
 from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.resolve import ResolvedPhase, RunPlan
@@ -262,14 +263,20 @@ def changed_cuts(start: Checkpoint, plan: RunPlan) -> str | None:
     if step >= plan.last_step:
         return None
     stage = update_rule(plan.phase_continuing_at(step).optim).matrix_stage
-    before = start.config.parallel.tensor
-    ranks = plan.config.parallel.tensor
-    if stage is None or not stage.by_shard or before == ranks:
+    if stage is None or not stage.by_shard:
         return None
-    return (
-        f"optim.muon.blocked=true, and parallel.tensor is {ranks} but was {before} up to step {step}: matrices are cut "
-        "into other blocks, so the run continues by another rule"
-    )
+    before = start.config.parallel
+    now = plan.config.parallel
+    ranks = {"tensor": (before.tensor, now.tensor)}
+    if moe_letters(plan.arch):
+        ranks["expert_tensor"] = (before.expert_tensor_ranks, now.expert_tensor_ranks)
+    for key, (was, size) in ranks.items():
+        if was != size:
+            return (
+                f"optim.muon.blocked=true, and parallel.{key} is {size} but was {was} up to step {step}: matrices are "
+                "cut into other blocks, so the run continues by another rule"
+            )
+    return None
 
 
 def check_fp8(plan: RunPlan) -> None:

@@ -84,6 +84,7 @@ def direction_in_two(
             (Layout(tensor=2, data=2), layouts.PATTERN, True),
             (Layout(tensor=2, data=2), layouts.PATTERN, False),
             (Layout(tensor=2), EXPERTS, True),
+            (Layout(tensor=2, data=2, expert=2), EXPERTS, True),
             (Layout(tensor=2, pipeline=2), layouts.PATTERN, True),
         ],
         (Layout(tensor=2, data=2), layouts.PATTERN, True),
@@ -159,14 +160,15 @@ def test_a_warning_says_that_one_rank_cuts_nothing() -> None:
 
 
 def test_other_cuts_at_a_resume_are_warned_of() -> None:
-    def warning(before: int, now: int, blocked: str) -> str | None:
-        configs = [
-            load(["recipe=laptop", "optim.name=muon", f"optim.muon.blocked={blocked}", f"parallel.tensor={ranks}"])
-            for ranks in (before, now)
-        ]
+    def warning(before: int, now: int, blocked: str, key: str = "tensor", *others: str) -> str | None:
+        settings = ["optim.name=muon", f"optim.muon.blocked={blocked}", *others]
+        configs = [load(["recipe=moe_laptop", *settings, f"parallel.{key}={ranks}"]) for ranks in (before, now)]
         start: Any = SimpleNamespace(meta=SimpleNamespace(step=3), config=configs[0])
         return changed_cuts(start, RunPlan.of(configs[1]))
 
     assert "parallel.tensor is 2 but was 1 up to step 3" in (warning(1, 2, "true") or "")
     assert warning(2, 2, "true") is None
     assert warning(1, 2, "false") is None
+    full = warning(2, 1, "true", "expert_tensor", "parallel.tensor=2", "parallel.sequence=true")
+    assert "parallel.expert_tensor is 1 but was 2 up to step 3" in (full or "")
+    assert warning(1, 2, "true", "expert") is None

@@ -19,6 +19,7 @@ from hybridtron.config.schema import Config, OptimConfig
 from hybridtron.optimizers.muon import Muon, MuonOptions, Orthogonalization
 from hybridtron.parallel import matrix_owners
 from hybridtron.parallel.matrix_owners import DividedWeight, pieces_of
+from hybridtron.parallel.mesh import Mesh, RankGroup
 from hybridtron.parallel.pool import Seat
 from hybridtron.planning.memory import plan
 from hybridtron.proving.audit.cases import Layout, small_model
@@ -31,7 +32,6 @@ from tests.engine.test_muon_layouts import (
     configured,
     divided,
     largest_difference,
-    mesh_of,
     sent_counts,
     stepped_from_gradients,
     trained,
@@ -44,6 +44,7 @@ GATED = "Me"  # experts with a gate, balanced by a loss
 BOTH = "MeWx"  # and experts without, whose correction moves
 IN_BATCHES = 600  # entries of a batch: gates of 2 of 8 experts, or of 6 of 8 that are latent
 STEPS = 3
+FULL_EXPERTS = Layout(tensor=2, sequence=True, expert=2, expert_tensor=1)
 
 
 def with_experts(layout: Layout, pattern: str = BOTH, optim: OptimConfig = OPTIM, distributed: bool = True) -> Config:
@@ -102,9 +103,18 @@ def test_experts_that_are_iterated_as_one_matrix_are_noticed() -> None:
             (Layout(data=2), False),
             (Layout(pipeline=2), True),
             (Layout(context=2), True),
+            (Layout(data=2, expert=2), True),
+            (Layout(data=4, expert=2), True),
+            (Layout(data=4, expert=4), True),
+            (Layout(tensor=2, data=2, expert=2), True),
+            (Layout(data=2, expert=2), False),
+            (FULL_EXPERTS, True),
+            (Layout(pipeline=2, data=2, expert=2), True),
+            (Layout(context=2, expert=2), True),
         ],
         (Layout(tensor=2), True),
         (Layout(data=2), True),
+        (FULL_EXPERTS, True),
     ),
     ids=str,
 )
@@ -119,7 +129,17 @@ def test_steps_equal_those_of_one_process(layout: Layout, distributed: bool) -> 
 @pytest.mark.parametrize(
     ("layout", "distributed"),
     slow_except(
-        [(Layout(data=3), True), (Layout(tensor=2, data=2), True), (Layout(data=2), False)], (Layout(data=3), True)
+        [
+            (Layout(data=3), True),
+            (Layout(tensor=2, data=2), True),
+            (Layout(data=2), False),
+            (Layout(data=4, expert=2), True),
+            (Layout(tensor=2, data=2, expert=2), True),
+            (Layout(data=2, expert=2), False),
+            (FULL_EXPERTS, True),
+        ],
+        (Layout(data=3), True),
+        (Layout(data=2, expert=2), False),
     ),
     ids=str,
 )
@@ -133,8 +153,9 @@ def test_equal_gradients_give_equal_bits_on_any_number_of_ranks(layout: Layout, 
 
 
 @pytest.mark.slow
-def test_a_resumed_run_has_the_same_bits_and_continues_under_another_layout(tmp_path: Path) -> None:
-    config = with_experts(Layout(tensor=2), GATED, replace(OPTIM, muon=MuonOptions()))
+@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(data=2, expert=2), FULL_EXPERTS], ids=str)
+def test_a_resumed_run_has_the_same_bits_and_continues_under_another_layout(layout: Layout, tmp_path: Path) -> None:
+    config = with_experts(layout, GATED, replace(OPTIM, muon=MuonOptions()))
     whole, *_ = run_distributed(trained_with_stop, 2, config, 4, tmp_path / "run")
     again, *_ = run_distributed(trained_with_stop, 2, config, 4, tmp_path / "run")
     assert [name for name, weight in whole.items() if not torch.equal(again[name], weight)] == []
@@ -145,30 +166,30 @@ def test_a_resumed_run_has_the_same_bits_and_continues_under_another_layout(tmp_
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
-@pytest.mark.parametrize(("tensor", "copies"), [(1, 1), (2, 3), (4, 2)])
+@pytest.mark.parametrize(("expert_tensor", "expert", "copies"), [(1, 1, 1), (2, 1, 3), (4, 1, 2), (1, 4, 2), (2, 2, 2)])
 def test_every_entry_is_sent_once_and_returned_to_all_holders(
-    tensor: int, copies: int, everywhere: bool, monkeypatch: pytest.MonkeyPatch
+    expert_tensor: int, expert: int, copies: int, everywhere: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(matrix_owners, "ENTRIES_TOGETHER", IN_BATCHES)
-    for weight in experts_of(tensor, copies, everywhere):
+    mesh = Mesh({"expert_tensor": RankGroup(expert_tensor), "expert": RankGroup(expert)}, RankGroup(copies))
+    for weight in experts_of(mesh, everywhere):
         assert len(weight.matrices) >= 2
         assert all((count == 1).all() for count in sent_counts(weight)), weight.name
-        for rank in range(tensor * copies):
+        for rank in range(expert_tensor * expert * copies):
             returned = torch.zeros(len(weight.ranges[weight.mesh.at(rank).copies.rank]), dtype=torch.int64)
             for piece in pieces_of(weight, rank):
                 piece.view(returned).add_(1)
             assert (returned == 1).all()
 
 
-def experts_of(tensor: int, copies: int, everywhere: bool) -> list[DividedWeight]:
+def experts_of(mesh: Mesh, everywhere: bool) -> list[DividedWeight]:
     table = architecture(small_model("ex", tied=True, heads={})).table
-    mesh = mesh_of(tensor, copies)
     return [divided(name, weight, mesh, everywhere) for name, weight in table.items() if len(weight.shape) == 3]
 
 
 def test_batches_have_the_experts_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix_owners, "ENTRIES_TOGETHER", 1100)  # 4 of 8 experts, whose gate has 8 x 32 entries
-    gate_up = experts_of(1, 1, everywhere=False)[0]
+    gate_up = experts_of(Mesh(), everywhere=False)[0]
     shapes = {".".join(name.split(".")[-2:]): shape for name, shape in gate_up.matrices.items()}
     assert shapes == {"gate.0": (4, 8, 32), "gate.4": (4, 8, 32), "up.0": (4, 8, 32), "up.4": (4, 8, 32)}
 
@@ -180,10 +201,11 @@ def test_routers_have_adamws_state_and_experts_have_a_momentum() -> None:
     assert parts["gate_up"] == parts["down"] == {"exp_avg"}
 
 
-def test_planned_optimizer_bytes_equal_the_allocated_bytes() -> None:
-    config = with_experts(Layout(), distributed=False)
-    (allocated,) = run_distributed(allocated_bytes, 1, config)
-    assert plan(resolve(config)[0], 1).ranks[0].memory.optimizer == allocated
+@pytest.mark.parametrize("layout", [Layout(), Layout(data=2, expert=2)], ids=str)
+def test_planned_optimizer_bytes_equal_the_allocated_bytes(layout: Layout) -> None:
+    config = with_experts(layout, distributed=False)
+    allocated, *_ = run_distributed(allocated_bytes, layout.world_size, config)
+    assert plan(resolve(config)[0], layout.world_size).ranks[0].memory.optimizer == allocated
 
 
 def test_a_recipe_with_experts_accepts_muon() -> None:

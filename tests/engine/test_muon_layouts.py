@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -311,7 +312,7 @@ def sent_counts(weight: DividedWeight) -> list[Tensor]:
     """Return how often each matrix's entries are sent to the owner."""
     counts = {key: torch.zeros(shape, dtype=torch.int64) for key, shape in weight.matrices.items()}
     mesh = weight.mesh
-    for rank in range(mesh.sizes["tensor"] * mesh.copies.size):
+    for rank in range(math.prod(mesh.sizes.values()) * mesh.copies.size):
         for piece in pieces_of(weight, rank):
             counts[piece.matrix][piece.index] += piece.sent
     return list(counts.values())

@@ -28,7 +28,6 @@ def expert_problems(phase: ResolvedPhase) -> Iterator[Problem]:
         yield from _without_experts(phase.config.parallel)
         return
     yield from _layout(phase.parsed, phase.config.parallel)
-    yield from _optimizer(phase)
     yield from _latent(phase.parsed, phase)
     has = f"but model.pattern has experts ({', '.join(letters)})"
     if phase.precision.name in FP8_MULTIPLES:
@@ -82,21 +81,6 @@ def _layout(arch: Architecture, parallel: ParallelConfig) -> Iterator[Problem]:
             "parallel.expert_tensor", "needs-other-key", f"{message}: set parallel.sequence=true, or leave it out"
         )
     yield from indivisible(arch, parallel)
-
-
-def _optimizer(phase: ResolvedPhase) -> Iterator[Problem]:
-    """Report a matrix optimizer if ranks divide experts in another way than other weights.
-
-    Owners of matrices are ranks of the dense mesh.
-    """
-    parallel = phase.config.parallel
-    if phase.optim.name not in OPTIMIZERS or update_rule(phase.optim).matrix_stage is None:
-        return
-    if divides_experts(parallel):
-        key = "parallel.expert" if parallel.expert > 1 else "parallel.expert_tensor"
-        value = parallel.expert if parallel.expert > 1 else parallel.expert_tensor
-        message = f"is {value}, but {phase.optim.name} needs experts that are divided as other weights"
-        yield Problem(key, "unsupported", f"{message}: use optim.name=adamw, or leave it out")
 
 
 def _latent(arch: Architecture, phase: ResolvedPhase) -> Iterator[Problem]:

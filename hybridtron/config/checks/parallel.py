@@ -13,6 +13,7 @@ import importlib.util
 import math
 from collections.abc import Iterator
 
+from hybridtron.architecture.moe import MoESpec
 from hybridtron.architecture.table import Architecture
 from hybridtron.config.choices import FP8_MULTIPLES, Recompute
 from hybridtron.config.pipeline_layout import multiples_near, stage_problems, world_problems
@@ -108,8 +109,9 @@ def _tensor(phase: ResolvedPhase) -> Iterator[Problem]:
     tensor = parallel.tensor
     if tensor == 1 or phase.parsed is None:
         return
-    if reasons := uncuttable(phase.parsed, tensor):
-        fitting = [size for size in range(1, MAX_TENSOR + 1) if not uncuttable(phase.parsed, size)]
+    full = parallel.expert_tensor_ranks < tensor
+    if reasons := uncuttable(phase.parsed, tensor, full):
+        fitting = [size for size in range(1, MAX_TENSOR + 1) if not uncuttable(phase.parsed, size, full)]
         yield Problem(
             "parallel.tensor", "not-divisible", f"is {tensor}, but {'; '.join(reasons)}: use {choice(fitting)}"
         )
@@ -173,15 +175,17 @@ def unshareable(arch: Architecture, context: int) -> Iterator[Problem]:
         )
 
 
-def uncuttable(arch: Architecture, tensor: int) -> list[str]:
+def uncuttable(arch: Architecture, tensor: int, full_experts: bool = False) -> list[str]:
     """List the reasons why the model cannot be sharded over `tensor` tensor-parallel ranks, as clauses for a message.
 
-    Entries in `model.layers` that the pattern does not use are ignored.
+    With `full_experts` (`parallel.expert_tensor=1`) a rank has all inner channels of its routed experts. Entries in
+    `model.layers` that the pattern does not use are ignored.
     """
     reasons = [
         f"model.layers.{letter}.{problem.key} {problem.message}"
         for letter, spec in arch.by_letter.items()
         for problem in spec.layout_problems(arch.sizes, tensor)
+        if not (full_experts and isinstance(spec, MoESpec) and problem.key == MoESpec.width_option)
     ]
     if arch.model.vocab_size % tensor:
         reasons.append(f"model.vocab_size is {arch.model.vocab_size}, which {tensor} ranks can't divide evenly")

@@ -21,6 +21,7 @@ from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.mup import MupConfig
 from hybridtron.architecture.table import architecture
 from hybridtron.config.checks.experts import divides_experts, indivisible, moe_letters
+from hybridtron.config.checks.parallel import uncuttable
 from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import (
     Config,
@@ -279,9 +280,10 @@ def shares_out(pattern: str, ranks: Layout) -> bool:
         return False
     if ranks.virtual > 1 and arch.carries_embedding:
         return False
-    if ranks.divides_experts and (not moe_letters(arch) or any(indivisible(arch, ranks.on(ParallelConfig())))):
+    parallel = ranks.on(ParallelConfig())
+    if ranks.divides_experts and (not moe_letters(arch) or any(indivisible(arch, parallel))):
         return False
-    return not any(list(spec.layout_problems(arch.sizes, ranks.tensor)) for spec in arch.specs)
+    return not uncuttable(arch, ranks.tensor, parallel.expert_tensor_ranks < ranks.tensor)
 
 
 def small_model(pattern: str, tied: bool, heads: dict[str, Any]) -> ModelConfig:

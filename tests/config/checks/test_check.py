@@ -338,6 +338,9 @@ def test_surprising_span_options_are_warned_of(settings: tuple[str, ...], keys: 
     assert [warning.split()[0] for warning in noted] == [f"model.layers.X.{key}" for key in keys]
 
 
+FULL_EXPERTS = ("parallel.expert_tensor=1", "parallel.tensor=2", "parallel.sequence=true")
+
+
 @pytest.mark.parametrize(
     ("settings", "problems"),
     [
@@ -349,6 +352,9 @@ def test_surprising_span_options_are_warned_of(settings: tuple[str, ...], keys: 
         (("parallel.expert_tensor=1", "parallel.tensor=2", "parallel.sequence=true"), {}),
         (("parallel.expert_tensor=2", "parallel.tensor=4"), {"parallel.expert_tensor": "out-of-range"}),
         (("parallel.expert_tensor=2",), {"parallel.expert_tensor": "out-of-range"}),
+        ((*FULL_EXPERTS, "model.layers.-.hidden=255"), {}),
+        ((*FULL_EXPERTS, "model.layers.-.shared=255"), {"parallel.tensor": "not-divisible"}),
+        (("parallel.tensor=2", "model.layers.-.hidden=255"), {"parallel.tensor": "not-divisible"}),
     ],
 )
 def test_layouts_that_cannot_divide_experts_are_refused(settings: tuple[str, ...], problems: dict[str, Code]) -> None:
@@ -379,8 +385,9 @@ def test_ranks_of_a_stage_must_divide_the_experts(settings: tuple[str, ...], pro
         assert (not keys) == (count in processes), f"{count} processes: {keys}"
 
 
-def test_muon_with_divided_experts_is_refused() -> None:
-    assert reported("recipe=moe_laptop", "parallel.expert=2", "optim.name=muon")["parallel.expert"] == "unsupported"
+@pytest.mark.parametrize("settings", [("parallel.expert=2",), FULL_EXPERTS], ids=str)
+def test_muon_takes_experts_that_ranks_divide(settings: tuple[str, ...]) -> None:
+    assert reported("recipe=moe_laptop", "phases.0.micro_batch=1", *settings, "optim.name=muon") == {}
 
 
 def test_optimizers_without_rules_for_latent_experts_are_refused() -> None:

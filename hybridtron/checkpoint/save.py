@@ -69,11 +69,13 @@ class Content:
 
     blocks: kind of file (`model`, `optimizer`, `states`, ...) -> tensor shards (`ShardedTensor`s)
     small: file's name -> content, for the files without tensors; empty on all ranks but rank 0
+    keys: keys of all tensors of which this process holds a shard, whether it writes the shard or not
     """
 
     meta: Meta
     blocks: dict[str, Sequence[Any]]
     small: dict[str, bytes]
+    keys: Sequence[str]
 
 
 class Saver:
@@ -227,7 +229,8 @@ class Saver:
                 ):
                     files[name] = written[0]
                     chunks += written[1]
-            values = {"files": {name: asdict(file) for name, file in files.items()}, "chunks": chunks}
+            described = {name: asdict(file) for name, file in files.items()}
+            values = {"files": described, "chunks": chunks, "keys": content.keys}
         except (OSError, NotFinite) as error:
             needed = sum(shard.data.nbytes for of_file in content.blocks.values() for shard in of_file)
             reason = f"{type(error).__name__}: {error}{room_left(error, temporary, needed)}"
@@ -245,12 +248,15 @@ class Saver:
         target = temporary.with_name(temporary.name[1:].removesuffix(".temporary"))
         files: dict[str, File] = {}
         chunks: list[StoredShard] = []
+        keys: set[str] = set()
         for rank in range(self.groups.world_size):
             values = self._list_of(temporary / f"list-{rank:05}.json")
             files.update({name: File(**file) for name, file in values["files"].items()})
             chunks += map(chunk_of, values["chunks"])
+            keys.update(values["keys"])
         manifest = CheckpointManifest(meta, files, tuple(chunks))
-        if missing := manifest.incomplete():
+        unwritten = keys - {chunk.key for chunk in chunks}
+        if missing := [*manifest.incomplete(), *sorted(unwritten)]:
             raise BrokenCheckpoint(f"parts of these tensors were written by no process: {missing}", code="missing")
         for list_file in temporary.glob("list-*"):
             list_file.unlink()
@@ -308,8 +314,10 @@ def content_of(engine: Engine, meta: Meta, tokenizer: Path) -> Content:
     If several processes have the same shard, only one of them writes it.
     """
     groups = engine.groups
+    held = engine.blocks()
+    keys = sorted({shard.key for of_file in held.values() for shard in of_file})
     blocks: dict[str, Sequence[Any]] = {
-        name: [shard for shard in of_file if shard.replica_id == 0] for name, of_file in engine.blocks().items()
+        name: [shard for shard in of_file if shard.replica_id == 0] for name, of_file in held.items()
     }
     blocks["random"] = [
         block(f"random.{groups.rank}.{name}", tuple(state.shape), (0,) * state.dim(), state, main=True)
@@ -318,7 +326,7 @@ def content_of(engine: Engine, meta: Meta, tokenizer: Path) -> Content:
     small = {}
     if groups.is_first:
         small = {"config.yaml": to_yaml(engine.config).encode(), "tokenizer.json": tokenizer.read_bytes()}
-    return Content(meta, blocks, small)
+    return Content(meta, blocks, small, keys)
 
 
 def layout_of(config: Config, groups: Groups) -> str:

@@ -7,18 +7,23 @@ Letters in names of tensors: N rows, R ranks, E experts of a rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from hybridtron.architecture.base import EXPERTS
+from hybridtron.config.schema import Config
 from hybridtron.engine.routers import reduce_choices
+from hybridtron.engine.stage import Stage, data_parallel
 from hybridtron.mixers.base import Routed
 from hybridtron.mixers.moe import MoE
-from hybridtron.ops.experts import ExpertOrder, RowMLPInputs, mlp_of_rows
-from hybridtron.parallel.experts import RowCounts, exchange, order_of_received
+from hybridtron.ops.experts import ExpertOrder, ExpertsInputs, RowMLPInputs, mlp_of_rows
+from hybridtron.parallel.experts import ExpertRanks, RowCounts, exchange, experts_on_ranks, order_of_received
+from hybridtron.parallel.groups import Groups
 from hybridtron.proving.audit.layer_bugs import Bug, Replaced, marked
 
 RANKS = "hybridtron.parallel.experts"
@@ -56,17 +61,42 @@ def _one_way(rows_ND: Tensor, rows: RowCounts) -> Tensor:
     return sent_ND.detach() + rows_ND.sum() * 0
 
 
+def _averaged_over_copies(
+    stages: Sequence[Stage], config: Config, groups: Groups, dtype: torch.dtype
+) -> list[DistributedDataParallel]:
+    wrapped = data_parallel(stages, config, groups, dtype)
+    for buckets in (buckets for stage in wrapped for buckets in stage.expert_parallel_bucket_groups):
+        for bucket in buckets.buckets:
+            bucket.gradient_scaling_factor = 1 / groups.meshes[EXPERTS].copies.size
+    return wrapped
+
+
+def _counted_by_both(inputs: ExpertsInputs, ranks: ExpertRanks) -> Tensor:
+    """Give the experts' weights the gradients of two tensor-parallel ranks that route the same tokens."""
+    gate_up_EFD = 2 * inputs.gate_up_EFD - inputs.gate_up_EFD.detach()
+    down_EDH = 2 * inputs.down_EDH - inputs.down_EDH.detach()
+    return experts_on_ranks(inputs._replace(gate_up_EFD=gate_up_EFD, down_EDH=down_EDH), ranks)
+
+
 DENSE_GROUP = marked("mixer.gate_up", "allreduce", True)
 UNMARKED = marked("mixer.gate_up", "tensor_model_parallel", False)
 LOADS_OF_OWN_TOKENS: Replaced = {"hybridtron.engine.schedule.reduce_choices": _of_own_tokens}
 AUXILIARY_BY_RANK: Replaced = {"hybridtron.mixers.moe.MoE._losses": _once_a_rank}
 BEYOND_THE_MEAN: Replaced = {f"{RANKS}.mlp_of_rows": _beyond_the_mean}
 UNSORTED: Replaced = {f"{RANKS}.order_of_received": _in_order_of_ranks}
+AVERAGED: Replaced = {"hybridtron.engine.engine.data_parallel": _averaged_over_copies}
+DOUBLED: Replaced = {"hybridtron.mixers.moe.experts_on_ranks": _counted_by_both}
 ONE_WAY: Replaced = {f"{RANKS}.exchange": _one_way}
 
 EXPERT_PARALLEL_BUGS = {
     "expert_dense_group": Bug(
         "gradients of experts are summed over ranks that have other experts", DENSE_GROUP, "experts", "dp2-ep2"
+    ),
+    "expert_averaged": Bug(
+        "gradients of experts are averaged over ranks with the same experts, not summed", AVERAGED, "experts", "dp4-ep2"
+    ),
+    "expert_doubled": Bug(
+        "full experts get the gradient of each token from every tensor-parallel rank", DOUBLED, "experts", "tp2-ep2-et1"
     ),
     "expert_unmarked": Bug(
         "the gradient norm counts experts on one tensor-parallel rank only", UNMARKED, "experts", "tp2-ep2-et1"

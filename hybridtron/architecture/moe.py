@@ -9,8 +9,13 @@
     y = sum_k w_k expert_{i_k}(u) + sigmoid(v u) shared(u)
 
 u is the input. Experts and shared expert are gated MLPs, down(silu(gate(u)) * up(u)), or down(relu(up(u))^2), without
-biases. The factor sigmoid(v u) exists with `shared_gate`. No token is dropped. With `latent`, routed experts read a
-projection of u to `latent` channels, and their sum is projected back to the model's width, as in Nemotron 3 Super.
+biases. The factor sigmoid(v u) exists with `shared_gate`. With `latent`, routed experts read a projection of u to
+`latent` channels, and their sum is projected back to the model's width, as in Nemotron 3 Super.
+
+No choice is dropped without `capacity`. With it, an expert computes in training at most C of a row's choices, those of
+the earliest tokens; other choices are dropped: their w_k is 0, and the token's other weights stay as they are.
+
+    C = ceil(capacity * L * top_k / experts)    L: tokens of the row in a forward pass
 
 Training keeps the experts' loads even by one of two rules. A load is the number of choices that fall on an expert:
 
@@ -71,6 +76,9 @@ class MoESpec(MixerSpec):
     coefficient: Annotated[float, at_least(0)] = 0.01  # factor of the loss, for balance: auxiliary
     speed: Annotated[float, at_least(0)] = 0.001  # change of the correction in a step, for balance: bias
     z_loss: Annotated[float, at_least(0)] = 0.0  # factor of the loss on the router's logits
+    # in training, the largest part of a row that an expert computes, as a multiple of the mean; further choices are
+    # dropped. null: no choice is dropped
+    capacity: Annotated[float | None, above(0, "1.25 to 2 is usual")] = None
 
     @property
     def growing_sizes(self) -> tuple[str, ...]:
@@ -190,6 +198,9 @@ class MoESpec(MixerSpec):
             yield Problem("groups", "not-divisible", f"{what}: use a divisor of experts, or 1")
         else:
             yield from self._group_problems()
+        if self.capacity is not None and self.capacity * self.top_k >= self.experts:
+            what = f"is {self.capacity}, with which an expert may compute all tokens"
+            yield Problem("capacity", "no-effect", f"{what}: use less than {self.experts / self.top_k:g}, or null")
         if self.shared_gate and not self.shared:
             yield Problem("shared_gate", "no-effect", "is true without a shared expert: set shared, or leave it out")
         if self.balance != "auxiliary" and self.coefficient != MoESpec.coefficient:

@@ -111,7 +111,7 @@ def added_choices(before: Routed | None, routed: Routed) -> Routed:
     """Return the sum of two counts; None stands for zero."""
     if before is None:
         return routed
-    return Routed(before.loads_E + routed.loads_E, before.entropy + routed.entropy)
+    return Routed(*(one + other for one, other in zip(before, routed, strict=True)))
 
 
 def to_gathered_order(x_LB: Tensor, chunks: int, tensor: TensorGroup) -> Tensor:

@@ -54,6 +54,7 @@ def no_choices(routers: Mapping[int, MoESpec], device: torch.device) -> dict[int
         index: Routed(
             torch.zeros(spec.experts, dtype=torch.int64, device=device),
             torch.zeros((), dtype=torch.float64, device=device),
+            torch.zeros((), dtype=torch.int64, device=device),
         )
         for index, spec in routers.items()
     }
@@ -64,22 +65,25 @@ def add_choices(sums: Mapping[int, Routed], new: Mapping[int, Routed]) -> None:
     for index, routed in new.items():
         sums[index].loads_E.add_(routed.loads_E)
         sums[index].entropy.add_(routed.entropy)
+        sums[index].dropped.add_(routed.dropped)
 
 
 def reduce_choices(sums: Mapping[int, Routed], groups: Groups) -> dict[int, Routed]:
     """Return the counts of all tokens in a step, on every rank. All ranks must call this function together."""
     if not sums:
         return {}
-    loads = torch.cat([routed.loads_E for routed in sums.values()])
+    counts = torch.cat([value.reshape(-1) for routed in sums.values() for value in (routed.loads_E, routed.dropped)])
     entropies = torch.stack([routed.entropy for routed in sums.values()])
     with_other_tokens = [groups.pipeline, groups.dense.copies]
     if groups.tensor.routes_own_tokens:
         with_other_tokens.append(groups.tensor)
     for ranks in with_other_tokens:
-        dist.all_reduce(loads, group=ranks.group)
+        dist.all_reduce(counts, group=ranks.group)
         dist.all_reduce(entropies, group=ranks.group)
-    parts = loads.split([len(routed.loads_E) for routed in sums.values()])
-    return {index: Routed(*pair) for index, *pair in zip(sums, parts, entropies, strict=True)}
+    parts = counts.split([len(routed.loads_E) + 1 for routed in sums.values()])
+    return {
+        index: Routed(part[:-1], entropy, part[-1]) for index, part, entropy in zip(sums, parts, entropies, strict=True)
+    }
 
 
 @torch.no_grad()
@@ -104,11 +108,13 @@ class RouterMetrics(NamedTuple):
     load_max_over_mean: the largest load, divided by the mean load; 1 if loads are even
     idle: number of experts without a token
     entropy: mean over tokens of the entropy of the router's scores, divided by its maximum, log(E)
+    dropped: fraction of choices beyond the experts' capacity
     """
 
     load_max_over_mean: float
     idle: int
     entropy: float
+    dropped: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,7 @@ class ChoiceValues:
 
     @property
     def flat(self) -> list[Tensor]:
-        """Loads and entropy of each router, in float64."""
+        """Loads, entropy and dropped choices of each router, in float64."""
         return [value.double().reshape(-1) for routed in self.choices.values() for value in routed]
 
     def metrics(self, values: Sequence[float]) -> dict[str, RouterMetrics]:
@@ -131,11 +137,12 @@ class ChoiceValues:
             experts = len(routed.loads_E)
             loads = values[at : at + experts]
             entropy = values[at + experts]
-            at += experts + 1
+            dropped = values[at + experts + 1]
+            at += experts + 2
             total = sum(loads)
             tokens = total / self.top_k[index]
             if total:
-                metrics[f"layers.{index}"] = RouterMetrics(
-                    max(loads) * experts / total, loads.count(0), entropy / tokens / math.log(max(2, experts))
-                )
+                share = entropy / tokens / math.log(max(2, experts))
+                largest = max(loads) * experts / total
+                metrics[f"layers.{index}"] = RouterMetrics(largest, loads.count(0), share, dropped / total)
         return metrics

@@ -38,10 +38,12 @@ class Routed(NamedTuple):
 
     loads_E: number of choices that fell on each of E experts, in int64; every tensor-parallel rank has the same
     entropy: sum over tokens of the entropy of the router's scores, in float64 and nats
+    dropped: number of choices beyond the experts' capacity, in int64; the loads count them too
     """
 
     loads_E: Tensor
     entropy: Tensor
+    dropped: Tensor
 
 
 class MixerOutput(NamedTuple):

@@ -10,12 +10,16 @@ With `parallel.expert_tensor=1`, a rank has full experts and routes only its own
 sequence parallelism divides. Only the shared expert then gathers all tokens. With `parallel.expert`, ranks divide the
 experts, and exchange rows of tokens (`parallel/experts.py`).
 
+A row's capacity counts the choices of all its tokens, also of those that other ranks route. Dropped choices have the
+weight 0. If ranks divide the experts, dropped choices are not sent; otherwise they are computed all the same.
+
 Legend: B rows (sequences), L tokens, D width, T = L B tokens, E experts, K experts per token, P latent channels, C
 channels of the shared expert on this rank.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +30,18 @@ from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.moe import MoESpec
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, MixerOutput, Routed, State
-from hybridtron.ops.experts import ExpertsInputs, Router, Routing, experts, route, z_loss
+from hybridtron.ops.experts import (
+    ExpertOrder,
+    ExpertsInputs,
+    Router,
+    Routing,
+    experts,
+    route,
+    row_ranks,
+    rows_of,
+    slot_order,
+    z_loss,
+)
 from hybridtron.ops.precision import at_least_fp32
 from hybridtron.ops.swiglu import SwiGLUInputs, swiglu
 from hybridtron.parallel.context import all_reduce_shards
@@ -85,27 +100,34 @@ class MoE(Mixer):
         x_TD = own_LBD.flatten(0, 1)
         logits_TE = F.linear(at_least_fp32(x_TD), at_least_fp32(self.router))
         routing = route(logits_TE, self.correction if self.spec.corrected else None, self.options)
-        y_LBD = self._routed_experts(x_TD, routing).view(own_LBD.shape)
+        kept = None
+        if self.spec.capacity is not None and seq.key is not None:  # training
+            kept = within_capacity(routing, self.spec.capacity, RowParts(seq, self.tensor))
+            routing = kept.routing
+        y_LBD = self._routed_experts(x_TD, routing, kept).view(own_LBD.shape)
         if not self.full_experts:
             y_LBD = sum_output(y_LBD, self.tensor)
         if self.spec.shared:
             y_LBD = y_LBD + self._shared(x_LBD)
         if seq.key is None:  # evaluation and generation
             return MixerOutput(y_LBD, {}, {})
-        return MixerOutput(y_LBD, {}, self._losses(logits_TE, routing, seq), routed(routing))
+        return MixerOutput(y_LBD, {}, self._losses(logits_TE, routing, seq), routed(routing, kept))
 
-    def _routed_experts(self, x_TD: Tensor, routing: Routing) -> Tensor:
+    def _routed_experts(self, x_TD: Tensor, routing: Routing, kept: Kept | None) -> Tensor:
         """Return each token's weighted sum of its experts' outputs, computed with this rank's inner channels."""
         if not self.spec.latent:
-            return self._experts(x_TD, routing)
+            return self._experts(x_TD, routing, kept)
         latent_TP = F.linear(x_TD, self.latent_in)
-        return F.linear(self._experts(latent_TP, routing), self.latent_out)
+        return F.linear(self._experts(latent_TP, routing, kept), self.latent_out)
 
-    def _experts(self, x_TP: Tensor, routing: Routing) -> Tensor:
+    def _experts(self, x_TP: Tensor, routing: Routing, kept: Kept | None) -> Tensor:
         inputs = ExpertsInputs(x_TP, routing, self.gate_up, self.down, self.activation)
         if self.expert_ranks.expert.size == 1:
             return experts(inputs)
-        return experts_on_ranks(inputs, self.expert_ranks)
+        slots = None
+        if kept is not None:
+            slots = kept.slots
+        return experts_on_ranks(inputs, self.expert_ranks, slots)
 
     def _shared(self, x_LBD: Tensor) -> Tensor:
         """Return the shared expert's output.
@@ -137,10 +159,14 @@ class MoE(Mixer):
         return {name: loss / self.ranks + (loss - loss / self.ranks).detach() for name, loss in losses.items()}
 
 
-def routed(routing: Routing) -> Routed:
-    """Return the loads of a forward pass, and the sum over tokens of the entropy of the scores."""
+def routed(routing: Routing, kept: Kept | None) -> Routed:
+    """Return the loads of a forward pass, the sum over tokens of the entropy of the scores, and the dropped choices."""
     scores_TE = shares(routing.scores_TE.detach())
-    return Routed(routing.loads_E, -torch.xlogy(scores_TE, scores_TE).sum(dtype=torch.float64))
+    entropy = -torch.xlogy(scores_TE, scores_TE).sum(dtype=torch.float64)
+    dropped = routing.loads_E.new_zeros(())
+    if kept is not None:
+        dropped = (~kept.kept_TK).sum()
+    return Routed(routing.loads_E, entropy, dropped)
 
 
 def shares(scores_TE: Tensor) -> Tensor:
@@ -164,6 +190,24 @@ class RowParts(NamedTuple):
         """Reshape the values of this rank's tokens to (rows, tokens, channels)."""
         return x_TC.unflatten(0, (-1, len(self.seq.positions_BL))).transpose(0, 1)
 
+    @property
+    def index(self) -> int:
+        """Number of the row's parts before this one."""
+        index = 0
+        if self.seq.shard is not None:
+            index = self.seq.shard.rank
+        if self.tensor.routes_own_tokens:
+            index = index * self.tensor.size + self.tensor.rank
+        return index
+
+    def before(self, x: Tensor) -> Tensor:
+        """Return the sum of a tensor without gradients over the parts before this one."""
+        if self.count == 1:
+            return torch.zeros_like(x)
+        parts = x.new_zeros(self.count, *x.shape)
+        parts[self.index] = x
+        return self.summed(parts)[: self.index].sum(0)
+
     def summed(self, x: Tensor) -> Tensor:
         """Return the sum over all parts, on every rank; the ranks' gradients are summed too."""
         if self.seq.shard is not None:
@@ -171,6 +215,43 @@ class RowParts(NamedTuple):
         if self.tensor.routes_own_tokens:
             x = all_reduce_sum(x, self.tensor)
         return x
+
+
+class Kept(NamedTuple):
+    """The choices within the experts' capacity.
+
+    routing: the routing, in which other choices have the weight 0
+    kept_TK: True for choices within the capacity
+    ranks_TK: number of the row's earlier tokens on this rank that chose the same expert
+    sizes: rows, experts, and slots of each expert for each row, for exchanges between ranks
+    """
+
+    routing: Routing
+    kept_TK: Tensor
+    ranks_TK: Tensor
+    sizes: tuple[int, int, int]
+
+    @property
+    def slots(self) -> ExpertOrder:
+        """The order of choices by slots."""
+        return slot_order(self.routing.experts_TK, self.ranks_TK, self.kept_TK, self.sizes)
+
+
+def within_capacity(routing: Routing, capacity: float, parts: RowParts) -> Kept:
+    """Return the choices within a capacity, which is a multiple of an expert's mean load in a row.
+
+    A choice is kept if fewer earlier tokens of its row chose the same expert than the capacity allows.
+    """
+    rows = len(parts.seq.positions_BL)
+    experts_TK = routing.experts_TK
+    count = len(routing.loads_E)
+    length = len(experts_TK) // rows
+    most = math.ceil(capacity * length * parts.count * experts_TK.shape[1] / count)
+    ranks_TK, loads_BE = row_ranks(experts_TK, rows, count)
+    earlier = parts.before(loads_BE).flatten()
+    kept_TK = ranks_TK + earlier[rows_of(experts_TK, rows) * count + experts_TK] < most
+    kept = routing._replace(weights_TK=routing.weights_TK * kept_TK)
+    return Kept(kept, kept_TK, ranks_TK, (rows, count, min(length, most)))
 
 
 def balance_of_rows(routing: Routing, parts: RowParts) -> Tensor:

@@ -9,6 +9,9 @@ sends the outputs back. The sender weights the outputs and sums them per token:
 The backward pass of an exchange is the exchange in the opposite direction. So all ranks must run the same number of
 forward and backward passes in the same order, even if a rank gets no rows in a pass.
 
+With a capacity, every rank sends the same number of rows to each rank: the slots of its rows (sequences), filled or not
+(`ops/experts/capacity.py`). Then no numbers of rows are exchanged, and the host waits for nothing.
+
 A reader (generation, evaluation) gives all ranks the same tokens. Then each rank computes the choices that fell on its
 own experts, and the ranks' results are summed.
 
@@ -57,20 +60,33 @@ class ExpertRanks:
 
 
 class RowCounts(NamedTuple):
-    """Numbers of rows that this rank sends to each rank and receives from each rank, in the order of ranks."""
+    """Numbers of rows that this rank sends to each rank and receives from each rank, in the order of ranks.
+
+    spare_sent, spare_received: rows behind those that are sent, and zero rows behind those that are received
+    """
 
     sent: Sequence[int]
     received: Sequence[int]
     group: dist.ProcessGroup | None
+    spare_sent: int = 0
+    spare_received: int = 0
+
+    @property
+    def back(self) -> RowCounts:
+        """The numbers in the opposite direction."""
+        return RowCounts(self.received, self.sent, self.group, self.spare_received, self.spare_sent)
 
 
-def experts_on_ranks(inputs: ExpertsInputs, ranks: ExpertRanks) -> Tensor:
+def experts_on_ranks(inputs: ExpertsInputs, ranks: ExpertRanks, slots: ExpertOrder | None = None) -> Tensor:
     """Return, for each of this rank's tokens, the weighted sum of its experts' outputs (T, D).
 
-    `inputs` has the weights of this rank's experts, and the routing over all experts.
+    `inputs` has the weights of this rank's experts, and the routing over all experts. With a capacity, `slots` has the
+    order of choices by slots, of which all ranks have the same number.
     """
     if ranks.same_tokens:
         return _summed(inputs, ranks.expert)
+    if slots is not None:
+        return _in_slots(inputs, ranks.expert, slots)
     routing = inputs.routing
     order = expert_order(ExpertOrderInputs(routing.experts_TK, routing.loads_E))
     rows_ND = to_experts(ToExpertsInputs(inputs.x_TD, order))
@@ -80,8 +96,22 @@ def experts_on_ranks(inputs: ExpertsInputs, ranks: ExpertRanks) -> Tensor:
     sorted_ND = to_experts(ToExpertsInputs(received_ND, own_order))
     mlp = RowMLPInputs(sorted_ND, own_order.ends_E, inputs.gate_up_EFD, inputs.down_EDH, inputs.activation)
     out_ND = to_experts(ToExpertsInputs(mlp_of_rows(mlp), inverse(own_order)))
-    returned_ND = exchange(out_ND, RowCounts(rows.received, rows.sent, rows.group))
+    returned_ND = exchange(out_ND, rows.back)
     return from_experts(FromExpertsInputs(returned_ND, routing.weights_TK, order))
+
+
+def _in_slots(inputs: ExpertsInputs, ranks: RankGroup, slots: ExpertOrder) -> Tensor:
+    """Exchange the rows of all slots. The place behind the slots has the dropped choices, which are not sent."""
+    count = len(slots.source_N) - 1
+    own_experts = len(inputs.gate_up_EFD)
+    rows = RowCounts([count // ranks.size] * ranks.size, [count // ranks.size] * ranks.size, ranks.group, spare_sent=1)
+    received_ND = exchange(to_experts(ToExpertsInputs(inputs.x_TD, slots)), rows)
+    sorted_ND = received_ND.unflatten(0, (ranks.size, own_experts, -1)).transpose(0, 1).flatten(0, 2)
+    ends_E = torch.arange(1, own_experts + 1, dtype=torch.int32, device=slots.ends_E.device) * (count // own_experts)
+    mlp = RowMLPInputs(sorted_ND, ends_E, inputs.gate_up_EFD, inputs.down_EDH, inputs.activation)
+    out_ND = mlp_of_rows(mlp).unflatten(0, (own_experts, ranks.size, -1)).transpose(0, 1).flatten(0, 2)
+    returned_ND = exchange(out_ND, rows.back)
+    return from_experts(FromExpertsInputs(returned_ND, inputs.routing.weights_TK, slots))
 
 
 def exchanged_loads(routing: Routing, ranks: RankGroup) -> tuple[Tensor, RowCounts]:
@@ -125,12 +155,15 @@ class _Exchange(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         rows: RowCounts = ctx.rows
-        return _sent(grads[0], RowCounts(rows.received, rows.sent, rows.group)), None
+        return _sent(grads[0], rows.back), None
 
 
 def _sent(rows_ND: Tensor, rows: RowCounts) -> Tensor:
-    received_ND = rows_ND.new_empty(sum(rows.received), rows_ND.shape[1])
-    dist.all_to_all_single(received_ND, rows_ND.contiguous(), list(rows.received), list(rows.sent), group=rows.group)
+    count = sum(rows.received)
+    received_ND = rows_ND.new_empty(count + rows.spare_received, rows_ND.shape[1])
+    received_ND[count:] = 0
+    sent_ND = rows_ND[: len(rows_ND) - rows.spare_sent].contiguous()
+    dist.all_to_all_single(received_ND[:count], sent_ND, list(rows.received), list(rows.sent), group=rows.group)
     return received_ND
 
 

@@ -240,7 +240,7 @@ def test_signs_are_exact_for_loads_one_token_apart(alone: Groups) -> None:
     before = correction(engine)
     loads_E = torch.full((8,), 2**40)
     loads_E[0] += 1
-    move_corrections([engine.stages[0].model], {3: Routed(loads_E, torch.zeros(()))})
+    move_corrections([engine.stages[0].model], {3: Routed(loads_E, torch.zeros(()), torch.tensor(0))})
     moved = (correction(engine) - before).sign()
     assert moved.tolist() == [-1.0] + [1.0] * 7
 
@@ -265,7 +265,7 @@ def test_entropy_is_1_for_even_scores_and_0_for_a_single_expert() -> None:
     ):
         even_TE = shares(scores_TE)
         entropy = -torch.xlogy(even_TE, even_TE).sum(dtype=torch.float64)
-        values = ChoiceValues({7: Routed(loads_E, entropy)}, {7: 2})
+        values = ChoiceValues({7: Routed(loads_E, entropy, torch.tensor(5))}, {7: 2})
         (metrics,) = values.metrics(torch.cat(values.flat).tolist()).values()
         assert metrics.entropy == pytest.approx(expected, abs=1e-6)
-        assert (metrics.load_max_over_mean, metrics.idle) == (4.0, 3)
+        assert (metrics.load_max_over_mean, metrics.idle, metrics.dropped) == (4.0, 3, 0.25)

@@ -38,6 +38,7 @@ FAST_CASES = {
     ("falcon-h1", "pp2-virtual2"),
     ("mup", "tp2"),
     ("jamba", "tp2"),
+    ("capacity", "tp2-ep2-et1"),
     ("experts", "tp2-sp"),
     ("experts", "tp2-ep2-et1"),
     ("experts", "pp2-dp2-ep2"),
@@ -50,6 +51,7 @@ FAST_CASES = {
 }
 COVERED_LAYOUTS = {"dp2-ep2", "dp4-ep2", "dp4-ep4", "tp2-dp2-ep2", "tp2-dp2-ep4-et1", "tp2-et1", "cp2-ep2"}
 """Layouts without a fast case: fast cases have the same messages between experts."""
+WITH_EXPERTS = ("jamba", "experts", "capacity")
 FAST_BUGS = {
     "x_proj_backward",
     "beside_lost_at_border",
@@ -109,6 +111,6 @@ def test_cases_of_every_layout_have_every_option(layout: str) -> None:
 def test_cases_that_divide_experts_have_every_recomputation() -> None:
     cases = [case for case in CASES if LAYOUTS[case.layout].divides_experts]
     layouts = [name for name, sizes in LAYOUTS.items() if sizes.divides_experts]
-    assert {(case.name, case.layout) for case in cases} == set(itertools.product(("jamba", "experts"), layouts))
-    for name in ("jamba", "experts"):
+    assert {(case.name, case.layout) for case in cases} == set(itertools.product(WITH_EXPERTS, layouts))
+    for name in WITH_EXPERTS:
         assert {case.config.parallel.recompute for case in cases if case.name == name} == set(Recompute)

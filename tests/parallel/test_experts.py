@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hybridtron.architecture.base import EXPERTS
@@ -16,7 +17,7 @@ from hybridtron.inference.parallel_reader import training_reader
 from hybridtron.inference.reader import reader
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel, ModelSlice
-from hybridtron.ops.experts import ExpertsInputs, Router, reference, route
+from hybridtron.ops.experts import ExpertOrder, ExpertsInputs, Router, reference, route, row_ranks, slot_order
 from hybridtron.parallel.experts import experts_on_ranks
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.pool import Seat
@@ -26,6 +27,7 @@ from tests.distributed import run_distributed
 WIDTH = 6
 HIDDEN = 5
 COUNT = 8
+MOST = 2  # tokens of a row that an expert computes, with a capacity
 ROUTER = Router(top_k=2, scores="sigmoid", normalise=True)
 LAYOUTS = {
     "ep2": (2, ParallelConfig(expert=2)),
@@ -96,6 +98,58 @@ def test_exchanged_rows_give_the_outputs_and_gradients_of_one_process(name: str)
     for number, whole in enumerate(expected):
         assert whole is not None
         torch.testing.assert_close(torch.cat([rank[number] for rank in ranks]), whole, rtol=1e-10, atol=1e-10)
+
+
+def with_capacity(seat: Seat, tokens: int) -> tuple[list[Tensor], list[int]]:
+    """Return output and gradients of rows within a capacity, and the numbers of rows in this rank's messages."""
+    messages: list[int] = []
+    whole = dist.all_to_all_single
+
+    def noted(received: Tensor, sent: Tensor, *sizes: Any, **options: Any) -> Any:
+        messages.append(len(sent))
+        return whole(received, sent, *sizes, **options)
+
+    with pytest.MonkeyPatch.context() as patch, seat.groups(ParallelConfig(expert=seat.world_size)) as groups:
+        patch.setattr(dist, "all_to_all_single", noted)
+        router, gate_up, down = weights()
+        own = [weight.chunk(seat.world_size)[seat.rank].clone().requires_grad_() for weight in (gate_up, down)]
+        x_TD = tokens_of(Job((tokens,) * seat.world_size), seat.rank).requires_grad_()
+        inputs, slots = kept_inputs(x_TD, router, *own)
+        y_TD = experts_on_ranks(inputs, groups.tensor.expert_ranks, slots)
+        y_TD.square().sum().backward()
+        return [y_TD.detach(), *(t.grad for t in (x_TD, *own) if t.grad is not None)], messages
+
+
+def kept_inputs(x_TD: Tensor, router: Tensor, gate_up: Tensor, down: Tensor) -> tuple[ExpertsInputs, ExpertOrder]:
+    """Return inputs of two rows in which an expert computes at most two tokens of each row."""
+    inputs = inputs_of(x_TD, Job(()), router, gate_up, down)
+    experts_TK = inputs.routing.experts_TK
+    ranks_TK = row_ranks(experts_TK, 2, COUNT).ranks_TK
+    kept_TK = ranks_TK < MOST
+    routing = inputs.routing._replace(weights_TK=inputs.routing.weights_TK * kept_TK)
+    return inputs._replace(routing=routing), slot_order(experts_TK, ranks_TK, kept_TK, (2, COUNT, MOST))
+
+
+@pytest.mark.gloo
+def test_rows_within_a_capacity_need_no_message_about_their_numbers() -> None:
+    """Four messages: rows there and back, and their gradients."""
+    tokens = 16
+    ranks = run_distributed(with_capacity, 2, tokens)
+    router, gate_up, down = weights()
+    learned = [gate_up.requires_grad_(), down.requires_grad_()]
+    outputs = []
+    tokens_of_ranks = [tokens_of(Job((tokens,) * 2), rank).requires_grad_() for rank in range(2)]
+    for x_TD in tokens_of_ranks:
+        inputs, _ = kept_inputs(x_TD, router, *learned)
+        assert (inputs.routing.weights_TK == 0).any()
+        outputs.append(reference.experts(inputs))
+    torch.cat(outputs).square().sum().backward()
+    of_tokens = torch.cat([x.grad for x in tokens_of_ranks if x.grad is not None])
+    expected = [torch.cat(outputs).detach(), of_tokens, *(t.grad for t in learned)]
+    for number, whole in enumerate(expected):
+        assert whole is not None
+        torch.testing.assert_close(torch.cat([rank[0][number] for rank in ranks]), whole, rtol=1e-10, atol=1e-10)
+    assert [messages for _, messages in ranks] == [[2 * COUNT * MOST] * 4] * 2
 
 
 def place(seat: Seat, parallel: ParallelConfig) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ from hybridtron.architecture.moe import MoESpec
 from hybridtron.architecture.table import Architecture
 from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.resolve import ResolvedPhase
-from hybridtron.config.schema import ParallelConfig
+from hybridtron.config.schema import Documents, ParallelConfig
 from hybridtron.config.update_rule import update_rule
 from hybridtron.optimizers import OPTIMIZERS
 from hybridtron.problems import Problem
@@ -92,9 +92,29 @@ def _latent(arch: Architecture, phase: ResolvedPhase) -> Iterator[Problem]:
 
 
 def expert_warnings(phases: Sequence[ResolvedPhase]) -> list[str]:
+    """Return a sentence for each surprising effect of experts. The phases must have passed `check`."""
+    return [*_ungrouped(phases), *_shared_capacity(phases)]
+
+
+def _shared_capacity(phases: Sequence[ResolvedPhase]) -> list[str]:
+    """Return a sentence for each capacity that isolated documents share."""
+    keys = {
+        phase.key(f"model.layers.{letter}.capacity"): spec.capacity
+        for phase in phases
+        for letter, spec in moe_letters(phase.arch).items()
+        if spec.capacity is not None and phase.documents is Documents.isolate
+    }
+    return [
+        f"{key} is {value}, and counts the choices of all documents in a row: with data.documents=isolate, earlier "
+        "documents influence which choices of later ones are dropped"
+        for key, value in keys.items()
+    ]
+
+
+def _ungrouped(phases: Sequence[ResolvedPhase]) -> list[str]:
     """Return a sentence for each size with which a GPU computes the experts' products one after the other.
 
-    The host then waits for the experts' loads in each layer. The phases must have passed `check`.
+    The host then waits for the experts' loads in each layer.
     """
     sizes: dict[str, int] = {}
     for phase in phases:

@@ -1,5 +1,6 @@
 """A mixture of experts: routing, the experts' MLPs, and the router's losses."""
 
+from hybridtron.ops.experts.capacity import RowRanks, row_ranks, rows_of, slot_order
 from hybridtron.ops.experts.losses import balance_loss, z_loss
 from hybridtron.ops.experts.mlp import experts, experts_mlp, loads_of, route
 from hybridtron.ops.experts.ordered import mlp_of_rows
@@ -11,7 +12,7 @@ from hybridtron.ops.experts.row_mlp import RowMLPInputs
 
 __all__ = [
     "ChoiceInputs", "ExpertActivation", "ExpertLinearInputs", "ExpertOrder", "ExpertOrderInputs", "ExpertsInputs",
-    "FromExpertsInputs", "Router", "Routing", "RowMLPInputs", "ToExpertsInputs", "balance_loss", "expert_choice",
-    "expert_linear", "expert_order", "experts", "experts_mlp", "from_experts", "loads_of", "mlp_of_rows", "route",
-    "to_experts", "z_loss",
+    "FromExpertsInputs", "Router", "Routing", "RowMLPInputs", "RowRanks", "ToExpertsInputs", "balance_loss",
+    "expert_choice", "expert_linear", "expert_order", "experts", "experts_mlp", "from_experts", "loads_of",
+    "mlp_of_rows", "route", "row_ranks", "rows_of", "slot_order", "to_experts", "z_loss",
 ]  # fmt: skip

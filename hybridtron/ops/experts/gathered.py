@@ -6,6 +6,8 @@ permutation is a gather by its inverse (equations: `permutation.py`):
     grad x[t] = sum over k of grad rows[place[t, k]]
     grad rows[n] = w[source[n]] grad y[source[n] // K],   grad w[t, k] = grad y[t] . rows[place[t, k]]
 
+An empty place (`capacity.py`) reads some token, whose values are multiplied by 0.
+
 Legend: T tokens, K experts per token, N = T K choices, D channels.
 """
 
@@ -23,11 +25,13 @@ from hybridtron.ops.precision import at_least_fp32
 
 
 def to_experts(inputs: ToExpertsInputs) -> Tensor:
-    return _ToExperts.apply(inputs.x_TD, inputs.order.source_N, inputs.order.place_TK)
+    order = inputs.order
+    return _ToExperts.apply(inputs.x_TD, order.source_N, order.place_TK, order.has_slots)
 
 
 def from_experts(inputs: FromExpertsInputs) -> Tensor:
-    return _FromExperts.apply(inputs.rows_ND, inputs.weights_TK, inputs.order.source_N, inputs.order.place_TK)
+    order = inputs.order
+    return _FromExperts.apply(inputs.rows_ND, inputs.weights_TK, order.source_N, order.place_TK, order.has_slots)
 
 
 TO = Implementation("gathered", to_experts)
@@ -38,34 +42,47 @@ class _ToExperts(torch.autograd.Function):
     """Autograd function that saves only the order."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, source_N: Tensor, place_TK: Tensor) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, source_N: Tensor, place_TK: Tensor, has_slots: bool) -> Tensor:
         ctx.save_for_backward(place_TK)
-        return x_TD.index_select(0, source_N // place_TK.shape[1])
+        if not has_slots:
+            return x_TD.index_select(0, source_N // place_TK.shape[1])
+        last = place_TK.numel() - 1
+        rows_ND = x_TD.index_select(0, source_N.clamp(max=last) // place_TK.shape[1])
+        return rows_ND.masked_fill_((source_N > last)[:, None], 0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (place_TK,) = ctx.saved_tensors
-        return _summed(grads[0], place_TK), None, None
+        return _summed(grads[0], place_TK), None, None, None
 
 
 class _FromExperts(torch.autograd.Function):
     """Autograd function that saves rows, weights and the order."""
 
     @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, weights_TK: Tensor, source_N: Tensor, place_TK: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, rows_ND: Tensor, weights_TK: Tensor, source_N: Tensor, place_TK: Tensor, has_slots: bool
+    ) -> Tensor:
+        ctx.has_slots = has_slots
         ctx.save_for_backward(rows_ND, weights_TK, source_N, place_TK)
         return _summed(rows_ND, place_TK, weights_TK)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         rows_ND, weights_TK, source_N, place_TK = ctx.saved_tensors
         grad_TD = at_least_fp32(grads[0])
-        weight_N = weights_TK.flatten()[source_N].to(grad_TD.dtype)
+        weights = weights_TK.flatten()
+        if ctx.has_slots:
+            is_empty_N = source_N == len(weights)
+            source_N = source_N.clamp(max=len(weights) - 1)
+            weight_N = weights[source_N].masked_fill(is_empty_N, 0).to(grad_TD.dtype)
+        else:
+            weight_N = weights[source_N].to(grad_TD.dtype)
         grad_rows_ND = grad_TD.index_select(0, source_N // place_TK.shape[1]).mul_(weight_N[:, None])
         products = [(grad_TD * rows_ND.index_select(0, place_T)).sum(-1) for place_T in place_TK.unbind(1)]
-        return grad_rows_ND.to(rows_ND.dtype), torch.stack(products, 1).to(weights_TK.dtype), None, None
+        return grad_rows_ND.to(rows_ND.dtype), torch.stack(products, 1).to(weights_TK.dtype), None, None, None
 
 
 def _summed(rows_ND: Tensor, place_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:

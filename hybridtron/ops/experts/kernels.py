@@ -26,37 +26,41 @@ WARP_ELEMENTS = 512  # 16 per thread
 
 def to_experts(inputs: ToExpertsInputs) -> Tensor:
     """Return one row per choice (N, D), in the order of experts, with gradients for the tokens."""
-    return _KernelToExperts.apply(inputs.x_TD, inputs.order.place_TK)
+    return _KernelToExperts.apply(inputs.x_TD, inputs.order.place_TK, inputs.order.slots)
 
 
 def from_experts(inputs: FromExpertsInputs) -> Tensor:
     """Return each token's weighted sum of its rows (T, D), with gradients for rows and weights."""
-    return _KernelFromExperts.apply(inputs.rows_ND, inputs.weights_TK, inputs.order.place_TK)
+    return _KernelFromExperts.apply(inputs.rows_ND, inputs.weights_TK, inputs.order.place_TK, inputs.order.slots)
 
 
 class _KernelToExperts(torch.autograd.Function):
     """Autograd function that saves only places."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, place_TK: Tensor) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, place_TK: Tensor, slots: int | None) -> Tensor:
         ctx.save_for_backward(place_TK)
         x_TD = x_TD.contiguous()
-        rows_ND = x_TD.new_empty(place_TK.numel(), x_TD.shape[1])
+        if slots is None:
+            rows_ND = x_TD.new_empty(place_TK.numel(), x_TD.shape[1])
+        else:
+            rows_ND = x_TD.new_zeros(slots, x_TD.shape[1])
         _launch(_copy, x_TD, place_TK, x_TD, rows_ND)
         return rows_ND
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (place_TK,) = ctx.saved_tensors
-        return _summed(grads[0].contiguous(), None, place_TK), None
+        return _summed(grads[0].contiguous(), None, place_TK), None, None
 
 
 class _KernelFromExperts(torch.autograd.Function):
     """Autograd function that saves rows, weights and places."""
 
     @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, weights_TK: Tensor, place_TK: Tensor) -> Tensor:
+    def forward(ctx: Any, rows_ND: Tensor, weights_TK: Tensor, place_TK: Tensor, slots: int | None) -> Tensor:
+        ctx.slots = slots
         rows_ND = rows_ND.contiguous()
         weights_TK = weights_TK.contiguous()
         ctx.save_for_backward(rows_ND, weights_TK, place_TK)
@@ -64,13 +68,16 @@ class _KernelFromExperts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         rows_ND, weights_TK, place_TK = ctx.saved_tensors
         grad_TD = grads[0].contiguous()
-        grad_rows_ND = torch.empty_like(rows_ND)
+        if ctx.slots is None:
+            grad_rows_ND = torch.empty_like(rows_ND)
+        else:
+            grad_rows_ND = torch.zeros_like(rows_ND)
         grad_weights_TK = torch.empty_like(weights_TK)
         _launch(_spread, grad_TD, place_TK, grad_TD, rows_ND, weights_TK, grad_rows_ND, grad_weights_TK)
-        return grad_rows_ND, grad_weights_TK, None
+        return grad_rows_ND, grad_weights_TK, None, None
 
 
 def _summed(rows_ND: Tensor, weights_TK: Tensor | None, place_TK: Tensor) -> Tensor:

@@ -103,12 +103,12 @@ def expert_order(inputs: ExpertOrderInputs) -> ExpertOrder:
 
 @untraced
 def to_experts(inputs: ToExpertsInputs) -> Tensor:
-    return _NativeToExperts.apply(inputs.x_TD, inputs.order.place_TK)
+    return _NativeToExperts.apply(inputs.x_TD, inputs.order.place_TK, inputs.order.slots)
 
 
 @untraced
 def from_experts(inputs: FromExpertsInputs) -> Tensor:
-    return _NativeFromExperts.apply(inputs.rows_ND, inputs.weights_TK, inputs.order.place_TK)
+    return _NativeFromExperts.apply(inputs.rows_ND, inputs.weights_TK, inputs.order.place_TK, inputs.order.slots)
 
 
 CHOICE = Implementation("native", expert_choice, "cpu", unsupported_reason=_choice_unsupported, missing=missing)
@@ -121,44 +121,51 @@ class _NativeToExperts(torch.autograd.Function):
     """Autograd function that saves only places."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, place_TK: Tensor) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, place_TK: Tensor, slots: int | None) -> Tensor:
         ctx.save_for_backward(place_TK)
         x_TD = x_TD.contiguous()
-        rows_ND = x_TD.new_empty(place_TK.numel(), x_TD.shape[1])
+        if slots is None:
+            rows_ND = x_TD.new_empty(place_TK.numel(), x_TD.shape[1])
+        else:
+            rows_ND = x_TD.new_zeros(slots, x_TD.shape[1])
         task = _task(x_TD, rows_ND, place_TK)
         call("experts_copy", task, threads(rows_ND.numel() / WORTH))
         return rows_ND
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (place_TK,) = ctx.saved_tensors
-        return _summed(grads[0].contiguous(), place_TK, None), None
+        return _summed(grads[0].contiguous(), place_TK, None), None, None
 
 
 class _NativeFromExperts(torch.autograd.Function):
     """Autograd function that saves rows, weights and places."""
 
     @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, weights_TK: Tensor, place_TK: Tensor) -> Tensor:
+    def forward(ctx: Any, rows_ND: Tensor, weights_TK: Tensor, place_TK: Tensor, slots: int | None) -> Tensor:
+        ctx.slots = slots
         rows_ND = rows_ND.contiguous()
         ctx.save_for_backward(rows_ND, weights_TK, place_TK)
         return _summed(rows_ND, place_TK, weights_TK)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         rows_ND, weights_TK, place_TK = ctx.saved_tensors
         wide = wide_type(rows_ND)
         grad_TD = grads[0].contiguous()
-        grad_rows_ND = torch.empty_like(rows_ND)
+        if ctx.slots is None:
+            grad_rows_ND = torch.empty_like(rows_ND)
+        else:
+            grad_rows_ND = torch.zeros_like(rows_ND)
         wide_TK = weights_TK.to(wide).contiguous()
         grad_weights_TK = torch.empty_like(wide_TK)
         task = _task(grad_TD, rows_ND, place_TK)
         task.grad_x, task.grad_rows = task.x, Tokens.of(grad_rows_ND[None])
         task.weights, task.grad_weights = wide_TK.data_ptr(), grad_weights_TK.data_ptr()
         call(f"experts_spread_{scalar(wide)}", task, threads(rows_ND.numel() / WORTH))
-        return grad_rows_ND, grad_weights_TK.to(weights_TK.dtype), None
+        return grad_rows_ND, grad_weights_TK.to(weights_TK.dtype), None, None
 
 
 def _summed(rows_ND: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> Tensor:

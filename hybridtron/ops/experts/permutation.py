@@ -5,6 +5,10 @@
     to experts         rows[n] = x[source[n] // K]
     from experts       y[t] = sum over k of w[t, k] rows[place[t, k]]
 
+With the slots of a capacity (`capacity.py`), there are more or fewer places than choices. An empty place has the source
+T K and a row of zeros, and all dropped choices have the last place. Its row is undefined on the way to experts; the row
+that comes back, and both gradients, must be zero.
+
 Forms other than the references here use `place` for one sum and `source` for the other. So no form adds to a row that
 another thread adds to, and the K terms of each sum are always added in the same order.
 
@@ -31,14 +35,23 @@ class ExpertOrderInputs(NamedTuple):
 class ExpertOrder(NamedTuple):
     """Positions of choices in the order of their experts.
 
-    source_N   the choice at each position, in int64
+    source_N   the choice at each position, in int64; T K at an empty position
     place_TK   each choice's position, in int64
     ends_E     the position behind each expert's last choice, in int32, as grouped products take it
+    has_slots  True if there may be empty positions, and dropped choices
     """
 
     source_N: Tensor
     place_TK: Tensor
     ends_E: Tensor
+    has_slots: bool = False
+
+    @property
+    def slots(self) -> int | None:
+        """Number of positions, if there may be empty ones and dropped choices; else None."""
+        if self.has_slots:
+            return len(self.source_N)
+        return None
 
 
 class ToExpertsInputs(NamedTuple):
@@ -67,7 +80,10 @@ def expert_order(inputs: ExpertOrderInputs) -> ExpertOrder:
 
 def to_experts(inputs: ToExpertsInputs) -> Tensor:
     """Return one row per choice (N, D), in the order of experts."""
-    return inputs.x_TD[inputs.order.source_N // inputs.order.place_TK.shape[1]]
+    x_TD, order = inputs
+    if order.has_slots:
+        x_TD = torch.cat([x_TD, x_TD.new_zeros(1, x_TD.shape[1])])
+    return x_TD[order.source_N // order.place_TK.shape[1]]
 
 
 def from_experts(inputs: FromExpertsInputs) -> Tensor:

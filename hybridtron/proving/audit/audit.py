@@ -25,7 +25,9 @@ from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.config.schema import Config, Documents, ParallelConfig
 from hybridtron.data.batch import Batch, SeqInfo, step_key
 from hybridtron.data.order.phase_order import phase_seed
+from hybridtron.engine.bptt import added_choices
 from hybridtron.engine.engine import Engine
+from hybridtron.mixers.base import Routed
 from hybridtron.model.init import initialise, starting_value
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.loss import CrossEntropyInputs, cross_entropy
@@ -121,8 +123,9 @@ def parallel_step(seat: Seat, config: Config, precision: AuditPrecision, bug: st
         loss_after = engine.loss(batches).mean.item()
         weights = {name: shard.weight.detach().cpu() for name, shard in engine.optimizer.shards.items()}
         loads = {index: routed.loads_E.cpu() for index, routed in step_loss.choices.items()}
+        dropped = {index: routed.dropped.cpu() for index, routed in step_loss.choices.items()}
         meshes = {family: mesh.without_groups() for family, mesh in groups.meshes.items()}
-        return Step(loss, grad_norm, loss_after, gradients, weights, auxiliary, loads, meshes)
+        return Step(loss, grad_norm, loss_after, gradients, weights, auxiliary, loads, dropped, meshes)
 
 
 def rate_of(config: Config) -> float:
@@ -151,7 +154,9 @@ def serial_step(config: Config, precision: AuditPrecision, move: int = 0) -> Ste
         seed = phase_seed(config.run.seed, 0)
         rows = phase.settings.micro_batch
         keyed = [batch.keyed(step_key(seed, 0, 0, index * rows)) for index, batch in enumerate(batches)]
-        loss, tokens, auxiliary, loads = _add_up(model, keyed, optim.z_loss)
+        loss, tokens, auxiliary, routed = _add_up(model, keyed, optim.z_loss)
+        loads = {index: choices.loads_E for index, choices in routed.items()}
+        dropped = {index: choices.dropped for index, choices in routed.items()}
         gradients = {name: torch.zeros_like(w) if w.grad is None else w.grad / tokens for name, w in weights.items()}
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
         for name, weight in weights.items():
@@ -163,7 +168,7 @@ def serial_step(config: Config, precision: AuditPrecision, move: int = 0) -> Ste
         _move_corrections(phase, weights, loads)
         loss_after, *_ = _add_up(model, batches, 0.0)
     after = {name: weight.detach() for name, weight in weights.items()}
-    return Step(loss, norm, loss_after, gradients, after, auxiliary, loads)
+    return Step(loss, norm, loss_after, gradients, after, auxiliary, loads, dropped)
 
 
 def _move_corrections(phase: ResolvedPhase, weights: Mapping[str, Tensor], loads: Mapping[int, Tensor]) -> None:
@@ -178,15 +183,15 @@ def _move_corrections(phase: ResolvedPhase, weights: Mapping[str, Tensor], loads
 
 def _add_up(
     model: LanguageModel, batches: Sequence[Batch], z_loss: float
-) -> tuple[float, int, dict[str, float], dict[int, Tensor]]:
+) -> tuple[float, int, dict[str, float], dict[int, Routed]]:
     """Run all batches forward and backward. Accumulate gradients of the loss summed over all tokens.
 
     Return four items: the mean cross entropy over tokens, the token count, the mean auxiliary losses by name, and the
-    loads of routers by the sub-layer's index.
+    choices of routers by the sub-layer's index.
     """
     total = 0.0
     tokens = 0
-    loads: dict[int, Tensor] = {}
+    choices: dict[int, Routed] = {}
     sums: dict[str, float] = {}
     for batch in batches:
         out = model(batch.tokens_BL, None, batch.seq)
@@ -197,10 +202,10 @@ def _add_up(
         total = total + float(loss.cross_entropy)
         tokens = tokens + int(tokens_B.sum())
         for index, routed in out.routed.items():
-            loads[index] = loads.get(index, 0) + routed.loads_E
+            choices[index] = added_choices(choices.get(index), routed)
         for name, added in weighted.items():
             sums[name] = sums.get(name, 0.0) + added.item()
-    return total / tokens, tokens, {name: weighted_sum / tokens for name, weighted_sum in sums.items()}, loads
+    return total / tokens, tokens, {name: weighted_sum / tokens for name, weighted_sum in sums.items()}, choices
 
 
 def starting_weight(phase: ResolvedPhase, precision: AuditPrecision, move: int, name: str) -> Tensor:

@@ -159,6 +159,7 @@ ARCHITECTURES = {
     "mup": "M-SFDq-",
     "experts": "MeWxM",
     "jamba": "n-gea",
+    "capacity": "McWhM",
 }
 """Architecture's name -> pattern. The number of sub-layers is odd, so that stages have different sizes.
 
@@ -271,6 +272,11 @@ EXPERTS: dict[str, dict[str, Any]] = {
     },
 }
 """Options by letter: both routers, both rules that balance loads. Coefficients are large, so that errors show."""
+CAPACITY: dict[str, dict[str, Any]] = {
+    "c": {**EXPERTS["e"], "capacity": 1.25},
+    "h": {**EXPERTS["x"], "capacity": 0.75},
+}
+"""Options by letter: experts that drop choices beyond a capacity."""
 
 
 def shares_out(pattern: str, ranks: Layout) -> bool:
@@ -324,6 +330,7 @@ def small_model(pattern: str, tied: bool, heads: dict[str, Any]) -> ModelConfig:
         **SPANS,
         **MLPS,
         **EXPERTS,
+        **CAPACITY,
     }
     used = {letter: options for letter, options in (layers | BLOCKS | PARALLEL).items() if letter in pattern}
     return ModelConfig(32, VOCABULARY, pattern, used, tied)

@@ -75,6 +75,7 @@ class Step:
     weights     weights after the update; a rank in the parallel step has only its tensor shards
     auxiliary   mean auxiliary losses by name
     loads       number of choices that fell on each expert, by the sub-layer's index
+    dropped     number of choices that were dropped, by the sub-layer's index
     meshes      mesh for each family of weights, by which full weights are cut into this rank's shards
     """
 
@@ -85,6 +86,7 @@ class Step:
     weights: dict[str, Tensor]
     auxiliary: Mapping[str, float]
     loads: Mapping[int, Tensor]
+    dropped: Mapping[int, Tensor]
     meshes: Mapping[str, Mesh] = field(default_factory=single_rank)
 
 
@@ -119,7 +121,7 @@ def differences(
 ) -> Iterator[Disagreement]:
     """Yield the differences between the serial step `truth` and the parallel step on its ranks.
 
-    Losses and full gradients are compared on the first rank, loads of experts and weight shards on every rank. `moved`
+    Losses and full gradients are compared on the first rank, loads and weight shards on every rank. `moved`
     are serial steps from moved weights.
     """
     in_fp32 = replace(precision, relative=max(precision.relative, NORM_RELATIVE))
@@ -141,6 +143,9 @@ def differences(
         for index, value in step.loads.items():
             changed = [serial.loads[index] for serial in moved]
             yield _difference(f"loads {index} on rank {rank}", value, truth.loads[index], 0.0, precision, changed)
+        for index, value in step.dropped.items():
+            changed = [serial.dropped[index] for serial in moved]
+            yield _difference(f"dropped {index} on rank {rank}", value, truth.dropped[index], 0.0, precision, changed)
         for name, value in step.weights.items():
             mesh = step.meshes[table[name].family]
             expected, *changed = (cut(serial.weights[name], table[name], mesh) for serial in (truth, *moved))

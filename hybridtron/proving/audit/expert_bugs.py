@@ -79,7 +79,7 @@ def _moved_by_counters(models: Any, choices: Mapping[int, Routed]) -> None:
 
 
 def _not_reduced(choices: Mapping[int, Routed], groups: Any) -> dict[int, Routed]:
-    return {index: Routed(routed.loads_E.clone(), routed.entropy) for index, routed in choices.items()}
+    return {index: routed._replace(loads_E=routed.loads_E.clone()) for index, routed in choices.items()}
 
 
 def _dropped_beyond(routing: Routing) -> Routing:

@@ -20,8 +20,8 @@ from hybridtron.config.schema import Config
 from hybridtron.engine.routers import reduce_choices
 from hybridtron.engine.stage import Stage, data_parallel
 from hybridtron.mixers.base import Routed
-from hybridtron.mixers.moe import MoE
-from hybridtron.ops.experts import ExpertOrder, ExpertsInputs, RowMLPInputs, mlp_of_rows
+from hybridtron.mixers.moe import MoE, routed
+from hybridtron.ops.experts import ExpertOrder, ExpertsInputs, RowMLPInputs, mlp_of_rows, slot_order
 from hybridtron.parallel.experts import ExpertRanks, RowCounts, exchange, experts_on_ranks, order_of_received
 from hybridtron.parallel.groups import Groups
 from hybridtron.proving.audit.layer_bugs import Bug, Replaced, marked
@@ -84,7 +84,18 @@ LOADS_OF_OWN_TOKENS: Replaced = {"hybridtron.engine.schedule.reduce_choices": _o
 AUXILIARY_BY_RANK: Replaced = {"hybridtron.mixers.moe.MoE._losses": _once_a_rank}
 BEYOND_THE_MEAN: Replaced = {f"{RANKS}.mlp_of_rows": _beyond_the_mean}
 UNSORTED: Replaced = {f"{RANKS}.order_of_received": _in_order_of_ranks}
+
+
+def _to_another_slot(experts_TK: Tensor, ranks_TK: Tensor, kept_TK: Tensor, sizes: tuple[int, int, int]) -> ExpertOrder:
+    """Send dropped choices to the last slot, where they take the place of the choice that owns it."""
+    order = slot_order(experts_TK, ranks_TK, kept_TK, sizes)
+    return order._replace(place_TK=order.place_TK.clamp(max=len(order.source_N) - 2))
+
+
 AVERAGED: Replaced = {"hybridtron.engine.engine.data_parallel": _averaged_over_copies}
+CAPACITY_OF_PART: Replaced = {"hybridtron.mixers.moe.RowParts.before": lambda self, x: torch.zeros_like(x)}
+DROPPED_UNCOUNTED: Replaced = {"hybridtron.mixers.moe.routed": lambda routing, kept: routed(routing, None)}
+ANOTHER_SLOT: Replaced = {"hybridtron.mixers.moe.slot_order": _to_another_slot}
 DOUBLED: Replaced = {"hybridtron.mixers.moe.experts_on_ranks": _counted_by_both}
 ONE_WAY: Replaced = {f"{RANKS}.exchange": _one_way}
 
@@ -115,6 +126,15 @@ EXPERT_PARALLEL_BUGS = {
     ),
     "dropped_by_owner": Bug(
         "an owner drops the rows beyond the mean load of its experts", BEYOND_THE_MEAN, "experts", "dp4-ep4"
+    ),
+    "capacity_of_part": Bug(
+        "a row's capacity counts the choices of a rank's own tokens only", CAPACITY_OF_PART, "capacity", "cp2-ep2"
+    ),
+    "dropped_uncounted": Bug(
+        "choices beyond the capacity are dropped without being counted", DROPPED_UNCOUNTED, "capacity", "tp2-ep2-et1"
+    ),
+    "another_slot": Bug(
+        "dropped choices are sent in the place of the choice in the last slot", ANOTHER_SLOT, "capacity", "dp2-ep2"
     ),
     "unsorted": Bug("an owner computes received rows in the order of ranks", UNSORTED, "experts", "dp4-ep2"),
     "one_way": Bug("gradients of exchanged rows are not sent back", ONE_WAY, "experts", "pp2-dp2-ep2"),

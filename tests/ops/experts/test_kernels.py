@@ -55,7 +55,7 @@ def test_triton_rows_equal_the_reference(
     weights = torch.rand(tokens, top_k)
     expected = results("reference", *(v.double() for v in (x, rows, weights)), order, slopes.double())
     device = compute_device()
-    order_on_device = ExpertOrder(*(v.to(device) for v in order))
+    order_on_device = ExpertOrder(*(v.to(device) for v in order[:3]), order.has_slots)
     actual = results("triton", *(v.to(device) for v in (x, rows, weights)), order_on_device, slopes.to(device))
     for ours, theirs, wanted in zip(actual, expected, (dtype, dtype, dtype, dtype, torch.float32), strict=True):
         assert ours.dtype == wanted
@@ -99,7 +99,7 @@ def test_each_pass_launches_one_kernel_for_each_way(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(kernels, "launch", noted)
     device = compute_device()
-    order = ExpertOrder(*(v.to(device) for v in order_of(9, 2)))
+    order = ExpertOrder(*(v.to(device) for v in order_of(9, 2)[:3]))
     x, slopes = torch.randn(2, 9, 8, device=device)
     results("triton", x, torch.randn(18, 8, device=device), torch.rand(9, 2, device=device), order, slopes)
     assert launched == ["_copy", "_add", "_add", "_spread"]
@@ -107,7 +107,7 @@ def test_each_pass_launches_one_kernel_for_each_way(monkeypatch: pytest.MonkeyPa
 
 def test_repeated_calls_give_equal_bits() -> None:
     device = compute_device()
-    order = ExpertOrder(*(v.to(device) for v in order_of(20, 4)))
+    order = ExpertOrder(*(v.to(device) for v in order_of(20, 4)[:3]))
     x, slopes = torch.randn(2, 20, 40, device=device)
     rows = torch.randn(80, 40, device=device)
     weights = torch.rand(20, 4, device=device)

@@ -1,0 +1,66 @@
+"""Capacity of experts: an expert computes at most C of the choices in a row (sequence), those of the earliest tokens.
+
+    rank[t, k] = number of earlier tokens in t's row that chose the same expert
+    kept[t, k] = rank[t, k] < C;   other choices are dropped
+
+Whether a choice is kept depends on earlier tokens of its row alone: neither on later tokens nor on other rows, so not
+on the layout. An expert then gets at most C rows from each row of tokens. So ranks that divide the experts can exchange
+messages of a fixed size, with S slots for each expert and each row:
+
+    place[t, k] = (e B + b) S + rank[t, k],   or E B S, behind all slots, if the choice is dropped
+
+Legend: T = L B tokens in the order of positions, B rows, E experts, K experts per token, S slots, N places.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridtron.ops.experts.mlp import loads_of
+from hybridtron.ops.experts.parts import expert_order
+from hybridtron.ops.experts.permutation import ExpertOrder, ExpertOrderInputs
+
+
+class RowRanks(NamedTuple):
+    """Ranks of choices in their rows, and the loads of each row.
+
+    ranks_TK   number of earlier tokens in the row that chose the same expert, in int64
+    loads_BE   number of tokens in each row that chose each expert, in int64
+    """
+
+    ranks_TK: Tensor
+    loads_BE: Tensor
+
+
+def row_ranks(experts_TK: Tensor, rows: int, experts: int) -> RowRanks:
+    """Return the ranks of choices in `rows` rows, without a wait for the device."""
+    key_TK = rows_of(experts_TK, rows) * experts + experts_TK
+    loads = loads_of(key_TK, rows * experts)
+    order = expert_order(ExpertOrderInputs(key_TK, loads))
+    first = order.ends_E - loads
+    return RowRanks(order.place_TK - first[key_TK], loads.view(rows, experts))
+
+
+def rows_of(experts_TK: Tensor, rows: int) -> Tensor:
+    """Return the row of each token (T, 1)."""
+    return (torch.arange(len(experts_TK), device=experts_TK.device) % rows)[:, None]
+
+
+def slot_order(experts_TK: Tensor, ranks_TK: Tensor, kept_TK: Tensor, sizes: tuple[int, int, int]) -> ExpertOrder:
+    """Return the order of choices by slots; its last place is for all dropped choices.
+
+    sizes: B rows, E experts, S slots of each expert for each row
+    """
+    rows, experts, slots = sizes
+    count = rows * experts * slots
+    place_TK = (experts_TK * rows + rows_of(experts_TK, rows)) * slots + ranks_TK
+    place_TK = torch.where(kept_TK, place_TK, count)
+    choice_N = torch.arange(place_TK.numel(), device=place_TK.device)
+    source_N = torch.full((count + 1,), place_TK.numel(), device=place_TK.device)
+    source_N = source_N.scatter(0, place_TK.flatten(), choice_N)
+    source_N[-1] = place_TK.numel()
+    ends_E = torch.arange(1, experts + 1, dtype=torch.int32, device=place_TK.device) * (rows * slots)
+    return ExpertOrder(source_N, place_TK, ends_E, has_slots=True)

@@ -32,6 +32,17 @@ LAYOUTS = [
 ]
 
 
+EXPERTS = [
+    "model.layers.e={kind: moe, experts: 4, top_k: 2, hidden: 16, shared: 16}",
+    "model.layers.x={kind: moe, experts: 4, top_k: 2, hidden: 16, scores: sigmoid, balance: bias, speed: 0.01}",
+]
+EXPERT_PATTERN = "MeWx"
+EXPERT_LAYOUTS = [
+    "parallel.expert=2 phases.0.micro_batch=2",
+    "parallel.tensor=2 parallel.sequence=true parallel.expert=2 parallel.expert_tensor=1",
+]
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("measured")
@@ -135,3 +146,47 @@ def test_every_layout_measures_the_same(
     else:
         assert not any("imbalance" in line for line in lines)
     assert held_out(run)
+
+
+@pytest.fixture(scope="module")
+def of_experts(data: Path, settings: list[str]) -> Path:
+    return trained(data.parent / "experts", data, EXPERT_PATTERN, *EXPERTS, *settings)
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_ranks_that_divide_experts_measure_the_same(
+    layout: str,
+    of_experts: Path,
+    data: Path,
+    settings: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each of two ranks has half of the experts; afterwards one process reads the checkpoint, with all of them."""
+    command: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "main", lambda arguments: command.extend(arguments) or 0)
+        trained(tmp_path / "two", data, EXPERT_PATTERN, *EXPERTS, *settings, *layout.split())
+    under_torchrun(["train", *command])
+    assert list(measured(tmp_path / "two")) == [2, 4]
+    for step, results in measured(tmp_path / "two").items():
+        assert results == pytest.approx(measured(of_experts)[step], rel=1e-4)
+    assert held_out(tmp_path / "two").keys() == held_out(of_experts).keys()
+    for step, results in held_out(of_experts).items():
+        assert held_out(tmp_path / "two")[step] == pytest.approx(results, rel=1e-4)
+    options = ["--tasks", str(data.parent / "asked.yaml"), "--output", str(tmp_path / "evaluated"), "--rows", "1"]
+    assert main(["evaluate", str(folder_of(tmp_path / "two", 4)), *options]) == 0
+    rows = json.loads((tmp_path / "evaluated" / "results.json").read_text())["rows"]
+    of_tasks = {f"{r['task']}/{r['length']}/{r['metric']}": r["value"] for r in rows if r["metric"] != "holds"}
+    assert of_tasks == pytest.approx(measured(tmp_path / "two")[4], rel=1e-4)
+    capsys.readouterr()
+    prompt = ["--prompt", "a b", "--tokens", "8", "--temperature", "0"]
+    texts = []
+    for folder in (tmp_path / "two", of_experts):
+        assert main(["generate", str(folder), *prompt]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]

@@ -21,9 +21,10 @@ COMMAND = [sys.executable, "-m", "hybridtron", "chaos"]
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_run_under_faults_ends_as_an_undisturbed_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["dp2", "ep2"])
+def test_run_under_faults_ends_as_an_undisturbed_run(layout: str, tmp_path: Path) -> None:
     page = tmp_path / "chaos.md"
-    options = ["--steps", "60", "--mean", "8", "--seed", "3", "--page", str(page)]
+    options = ["--steps", "60", "--mean", "8", "--seed", "3", "--layout", layout, "--page", str(page)]
     done = subprocess.run([*COMMAND, *options], cwd=tmp_path, capture_output=True, text=True, timeout=880, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "bit for bit" in done.stdout

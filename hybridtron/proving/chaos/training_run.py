@@ -1,7 +1,7 @@
 """A training run as a cluster sees it: processes that are started again and again until training has finished.
 
-The model is a Samba (Mamba and sliding-window attention) with about ten thousand weights. The text is synthetic. A step
-takes a fraction of a second. With `states.mode=passing`, sequences start from the final recurrent states of earlier
+The model is a Samba (Mamba and sliding-window attention) with about ten thousand weights, and in the layout `ep2` with
+experts instead of MLPs. The text is synthetic. A step takes a fraction of a second. With `states.mode=passing`, sequences start from the final recurrent states of earlier
 sequences. Checkpoints therefore contain states too.
 """
 
@@ -23,7 +23,13 @@ from hybridtron.train.jsonl import read_record
 
 TRAIN = ("-P", "-m", "hybridtron", "train")  # -P: ignore modules in the current folder
 PROC = Path("/proc")
-LAYOUTS = {"dp2": (), "tp2": ("parallel.tensor=2",), "pp2": ("parallel.pipeline=2",)}
+EXPERTS = "{kind: moe, experts: 8, top_k: 2, scores: sigmoid, balance: bias, speed: 0.01}"
+LAYOUTS = {
+    "dp2": (),
+    "tp2": ("parallel.tensor=2",),
+    "pp2": ("parallel.pipeline=2",),
+    "ep2": ("parallel.expert=2", f"model.layers.-={EXPERTS}"),
+}
 PROCESSES = 2
 VOCAB = 64
 SEQ_LEN = 32

@@ -245,6 +245,14 @@ def peak_memory_gib() -> float | None:
     return torch.cuda.max_memory_allocated() / 2**30
 
 
+def free_memory_gib() -> float | None:
+    """Return the GPU's memory in GiB beyond the peak of tensors so far; None on a CPU."""
+    peak = peak_memory_gib()
+    if peak is None:
+        return None
+    return torch.cuda.get_device_properties(compute_device()).total_memory / 2**30 - peak
+
+
 def forget_peak_memory() -> None:
     """Reset the peak that `peak_memory_gib` returns, and free the allocator's cache."""
     if compute_device().type == "cuda":

@@ -190,7 +190,8 @@ class Engine:
         Returns the gradient norm before clipping, and True if the step was accepted.
         """
         added = self._loss.auxiliary
-        counted = ChoiceValues(self._loss.choices, {index: spec.top_k for index, spec in self.routers.items()})
+        top_k = {index: spec.top_k for index, spec in self.routers.items()}
+        counted = ChoiceValues(self._loss.choices, top_k, self.groups.tensor.expert_ranks.expert.size)
         scalars = (self.optimizer.squared_norm(), self._loss.total, self._loss.tokens, *added.values())
         values = [value.reshape(1).double() for value in scalars]
         # the only point in a step at which the host waits for the device

@@ -109,20 +109,28 @@ class RouterMetrics(NamedTuple):
     idle: number of experts without a token
     entropy: mean over tokens of the entropy of the router's scores, divided by its maximum, log(E)
     dropped: fraction of choices beyond the experts' capacity
+    rank_max_over_mean: the largest load of a rank, divided by the mean load of ranks; 1 if no ranks divide the experts
     """
 
     load_max_over_mean: float
     idle: int
     entropy: float
-    dropped: float = 0.0
+    dropped: float
+    rank_max_over_mean: float
 
 
 @dataclass(frozen=True)
 class ChoiceValues:
-    """The counts of all routers as one flat tensor, so that the host reads them together with other values."""
+    """The counts of all routers as one flat tensor, so that the host reads them together with other values.
+
+    choices: the counts, by the sub-layer's index
+    top_k: number of experts per token, by the sub-layer's index
+    ranks: number of ranks that divide the experts
+    """
 
     choices: Mapping[int, Routed]
     top_k: Mapping[int, int]
+    ranks: int = 1
 
     @property
     def flat(self) -> list[Tensor]:
@@ -144,5 +152,8 @@ class ChoiceValues:
             if total:
                 share = entropy / tokens / math.log(max(2, experts))
                 largest = max(loads) * experts / total
-                metrics[f"layers.{index}"] = RouterMetrics(largest, loads.count(0), share, dropped / total)
+                size = experts // self.ranks
+                of_ranks = [sum(loads[first : first + size]) for first in range(0, experts, size)]
+                uneven = max(of_ranks) * self.ranks / total
+                metrics[f"layers.{index}"] = RouterMetrics(largest, loads.count(0), share, dropped / total, uneven)
         return metrics

@@ -27,7 +27,9 @@ class StepMetrics:
         FLOPs, over the first process's micro-batches
     auxiliary: name -> auxiliary loss, summed over the sub-layers that add it
     routers: only with experts, by layer: `load_max_over_mean`, the largest load of an expert divided by the mean load;
-        `idle`, the number of experts without a token; `entropy` of the router's scores divided by its maximum
+        `idle`, the number of experts without a token; `entropy` of the router's scores divided by its maximum;
+        `dropped`, the fraction of choices beyond the experts' capacity; `rank_max_over_mean`, the largest load of a
+        rank that divides the experts, divided by the mean load of ranks
     restarted_lanes: only if states are carried from step to step; how often in this phase a sequence's state was
         not finite and was set to zero
     validation: after an evaluation, held-out losses by length, such as `1x` for the training length

@@ -29,6 +29,7 @@ from hybridtron.train.logs import RunLog
 from hybridtron.train.outcome import FILE, ExportsFailed, Failures, record_unfinished
 from hybridtron.train.preempt import StopRequests
 from hybridtron.train.refused import RefusedBatches
+from hybridtron.train.router_loads import RouterLoads
 from hybridtron.train.sinks import MetricsWriter
 from hybridtron.train.start import (
     archive_superseded,
@@ -54,13 +55,13 @@ def run_training(plan: RunPlan, requests: StopRequests, hooks: Sequence[Hook] = 
     All ranks call this function. On the first rank the caller must hold the lock of the run's folder. The other ranks
     do not access the folder until all ranks have joined: then the first rank has joined too, and it holds the lock.
 
-    `hooks` are called after the built-in hook HeldOutLoss, and before the built-in hooks RefusedBatches and
-    MetricsWriter. If training has already finished, hooks only repeat their failed work.
+    `hooks` are called after the built-in hook HeldOutLoss, and before the built-in hooks RefusedBatches,
+    RouterLoads and MetricsWriter. If training has already finished, hooks only repeat their failed work.
     """
     config = plan.config
     check_fp8(plan)
     check_forced_ops(config)
-    hooks = [HeldOutLoss(), *hooks, RefusedBatches(), MetricsWriter()]
+    hooks = [HeldOutLoss(), *hooks, RefusedBatches(), RouterLoads(), MetricsWriter()]
     failures = Failures(plan.run_dir, launched().rank)
     with (
         deterministic(config.run.deterministic),

@@ -119,6 +119,9 @@ class ConsoleSink:
         if metrics.routers:
             largest = max(router["load_max_over_mean"] for router in metrics.routers.values())
             added += f"  load max/mean {largest:.2f}"
+            dropped = max(router["dropped"] for router in metrics.routers.values())
+            if dropped:
+                added += f"  dropped {dropped:.1%}"
         summary = (
             f"loss {metrics.loss:.4f}{added}  lr {metrics.lr:.2e}  grad norm {metrics.grad_norm:.3f}  "
             f"{metrics.tokens_per_second:,.0f} tokens/s"

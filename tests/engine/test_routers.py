@@ -269,3 +269,6 @@ def test_entropy_is_1_for_even_scores_and_0_for_a_single_expert() -> None:
         (metrics,) = values.metrics(torch.cat(values.flat).tolist()).values()
         assert metrics.entropy == pytest.approx(expected, abs=1e-6)
         assert (metrics.load_max_over_mean, metrics.idle, metrics.dropped) == (4.0, 3, 0.25)
+        assert metrics.rank_max_over_mean == 1.0
+        (of_two,) = ChoiceValues(values.choices, {7: 2}, ranks=2).metrics(torch.cat(values.flat).tolist()).values()
+        assert of_two.rank_max_over_mean == 2.0

@@ -1,8 +1,8 @@
 """A training run as a cluster sees it: processes that are started again and again until training has finished.
 
 The model is a Samba (Mamba and sliding-window attention) with about ten thousand weights, and in the layout `ep2` with
-experts instead of MLPs. The text is synthetic. A step takes a fraction of a second. With `states.mode=passing`, sequences start from the final recurrent states of earlier
-sequences. Checkpoints therefore contain states too.
+experts instead of MLPs. The text is synthetic. A step takes a fraction of a second. With `states.mode=passing`,
+sequences start from the final recurrent states of earlier sequences. Checkpoints therefore contain states too.
 """
 
 from __future__ import annotations

@@ -1,0 +1,112 @@
+"""Warns when the loads of experts grow uneven: by layer, with the numbers, also of memory on ranks that divide experts.
+
+A layer is reported again only after it has become clearly worse, so a run has few such lines. metrics.jsonl has the
+numbers of every step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from hybridtron.architecture.moe import MoESpec
+from hybridtron.config.resolve import ResolvedPhase
+from hybridtron.device import free_memory_gib
+from hybridtron.planning.count import VALUE_BYTES
+from hybridtron.train.hooks import Hook, StepContext
+from hybridtron.train.metrics import StepMetrics
+
+LOG = logging.getLogger(__name__)
+LOAD = 3.0  # times the mean load, from which an expert's load is reported
+RANK = 1.5  # times the mean load, from which a rank's load is reported
+ENTROPY = 0.5  # of the maximum, from which a low entropy is reported
+WORSE = 2.0  # times the last reported value, from which a layer is reported again
+WORSE_RANK = 1.25
+
+
+@dataclass
+class Reported:
+    """The worst values of a layer that were reported so far."""
+
+    load: float = 0.0
+    idle: float = 0.0
+    entropy: float = 1.0
+    rank: float = 1.0
+
+    def grown(self, router: Mapping[str, float]) -> bool:
+        """Return True if the layer has become clearly worse, and remember its values then."""
+        load = router["load_max_over_mean"]
+        idle = router["idle"]
+        entropy = router["entropy"]
+        rank = router["rank_max_over_mean"]
+        worse = (
+            load >= max(LOAD, WORSE * self.load),
+            idle >= max(1, WORSE * self.idle),
+            entropy <= min(ENTROPY, self.entropy / WORSE),
+            rank >= max(RANK, WORSE_RANK * self.rank),
+        )
+        if not any(worse):
+            return False
+        self.load = max(self.load, load)
+        self.idle = max(self.idle, idle)
+        self.entropy = min(self.entropy, entropy)
+        self.rank = max(self.rank, rank)
+        return True
+
+
+class RouterLoads(Hook):
+    """Hook that warns on the first process when the loads of a layer's experts have become uneven."""
+
+    def __init__(self) -> None:
+        self.reported: dict[str, Reported] = {}
+
+    def on_step(self, context: StepContext, metrics: StepMetrics) -> StepMetrics:
+        if context.run.groups.is_first:
+            for text in self.grown(metrics.routers or {}, context.phase):
+                LOG.warning("step %d: %s", metrics.step, text)
+        return metrics
+
+    def grown(self, routers: Mapping[str, Mapping[str, float]], phase: ResolvedPhase) -> Iterator[str]:
+        """Yield a sentence for each layer whose loads have become clearly worse."""
+        for layer, router in routers.items():
+            if self.reported.setdefault(layer, Reported()).grown(router):
+                spec = phase.arch.specs[int(layer.rpartition(".")[2])]
+                assert isinstance(spec, MoESpec)
+                yield f"{layer}: {numbers(router)}{memory(router['rank_max_over_mean'], spec, phase)}"
+
+
+def numbers(router: Mapping[str, float]) -> str:
+    """Return a layer's metrics as a clause."""
+    return (
+        f"the largest load of an expert is {router['load_max_over_mean']:.1f} times the mean, "
+        f"{router['idle']:.0f} experts have no token, entropy {router['entropy']:.2f} of its maximum"
+    )
+
+
+def memory(ratio: float, spec: MoESpec, phase: ResolvedPhase) -> str:
+    """Return a clause about the rank with the largest load, or nothing if no load changes a rank's memory.
+
+    ratio: the rank's load, divided by the mean
+    """
+    if ratio < RANK or spec.capacity is not None:
+        return ""
+    even = saved_gib(spec, phase)
+    clause = f"; a rank has {ratio:.1f} times its mean rows: about {ratio * even:.2f} GiB for a micro-batch in this "
+    clause += f"layer, not {even:.2f} GiB"
+    free = free_memory_gib()
+    if free is None:
+        return clause
+    if free < (ratio - 1) * even:
+        return f"{clause}, with {free:.2f} GiB free: this may not fit, use a capacity or a smaller micro_batch"
+    return f"{clause}, with {free:.2f} GiB free"
+
+
+def saved_gib(spec: MoESpec, phase: ResolvedPhase) -> float:
+    """Return the GiB of rows that a rank saves in a layer for a micro-batch with even loads."""
+    parallel = phase.config.parallel
+    sharing = parallel.context * (parallel.tensor // parallel.expert_tensor_ranks)
+    rows = phase.settings.micro_batch * phase.settings.seq_len * spec.top_k // sharing
+    inner = (spec.matrices + 1) * spec.hidden // parallel.expert_tensor_ranks
+    values = 2 * spec.outer(phase.arch.sizes) + inner
+    return rows * values * VALUE_BYTES[phase.precision.name] / 2**30

@@ -1,0 +1,68 @@
+"""Warnings about uneven loads: by layer, with the numbers, and again only if a layer has become clearly worse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hybridtron.config.load import load
+from hybridtron.config.resolve import ResolvedPhase, RunPlan
+from hybridtron.train import router_loads
+from hybridtron.train.router_loads import RouterLoads
+
+EVEN = {"load_max_over_mean": 1.1, "idle": 0, "entropy": 0.9, "dropped": 0.0, "rank_max_over_mean": 1.0}
+
+
+def phase_of(*settings: str) -> ResolvedPhase:
+    return RunPlan.of(load(["recipe=moe_laptop", "parallel.expert=2", *settings])).phases[0]
+
+
+def texts(hook: RouterLoads, phase: ResolvedPhase, **values: Any) -> list[str]:
+    return list(hook.grown({"layers.1": {**EVEN, **values}, "layers.3": EVEN}, phase))
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "little", "much", "said"),
+    [
+        ("load_max_over_mean", 3.1, 5.9, 6.3, "is 6.3 times the mean"),
+        ("idle", 1, 1, 2, "2 experts have no token"),
+        ("entropy", 0.5, 0.3, 0.25, "entropy 0.25 of its maximum"),
+        ("rank_max_over_mean", 1.5, 1.8, 1.9, "1.9 times its mean rows"),
+    ],
+)
+def test_a_layer_is_reported_when_it_becomes_clearly_worse(
+    name: str, first: float, little: float, much: float, said: str
+) -> None:
+    hook = RouterLoads()
+    phase = phase_of()
+    assert texts(hook, phase) == []
+    assert len(texts(hook, phase, **{name: first})) == 1
+    assert texts(hook, phase, **{name: little}) == []
+    (text,) = texts(hook, phase, **{name: much})
+    assert text.startswith("layers.1: ")
+    assert said in text
+    assert texts(hook, phase, **{name: much}) == []
+
+
+def test_memory_is_that_of_the_rows() -> None:
+    """One expert's rows: 2 of the model's width, and gate, up and their product."""
+    phase = phase_of()
+    spec = phase.arch.specs[1]
+    settings = phase.settings
+    rows = settings.micro_batch * settings.seq_len * 2
+    expected = rows * (2 * phase.model.width + 3 * spec.hidden) * 4 / 2**30  # type: ignore[attr-defined]
+    assert router_loads.saved_gib(spec, phase) == pytest.approx(expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("free", "said"), [(None, "not 0."), (100.0, "100.00 GiB free"), (0.01, "may not fit")])
+def test_a_load_that_may_not_fit_is_said(free: float | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_loads, "free_memory_gib", lambda: free)
+    (text,) = texts(RouterLoads(), phase_of(), rank_max_over_mean=2.0)
+    assert said in text
+    assert ("may not fit" in text) == (said == "may not fit")
+
+
+def test_a_capacity_keeps_the_memory_of_ranks() -> None:
+    (text,) = texts(RouterLoads(), phase_of("model.layers.-.capacity=1.5"), rank_max_over_mean=2.0, idle=1)
+    assert "GiB" not in text

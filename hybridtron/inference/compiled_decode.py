@@ -24,6 +24,7 @@ from hybridtron.architecture.rope import RopeOptions
 from hybridtron.mixers.attention import Attention
 from hybridtron.mixers.base import Mixer, State
 from hybridtron.mixers.mamba import Mamba
+from hybridtron.mixers.norm import PlainRMSNorm, RMSNorm
 from hybridtron.mixers.swiglu import SwiGLU
 from hybridtron.model.lm import LanguageModel
 from hybridtron.model.stack import Residual, States
@@ -58,6 +59,7 @@ class SubLayerTask(ctypes.Structure):
         window         tokens that a token sees (WINDOW)
         rotary         rotated channels per head (WINDOW)
         stretch        factor for cos and sin (WINDOW)
+        inner_eps      epsilon in the norms of dt, B and C (SCAN)
         norm           weight of the sub-layer's norm
         in_            the first projection's weight
         of_x           weight x_proj (SCAN) or kv (WINDOW)
@@ -68,6 +70,9 @@ class SubLayerTask(ctypes.Structure):
         bias           dt_bias (SCAN)
         A              -exp(A_log) log2(e) (SCAN)
         D              the skip connection's weight (SCAN)
+        dt_norm        weight of dt's norm, 0 without norms of dt, B and C (SCAN)
+        B_norm         weight of B's norm (SCAN)
+        C_norm         weight of C's norm (SCAN)
         h              recurrent state (SCAN)
         tail           the convolution's last inputs (SCAN)
         keys           ring buffer with keys (WINDOW)
@@ -79,8 +84,10 @@ class SubLayerTask(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("kind", "inner", "states", "taps", "rank", "heads", "groups", "size")),
         *((name, ctypes.c_int64) for name in ("window", "rotary")),
         ("stretch", ctypes.c_double),
+        ("inner_eps", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in ("norm", "in_", "of_x", "of_dt", "out", "taps_WE", "conv_bias", "bias")),
-        *((name, ctypes.c_void_p) for name in ("A", "D", "h", "tail", "keys", "values", "frequencies")),
+        *((name, ctypes.c_void_p) for name in ("A", "D", "dt_norm", "B_norm", "C_norm")),
+        *((name, ctypes.c_void_p) for name in ("h", "tail", "keys", "values", "frequencies")),
     )
 
 
@@ -145,7 +152,7 @@ def _inner(mixer: Mixer) -> int:
     compiled code does not support.
     """
     if isinstance(mixer, Mamba):
-        if mixer.spec.sparse is None and mixer.spec.inner_norm == "none":
+        if mixer.spec.sparse is None:
             return len(mixer.get_parameter("in_proj.weight")) // 2
         return 1
     if isinstance(mixer, SwiGLU):
@@ -215,7 +222,7 @@ def _task(steps: CompiledDecode, layer: Residual, state: State) -> SubLayerTask:
 def _scan(steps: CompiledDecode, mixer: Mamba, state: State) -> SubLayerTask:
     A_NE = (-torch.exp(mixer.A_log) * LOG2E).clamp(-1e30, 1e30).T
     inner, taps = mixer.conv_weight.shape
-    return SubLayerTask(
+    task = SubLayerTask(
         kind=SCAN, inner=inner, states=mixer.state, taps=taps, rank=mixer.rank, in_=steps.of(mixer, "in_proj.weight"),
         of_x=steps.of(mixer, "x_proj.weight"), of_dt=steps.of(mixer, "dt_proj.weight"),
         out=steps.of(mixer, "out_proj.weight"), taps_WE=steps.at(mixer.conv_weight.T),
@@ -223,6 +230,18 @@ def _scan(steps: CompiledDecode, mixer: Mamba, state: State) -> SubLayerTask:
         h=steps.at(state["ssm"].mT.clone(memory_format=torch.contiguous_format)),
         tail=steps.at(state["conv"].clone()),
     )  # fmt: skip
+    if mixer.spec.inner_norm != "none":
+        task.inner_eps = mixer.spec.norm_eps
+        parts = ((mixer.dt_norm, mixer.rank), (mixer.B_norm, mixer.state), (mixer.C_norm, mixer.state))
+        task.dt_norm, task.B_norm, task.C_norm = (steps.at(_scale(norm, size, A_NE.dtype)) for norm, size in parts)
+    return task
+
+
+def _scale(norm: RMSNorm | PlainRMSNorm, size: int, dtype: torch.dtype) -> Tensor:
+    """Return a norm's weight, which is 1 without a learned scale."""
+    if isinstance(norm, RMSNorm):
+        return norm.weight
+    return torch.ones(size, dtype=dtype)
 
 
 def _window(steps: CompiledDecode, mixer: Attention, state: State) -> SubLayerTask:

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=f"compiled forms: 
 LAYERS = {
     "M": {"kind": "mamba", "state": 5, "conv": 3, "dt_rank": 3},
     "N": {"kind": "mamba", "state": 4},
-    "J": {"kind": "mamba", "state": 4, "inner_norm": "plain"},
+    "J": {"kind": "mamba", "state": 4, "inner_norm": "plain", "norm_eps": 0.01},
+    "K": {"kind": "mamba", "state": 5, "dt_rank": 3, "inner_norm": "learned"},
     "W": {"kind": "attention", "heads": 4, "kv_heads": 2, "window": 8},
     "V": {"kind": "attention", "heads": 2, "window": 2, "head_dim": 10, "rotary_dim": 6},
     "U": {"kind": "attention", "heads": 4, "kv_heads": 1, "window": 30, "rope": "none"},
@@ -60,7 +61,7 @@ def logits_of(read: Reader, texts: Prompts, tokens: torch.Tensor) -> Iterator[to
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("pattern", ["M", "N", "W", "V", "U", "Y", "-", "M-W-N-V-U-"])
+@pytest.mark.parametrize("pattern", ["M", "N", "W", "V", "U", "Y", "-", "J", "K", "M-W-N-V-U-J-K"])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), slow_except([(torch.float64, 1e-6), (torch.float32, 2e-4)], (torch.float64, 1e-6))
 )
@@ -125,7 +126,6 @@ def with_scaled_attention() -> LanguageModel:
         (multiplied, "multipliers"),
         (with_scaled_attention, "windowed"),
         (lambda: model_of("M-F-"), "windowed"),
-        (lambda: model_of("J-"), "windowed"),
         (lambda: model_of("M-", width=40), "sizes that 16 divides"),
         (lambda: model_of("M-", torch.bfloat16), "bfloat16"),
     ],

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import newest
 from hybridtron.checkpoint.rewrite import differences
+from hybridtron.parallel.pool import Seat, WorkerError
+from hybridtron.parallel.rendezvous import Rendezvous
+from tests.distributed import run_distributed
 from tests.train.conftest import small_run_arguments
-from tests.train.test_stop_and_resume import losses, run
+from tests.train.test_stop_and_resume import EXPERT_LAYOUTS, losses, rank_of_run, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.gloo, pytest.mark.timeout(240)]
+KILLS = 20
 EXPERTS = [
     "model.pattern=MeWx",
     "model.layers.e={kind: moe, experts: 8, top_k: 2, hidden: 16, shared: 16, shared_gate: true, coefficient: 0.01}",
@@ -76,3 +85,53 @@ def test_correction_has_the_same_bits_on_another_layout(
     alone = arguments_of(counting_folder, tmp_path / "alone")
     run("serial", alone)
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
+
+
+def killed_rank(seat: Seat, place: dict[str, str], arguments: list[str], rank: int, calls: int) -> None:
+    """Train; this rank is killed before its n-th message to other experts, or the n-th flush or rename of a file."""
+    left = calls
+
+    def counting(owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+
+        def counted(*values: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*values, **options)
+
+        setattr(owner, name, counted)
+
+    if seat.rank == rank:
+        for owner, name in ((dist, "all_to_all_single"), (os, "fsync"), (os, "rename")):
+            counting(owner, name)
+    rank_of_run(seat, place, arguments, None)
+
+
+@pytest.mark.timeout(1500)
+def test_twenty_kills_change_no_bit(counting_folder: Path, tmp_path: Path) -> None:
+    """A random rank dies at a random moment of a step or a save; the next start resumes from what is on disk."""
+    longer = ["phases.0.tokens=2560", "checkpoint.every=1"]  # 40 steps
+    whole = [*arguments_of(counting_folder, tmp_path / "whole"), *longer]
+    parts = [*arguments_of(counting_folder, tmp_path / "parts"), *longer]
+    run("ep2", whole, timeout_s=300)
+    draw = random.Random(1)
+    steps = []
+    ranks, of_layout = EXPERT_LAYOUTS["ep2"]
+    for _ in range(KILLS):
+        rendezvous = Rendezvous()
+        victim = draw.randrange(ranks)
+        calls = draw.randrange(15, 45)  # one or two steps
+        with pytest.raises(WorkerError, match="died"):
+            run_distributed(
+                killed_rank, ranks, rendezvous.variables, [*parts, *of_layout], victim, calls, timeout_s=200
+            )
+        checkpoint = newest(tmp_path / "parts")
+        steps.append(0 if checkpoint is None else checkpoint.meta.step)
+    assert steps == sorted(steps)
+    assert len(set(steps)) > KILLS / 2, f"checkpoints after the kills: {steps}"
+    run("ep2", parts, timeout_s=300)
+    assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
+    different = differences(saved(tmp_path / "whole"), saved(tmp_path / "parts"))
+    assert {difference.what for difference in different} == {"config.yaml run.dir"}

@@ -67,12 +67,12 @@ def rank_of_run(seat: Seat, place: dict[str, str], arguments: list[str], stop_at
     return train.main(arguments), read
 
 
-def run(layout: str, arguments: list[str], stop_at: int | None = None) -> Read:
+def run(layout: str, arguments: list[str], stop_at: int | None = None, timeout_s: float = 100) -> Read:
     """Train; the rows that all ranks together read in each step."""
     ranks, of_layout = (LAYOUTS | EXPERT_LAYOUTS)[layout]
     rendezvous = Rendezvous()
     answers = run_distributed(
-        rank_of_run, ranks, rendezvous.variables, [*arguments, *of_layout], stop_at, timeout_s=100
+        rank_of_run, ranks, rendezvous.variables, [*arguments, *of_layout], stop_at, timeout_s=timeout_s
     )
     assert {code for code, _ in answers} == {0 if stop_at is None else 75}
     return [

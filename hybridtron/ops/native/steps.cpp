@@ -14,8 +14,8 @@ enum StepKind : int64_t { SCAN, WINDOW, GATED };
 
 template <class S> struct SubLayer {
   int64_t kind, inner, states, taps, rank, heads, groups, size, window, rotary;
-  double stretch;  // multiplies rotated channels
-  const S *norm, *in, *of_x, *of_dt, *out, *taps_WE, *conv_bias, *bias, *A, *D;
+  double stretch, inner_eps;  // multiplies rotated channels; epsilon of the norms of dt, B and C
+  const S *norm, *in, *of_x, *of_dt, *out, *taps_WE, *conv_bias, *bias, *A, *D, *dt_norm, *B_norm, *C_norm;
   S *h, *tail, *keys, *values;
   const double *frequencies;
 };
@@ -96,12 +96,28 @@ template <class S> static void convolve_row(const SubLayer<S> &of, int64_t r, S 
   }
 }
 
+// Replaces `width` values, of which there may be fewer than a vector has, by their norm.
+template <class S> static void norm_inside(S *x, const S *weight, int64_t width, double eps) {
+  S squares = 0;
+  for (int64_t i = 0; i < width; i++) squares += x[i] * x[i];
+  const S root = 1 / std::sqrt(squares / (S)width + (S)eps);
+  for (int64_t i = 0; i < width; i++) x[i] *= root * weight[i];
+}
+
+template <class S> static void norm_parts(const SubLayer<S> &of, S *dt_bc) {
+  if (!of.dt_norm) return;
+  norm_inside(dt_bc, of.dt_norm, of.rank, of.inner_eps);
+  norm_inside(dt_bc + of.rank, of.B_norm, of.states, of.inner_eps);
+  norm_inside(dt_bc + of.rank + of.states, of.C_norm, of.states, of.inner_eps);
+}
+
 template <class S> static S *scan(const Steps<S> &all, const SubLayer<S> &of, const S *u, S *room) {
   const int64_t B = all.rows, E = of.inner, both = of.rank + 2 * of.states;
   S *xz = room, *dt_bc = xz + 2 * B * E, *dt = dt_bc + B * both, *y = dt + B * E;
   project(xz, u, all.width, of.in, B, 2 * E, all.width);
   for (int64_t r = 0; r < B; r++) convolve_row(of, r, xz + 2 * r * E);
   project(dt_bc, xz, 2 * E, of.of_x, B, both, E);
+  for (int64_t r = 0; r < B; r++) norm_parts(of, dt_bc + r * both);
   project(dt, dt_bc, both, of.of_dt, B, E, of.rank);
   for (int64_t r = 0; r < B; r++)
     scan_row(of, r, xz + 2 * r * E, xz + (2 * r + 1) * E, dt + r * E, dt_bc + r * both + of.rank);

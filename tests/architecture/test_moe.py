@@ -110,7 +110,6 @@ def test_options_at_the_limit_are_allowed(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("settings", "key", "code"),
     [
-        (["precision=fp8_block", "precision.emulate=true"], "precision.name", "unsupported"),
         (["run.compile=true"], "run.compile", "unsupported"),
         (["parallel.tensor=3"], "parallel.tensor", "not-divisible"),
     ],

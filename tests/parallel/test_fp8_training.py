@@ -24,6 +24,7 @@ from hybridtron.parallel.fp8 import Role, Rounded, Rounding
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.pool import Seat
 from hybridtron.problems import ConfigError
+from hybridtron.proving.audit.cases import EXPERTS
 from tests.checkpoint.conftest import write  # noqa: F401 (a fixture)
 from tests.conftest import random_batch, serving, small_run
 from tests.distributed import run_distributed
@@ -36,11 +37,13 @@ LAYERS = {
     "M": {"kind": "mamba", "state": 4},
     "W": {"kind": "attention", "heads": 4, "kv_heads": 2, "window": 8},
     "-": {"kind": "swiglu", "hidden": 64},
+    **EXPERTS,
 }
+WITH_EXPERTS = "MeWx"
 
 
-def config_of(precision: str, parallel: ParallelConfig | None = None) -> Config:
-    model = ModelConfig(width=32, vocab_size=64, pattern="M-W-", layers=LAYERS)
+def config_of(precision: str, parallel: ParallelConfig | None = None, pattern: str = "M-W-") -> Config:
+    model = ModelConfig(width=32, vocab_size=64, pattern=pattern, layers=LAYERS)
     optim = OptimConfig(eps=1e-3)  # a coarse one, as rounding may turn the sign of a tiny gradient
     return replace(small_run(model, optim, precision), parallel=parallel or ParallelConfig())
 
@@ -203,8 +206,8 @@ def run_steps(seat: Seat, config: Config, dtype: torch.dtype | None) -> tuple[li
 
 
 @functools.cache
-def of_one_process(precision: str) -> tuple[list[float], dict[str, Tensor]]:
-    (results,) = run_distributed(run_steps, 1, config_of(precision), torch.float32)
+def of_one_process(precision: str, pattern: str = "M-W-") -> tuple[list[float], dict[str, Tensor]]:
+    (results,) = run_distributed(run_steps, 1, config_of(precision, None, pattern), torch.float32)
     return results
 
 
@@ -233,8 +236,33 @@ def test_fp8_layouts_agree_with_one_process(layout: str, precision: str) -> None
     own scale, so that other values are rounded.
     """
     parallel, ranks = LAYOUTS[layout]
-    expected, of_whole = of_one_process(precision)
-    results = run_distributed(run_steps, ranks, config_of(precision, parallel), torch.float32)
+    agrees(layout, precision, run_distributed(run_steps, ranks, config_of(precision, parallel), torch.float32))
+
+
+EXPERT_LAYOUTS = {
+    "ep2": (ParallelConfig(expert=2), 2),
+    "tp2-ep2-et1": (ParallelConfig(tensor=2, sequence=True, expert=2, expert_tensor=1), 2),
+}
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp8_delayed", "fp8_current"])
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_fp8_beside_divided_experts_agrees_with_one_process(layout: str, precision: str) -> None:
+    """Experts are not in FP8; the statistics of other projections are those of one process."""
+    parallel, ranks = EXPERT_LAYOUTS[layout]
+    config = config_of(precision, parallel, WITH_EXPERTS)
+    results = run_distributed(run_steps, ranks, config, torch.float32)
+    agrees(layout, precision, results, WITH_EXPERTS)
+    assert not any("layers.1." in key or "layers.3." in key for key in results[0][1])
+
+
+def agrees(
+    layout: str, precision: str, results: list[tuple[list[float], dict[str, Tensor]]], pattern: str = "M-W-"
+) -> None:
+    """Compare the losses and statistics of ranks with those of one process."""
+    expected, of_whole = of_one_process(precision, pattern)
     tolerance = {"fp8_delayed": 1e-3, "fp8_current": 1e-2}[precision]
     for of_rank, kept in results:
         assert of_rank == pytest.approx(expected, rel=tolerance)

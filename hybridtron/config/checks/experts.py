@@ -30,9 +30,6 @@ def expert_problems(phase: ResolvedPhase) -> Iterator[Problem]:
     yield from _layout(phase.parsed, phase.config.parallel)
     yield from _latent(phase.parsed, phase)
     has = f"but model.pattern has experts ({', '.join(letters)})"
-    if phase.precision.name in FP8_MULTIPLES:
-        message = f"is {phase.precision.name}, {has}, whose products are not in FP8: use precision=bf16"
-        yield Problem("precision.name", "unsupported", message)
     if phase.config.run.compile:
         message = f"is true, {has}, whose routing can't be compiled: use run.compile=false"
         yield Problem("run.compile", "unsupported", message)
@@ -93,7 +90,17 @@ def _latent(arch: Architecture, phase: ResolvedPhase) -> Iterator[Problem]:
 
 def expert_warnings(phases: Sequence[ResolvedPhase]) -> list[str]:
     """Return a sentence for each surprising effect of experts. The phases must have passed `check`."""
-    return [*_ungrouped(phases), *_shared_capacity(phases)]
+    return [*_ungrouped(phases), *_shared_capacity(phases), *_in_bf16(phases)]
+
+
+def _in_bf16(phases: Sequence[ResolvedPhase]) -> list[str]:
+    """Return a sentence for each FP8 precision, in which experts stay in bf16."""
+    names = {
+        phase.key("precision.name"): phase.precision.name
+        for phase in phases
+        if moe_letters(phase.arch) and phase.precision.name in FP8_MULTIPLES
+    }
+    return [f"{key} is {name}, but experts, routed and shared, are computed in bf16" for key, name in names.items()]
 
 
 def _shared_capacity(phases: Sequence[ResolvedPhase]) -> list[str]:
@@ -119,7 +126,7 @@ def _ungrouped(phases: Sequence[ResolvedPhase]) -> list[str]:
     sizes: dict[str, int] = {}
     for phase in phases:
         tensor = phase.config.parallel.expert_tensor_ranks
-        if phase.precision.name != "bf16":
+        if phase.precision.name == "fp32":
             continue
         for letter, spec in phase.arch.by_letter.items():
             if isinstance(spec, MoESpec):

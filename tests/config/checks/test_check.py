@@ -390,6 +390,14 @@ def test_muon_takes_experts_that_ranks_divide(settings: tuple[str, ...]) -> None
     assert reported("recipe=moe_laptop", "phases.0.micro_batch=1", *settings, "optim.name=muon") == {}
 
 
+@pytest.mark.parametrize(("recipe", "warned"), [("moe_laptop", True), ("laptop", False)])
+def test_experts_that_stay_in_bf16_are_warned_of(recipe: str, warned: bool) -> None:
+    settings = [f"recipe={recipe}", "precision=fp8_current", "precision.emulate=true"]
+    plan = RunPlan.of(load(settings))
+    assert check(plan) == []
+    assert any("experts, routed and shared, are computed in bf16" in text for text in warnings(plan)) == warned
+
+
 def test_optimizers_without_rules_for_latent_experts_are_refused() -> None:
     latent = ("recipe=moe_laptop", "model.layers.-.latent=64")
     assert reported(*latent) == {}

@@ -113,14 +113,14 @@ class MoE(Mixer):
             return MixerOutput(y_LBD, {}, {})
         return MixerOutput(y_LBD, {}, self._losses(logits_TE, routing, seq), routed(routing, kept))
 
-    def _routed_experts(self, x_TD: Tensor, routing: Routing, kept: Kept | None) -> Tensor:
+    def _routed_experts(self, x_TD: Tensor, routing: Routing, kept: KeptChoices | None) -> Tensor:
         """Return each token's weighted sum of its experts' outputs, computed with this rank's inner channels."""
         if not self.spec.latent:
             return self._experts(x_TD, routing, kept)
         latent_TP = F.linear(x_TD, self.latent_in)
         return F.linear(self._experts(latent_TP, routing, kept), self.latent_out)
 
-    def _experts(self, x_TP: Tensor, routing: Routing, kept: Kept | None) -> Tensor:
+    def _experts(self, x_TP: Tensor, routing: Routing, kept: KeptChoices | None) -> Tensor:
         inputs = ExpertsInputs(x_TP, routing, self.gate_up, self.down, self.activation)
         if self.expert_ranks.expert.size == 1:
             return experts(inputs)
@@ -159,7 +159,7 @@ class MoE(Mixer):
         return {name: loss / self.ranks + (loss - loss / self.ranks).detach() for name, loss in losses.items()}
 
 
-def routed(routing: Routing, kept: Kept | None) -> Routed:
+def routed(routing: Routing, kept: KeptChoices | None) -> Routed:
     """Return the loads of a forward pass, the sum over tokens of the entropy of the scores, and the dropped choices."""
     scores_TE = shares(routing.scores_TE.detach())
     entropy = -torch.xlogy(scores_TE, scores_TE).sum(dtype=torch.float64)
@@ -217,7 +217,7 @@ class RowParts(NamedTuple):
         return x
 
 
-class Kept(NamedTuple):
+class KeptChoices(NamedTuple):
     """The choices within the experts' capacity.
 
     routing: the routing, in which other choices have the weight 0
@@ -237,7 +237,7 @@ class Kept(NamedTuple):
         return slot_order(self.routing.experts_TK, self.ranks_TK, self.kept_TK, self.sizes)
 
 
-def within_capacity(routing: Routing, capacity: float, parts: RowParts) -> Kept:
+def within_capacity(routing: Routing, capacity: float, parts: RowParts) -> KeptChoices:
     """Return the choices within a capacity, which is a multiple of an expert's mean load in a row.
 
     A choice is kept if fewer earlier tokens of its row chose the same expert than the capacity allows.
@@ -251,7 +251,7 @@ def within_capacity(routing: Routing, capacity: float, parts: RowParts) -> Kept:
     earlier = parts.before(loads_BE).flatten()
     kept_TK = ranks_TK + earlier[rows_of(experts_TK, rows) * count + experts_TK] < most
     kept = routing._replace(weights_TK=routing.weights_TK * kept_TK)
-    return Kept(kept, kept_TK, ranks_TK, (rows, count, min(length, most)))
+    return KeptChoices(kept, kept_TK, ranks_TK, (rows, count, min(length, most)))
 
 
 def balance_of_rows(routing: Routing, parts: RowParts) -> Tensor:

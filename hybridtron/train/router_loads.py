@@ -69,11 +69,10 @@ class RouterLoads(Hook):
 
     def grown(self, routers: Mapping[str, Mapping[str, float]], phase: ResolvedPhase) -> Iterator[str]:
         """Yield a sentence for each layer whose loads have become clearly worse."""
+        specs = {f"layers.{index}": spec for index, spec in enumerate(phase.arch.specs) if isinstance(spec, MoESpec)}
         for layer, router in routers.items():
             if self.reported.setdefault(layer, Reported()).grown(router):
-                spec = phase.arch.specs[int(layer.rpartition(".")[2])]
-                assert isinstance(spec, MoESpec)
-                yield f"{layer}: {numbers(router)}{memory(router['rank_max_over_mean'], spec, phase)}"
+                yield f"{layer}: {numbers(router)}{memory(router['rank_max_over_mean'], specs[layer], phase)}"
 
 
 def numbers(router: Mapping[str, float]) -> str:

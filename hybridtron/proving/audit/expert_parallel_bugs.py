@@ -87,7 +87,7 @@ UNSORTED: Replaced = {f"{RANKS}.order_of_received": _in_order_of_ranks}
 
 
 def _to_another_slot(experts_TK: Tensor, ranks_TK: Tensor, kept_TK: Tensor, sizes: tuple[int, int, int]) -> ExpertOrder:
-    """Send dropped choices to the last slot, where they take the place of the choice that owns it."""
+    """Return the order in which dropped choices are in the last slot, in the place of its own choice."""
     order = slot_order(experts_TK, ranks_TK, kept_TK, sizes)
     return order._replace(place_TK=order.place_TK.clamp(max=len(order.source_N) - 2))
 

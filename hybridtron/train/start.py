@@ -37,6 +37,7 @@ from hybridtron.model.init import starting_value
 from hybridtron.ops.registry import force_problems
 from hybridtron.parallel.transformer_engine import fp8_fault
 from hybridtron.problems import ConfigError, Problem
+from hybridtron.train.upcycled import as_if_dense, upcycled_layers, upcycling_lines
 
 LOG = logging.getLogger(__name__)
 
@@ -176,20 +177,25 @@ def check_same_weights(initial: Checkpoint, arch: Architecture, key: str, may_gr
 
         - The model uses the same weights in another way. For example, it has another attention window.
         - With `may_grow`, the model has optional weights that the checkpoint lacks.
+        - With `may_grow`, the model has experts where the checkpoint has dense MLPs, of which the experts are copies.
 
     Adapters in the checkpoint `initial` must already be merged into its weights. The model's adapters are not compared,
     since they are initialized at the phase's start.
     """
     differences = _differences(initial, replace(arch.model, adapters=None))
     stored = initial.plan.arch.base_table
-    expected = arch.base_table
+    upcycled = upcycled_layers(initial.plan.arch, arch) if may_grow else []
+    expected = as_if_dense(arch, upcycled).base_table
     new = {name: weight for name, weight in expected.items() if name not in stored and weight.grown is not None}
     needed = {name: weight for name, weight in expected.items() if name not in new or not may_grow}
+    if problems := list(dict.fromkeys(problem for layer in upcycled for problem in layer.problems())):
+        raise ConfigError(problems)
     shapes = [{name: (weight.shape, weight.parts) for name, weight in table.items()} for table in (stored, needed)]
     if shapes[0] != shapes[1]:
         cure = f"set the checkpoint's value, or name another checkpoint in {key}"
         raise ConfigError([Problem(key, "mismatch", f"{message}: {cure}") for key, message in differences])
-    return [f"{key} {message}" for key, message in differences] + _new_weights(new)
+    lines = [f"{key} {message}" for key, message in differences]
+    return lines + _new_weights(new) + upcycling_lines(upcycled)
 
 
 def _new_weights(new: Mapping[str, Parameter]) -> list[str]:
@@ -211,22 +217,28 @@ def weights_of(initial: Checkpoint, phase: ResolvedPhase) -> Callable[[str], Ten
 
     The weight is read from its fp32 master if the checkpoint has one, and merged with its adapter without rounding.
     If the checkpoint lacks the weight, `Parameter.grown` defines its initial value. `grown` is an initializer, or it
-    names other weights in the same sub-layer, whose concatenation is the initial value.
+    names other weights in the same sub-layer, whose concatenation is the initial value. Experts start as copies of the
+    checkpoint's dense MLPs (`upcycled.py`).
     """
     table = phase.table
+    seed = phase.config.run.seed
     stored = initial.plan.arch.table
     read_stored = initial.weights(stored, unrounded=True)
+    upcycled = {layer.index: layer for layer in upcycled_layers(initial.plan.arch, phase.arch)}
 
     def weight(name: str) -> Tensor:
+        owner = table[name].owner
+        layer = upcycled.get(owner.index) if isinstance(owner, LayerOwner) else None
+        if layer is not None and name.startswith(layer.prefix):
+            return layer.value(name, table[name], seed, read_stored)
         if name in stored:
             return read_stored(name)
         grown = table[name].grown
-        owner = table[name].owner
         if isinstance(grown, tuple):
             assert owner is not None
             return torch.cat([initial.unrounded(f"{owner.path}.mixer.{key}") for key in grown])
         assert grown is not None
-        return starting_value(grown, table[name].shape, phase.config.run.seed, name)
+        return starting_value(grown, table[name].shape, seed, name)
 
     return weight
 

@@ -1,0 +1,109 @@
+"""Models with experts that start from dense models: first logits, refusals, other layouts, imported weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.architecture.table import architecture
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.folder import folder_of, newest
+from hybridtron.data.batch import SeqInfo
+from hybridtron.model.lm import LanguageModel
+from tests.train.conftest import VOCAB, Refused, Train, small_run_arguments
+from tests.train.test_stop_and_resume import run
+
+FROZEN = ["phases.0.lr=1e-30", "optim.final_lr=1", "run.max_steps=1"]
+UNGATED = "model.layers.-={kind: squared_relu, hidden: 64}"
+
+
+def experts(options: str) -> str:
+    return f"model.layers.-={{kind: moe, experts: 4, top_k: 2, hidden: 64, {options}}}"
+
+
+def logits(checkpoint: Checkpoint) -> Tensor:
+    """Return the logits of a checkpoint's model for 48 tokens."""
+    model = LanguageModel(architecture(checkpoint.config.model))
+    checkpoint.load_weights(model)
+    with torch.no_grad():
+        return model(torch.arange(48).view(2, 24) % VOCAB, None, SeqInfo.stream(2, 24)).output
+
+
+def relative(other: Tensor, truth: Tensor) -> float:
+    return float((other - truth).abs().max() / truth.abs().max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dense", "options", "limit"),
+    [
+        ((), "scores: softmax", 2e-6),
+        ((), "scores: sigmoid, scale: 2.5, balance: bias", 2e-6),
+        ((), "shared: 32, shared_gate: true", 2e-6),
+        ((UNGATED,), "activation: squared_relu, shared: 32", 2e-6),
+        ((), "normalise: false", 2e-2),
+        ((), "normalise: false, scores: sigmoid, balance: bias", 2e-2),
+    ],
+)
+def test_first_logits_are_those_of_the_dense_model(
+    dense: tuple[str, ...], options: str, limit: float, train_small: Train, tmp_path: Path
+) -> None:
+    assert train_small(*dense, "run.max_steps=2") == 0
+    before = Checkpoint.open(folder_of(tmp_path / "run", 2))
+    folder = tmp_path / "upcycled"
+    assert train_small(f"run.weights={tmp_path / 'run'}", f"run.dir={folder}", *FROZEN, experts(options)) == 0
+    after = Checkpoint.open(folder_of(folder, 1))
+    assert relative(logits(after), logits(before)) < limit
+    down = after.whole("layers.1.mixer.down")
+    assert torch.equal(down[0], down[3])
+    router = after.whole("layers.1.mixer.router")
+    assert router.std(0).min() > 0
+
+
+@pytest.mark.slow
+def test_the_start_says_what_experts_are(
+    train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_small("run.max_steps=1") == 0
+    arguments = [f"run.weights={tmp_path / 'run'}", f"run.dir={tmp_path / 'upcycled'}", *FROZEN]
+    capsys.readouterr()
+    assert train_small(arguments, experts("normalise: false, shared: 8")) == 0
+    shown = capsys.readouterr().out
+    assert "-: each of 4 experts starts as a copy of the dense MLP, in layers 1, 3, 5, 7" in shown
+    assert "first logits are only near" in shown
+    assert "the shared expert adds nothing at first" in shown
+
+
+@pytest.mark.slow
+def test_experts_that_differ_from_the_mlp_are_refused(train_small: Train, refused: Refused, tmp_path: Path) -> None:
+    assert train_small("run.max_steps=1") == 0
+    start = [f"run.weights={tmp_path / 'run'}", f"run.dir={tmp_path / 'upcycled'}"]
+    narrow = experts("latent: 16, activation: squared_relu").replace("hidden: 64", "hidden: 32")
+    problems = refused(start, narrow)
+    assert {key: problem.code for key, problem in problems.items()} == {
+        f"model.layers.-.{option}": "mismatch" for option in ("hidden", "activation", "latent")
+    }
+    assert "use 64" in problems["model.layers.-.hidden"].message
+    experts_of_attention = ["model.layers.W={kind: moe, experts: 4, top_k: 2, hidden: 64}"]
+    assert refused(start, experts_of_attention)["model.layers.W.kind"].code == "mismatch"
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("before", "after"), [("tp2", "ep2"), ("pp2", "tp2-ep2-et1")])
+def test_weights_of_one_layout_upcycle_under_another(
+    before: str, after: str, counting_folder: Path, tmp_path: Path
+) -> None:
+    dense = small_run_arguments(counting_folder, tmp_path / "dense")
+    run(before, [*dense, "run.max_steps=2"])
+    start = [f"run.weights={tmp_path / 'dense'}", *FROZEN, experts("shared: 32")]
+    run(after, [*small_run_arguments(counting_folder, tmp_path / "upcycled"), *start])
+    old = newest(tmp_path / "dense")
+    new = newest(tmp_path / "upcycled")
+    assert old is not None
+    assert new is not None
+    assert relative(logits(new), logits(old)) < 2e-6

@@ -144,6 +144,7 @@ chaos: $(VENV)/.ready
 
 rehearse: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m hybridtron rehearse --suite
+	OMP_NUM_THREADS=1 $(BIN)/python -m hybridtron rehearse --suite --families
 
 gpu-day-one: $(VENV)/.dev
 	$(BIN)/python -m hybridtron.proving.gpu.acceptance build/gpu_day_one

@@ -8,6 +8,7 @@
     hybridtron rehearse --suite                              every recipe in six parallel layouts, and a page of results
     hybridtron rehearse --suite --only samba_421m            one recipe; --only may be repeated
     hybridtron rehearse --suite --limit 600 --part 1/2       one half of the cases; no case starts after ten minutes
+    hybridtron rehearse --suite --families                   recipes with one layout of their own, on H100s
     hybridtron rehearse --suite --keep                       skip recorded cases, even if older code recorded them
 
 A rehearsal runs the training code on fake tensors, which have shapes but no values, so it takes seconds and little
@@ -178,7 +179,12 @@ def parse_suite(arguments: list[str]) -> argparse.Namespace:
     parser = CommandParser(prog="hybridtron rehearse", description="Rehearse every recipe in six parallel layouts.")
     parser.add_argument("--suite", action="store_true", help="rehearse the recipes rather than one configuration")
     parser.add_argument("--only", action="append", default=[], metavar="RECIPE", help="this recipe; may be repeated")
-    parser.add_argument("--gpu", default="h200", choices=sorted(GPUS), help="GPU model (default h200)")
+    parser.add_argument(
+        "--families",
+        action="store_true",
+        help="rehearse only recipes with a layout of their own, by default on an H100",
+    )
+    parser.add_argument("--gpu", choices=sorted(GPUS), help="GPU model (default h200)")
     parser.add_argument(
         "--limit", type=float, default=float("inf"), metavar="SECONDS", help="start no case after this time"
     )
@@ -208,7 +214,9 @@ def rehearse_suite(arguments: list[str]) -> int:
             "--output FILE is needed: without a checkout there is no folder benchmarks/ for the page", code="missing"
         )
     records = suite.SuiteRecords(output.with_suffix(".jsonl"))
-    cases = suite.slice_of(suite.all_cases(chosen.only), int(index) - 1, int(count), "")
+    cases = [case for case in suite.all_cases(chosen.only) if (case.recipe in suite.FAMILIES) == chosen.families]
+    cases = suite.slice_of(cases, int(index) - 1, int(count), "")
+    gpu = chosen.gpu or (suite.FAMILIES_GPU if chosen.families else "h200")
     todo = suite.missing(cases, records, chosen.keep)
     print(
         f"{len(todo)} ranks of {len(cases)} cases remain to be rehearsed; results are recorded in {records.path}",
@@ -217,7 +225,7 @@ def rehearse_suite(arguments: list[str]) -> int:
     is_done = True
     if todo:
         try:
-            process = rehearsal.RehearsalProcess(GPUS[chosen.gpu])
+            process = rehearsal.RehearsalProcess(GPUS[gpu])
         except ShimProblem as problem:
             print(f"this machine cannot rehearse: {problem}", file=sys.stderr)
             return 1

@@ -33,7 +33,7 @@ from hybridtron.limits import path_of
 from hybridtron.planning.count import count
 from hybridtron.planning.memory import largest_phase
 from hybridtron.problems import CommandParser, Unusable
-from hybridtron.rehearse.suite import LAYOUTS, RecipeCase, SuiteRecords
+from hybridtron.rehearse.suite import RecipeCase, SuiteRecords, layouts_of
 from hybridtron.resources import pages
 
 NOT_MEASURED = "not measured"
@@ -135,7 +135,7 @@ def _rehearsed(recipe: str, records: Sequence[Mapping[str, Any]]) -> Iterator[st
     The row has the slowest rank's speed, and the largest memory and wait count over all ranks. If the recipe can't be
     trained in the layout, the row names the configuration key that is refused.
     """
-    for layout in LAYOUTS:
+    for layout in layouts_of(recipe):
         lines = [line for line in records if line["layout"] == layout]
         if lines and "refused" in lines[0]:
             yield f"| {layout} | refused: `{lines[0]['refused'][0].partition('  ')[0]}` |{' |' * (len(HEADER) - 2)}"

@@ -48,6 +48,51 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 In names, TP is tensor, SP sequence, PP pipeline, VPP virtual pipeline, DP data, and CP context parallelism.
 """
+FAMILIES: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "nemotron_3_nano_30b": (
+        *("16 x H100: EP8", 16),
+        ("parallel.expert=8", "parallel.recompute=layer", "phases.0.micro_batch=2"),
+    ),
+    "granite4_h_tiny": ("8 x H100: EP8", 8, ("parallel.expert=8", "phases.0.micro_batch=2")),
+    "granite4_h_small": (
+        *("16 x H100: PP2 x EP4", 16),
+        ("parallel.pipeline=2", "parallel.expert=4", "parallel.recompute=layer"),
+    ),
+    "qwen3.5_0.8b": ("8 x H100: DP8", 8, ("phases.0.micro_batch=4",)),
+    "qwen3.5_4b": (
+        *("8 x H100: TP2 + SP x DP4", 8),
+        ("parallel.tensor=2", "parallel.sequence=true", "phases.0.micro_batch=4"),
+    ),
+    "qwen3.5_9b": (
+        *("8 x H100: TP4 + SP x DP2", 8),
+        ("parallel.tensor=4", "parallel.sequence=true", "phases.0.micro_batch=4"),
+    ),
+    "qwen3.5_35b_a3b": (
+        *("16 x H100: EP8", 16),
+        ("parallel.expert=8", "parallel.recompute=layer", "phases.0.micro_batch=2"),
+    ),
+    "qwen3_next_80b": (
+        *("32 x H100: TP2 + SP x PP2 x EP8", 32),
+        (
+            *("parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2", "parallel.expert=8"),
+            *("parallel.expert_tensor=1", "parallel.recompute=layer", "phases.0.micro_batch=2"),
+        ),
+    ),
+    "jamba_mini": (
+        *("16 x H100: TP2 + SP x PP2 x EP8", 16),
+        (
+            *("parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2", "parallel.expert=8"),
+            *("parallel.expert_tensor=1", "parallel.recompute=layer", "phases.0.micro_batch=2"),
+        ),
+    ),
+    "samba_moe_1.3b_a0.4b": ("8 x H100: EP8", 8, ("parallel.expert=8",)),
+}
+"""Recipe -> (layout, number of processes, settings), for recipes that are rehearsed under one layout of their own.
+
+It is a layout on the smallest of 8, 16, 32 and 64 H100s that hold the recipe by the plan, with a tenth of the memory
+left over. In names, EP is expert parallelism.
+"""
+FAMILIES_GPU = "h100"
 ORIGINS = {
     "length/official_130m": "mamba2_130m",
     "length/official_370m": "mamba2_350m",
@@ -73,11 +118,19 @@ class RecipeCase:
     @property
     def world(self) -> int:
         """Number of processes."""
-        return LAYOUTS[self.layout][0]
+        return self._layout[0]
+
+    @property
+    def _layout(self) -> tuple[int, tuple[str, ...]]:
+        """Number of processes, and settings."""
+        if self.layout in LAYOUTS:
+            return LAYOUTS[self.layout]
+        _, world, settings = FAMILIES[self.recipe]
+        return world, settings
 
     def plan(self) -> RunPlan:
         """Return the run's plan. Raises ConfigError if the recipe can't be trained under the layout."""
-        run_plan = RunPlan.of(load([*startable(self.recipe), *LAYOUTS[self.layout][1]]))
+        run_plan = RunPlan.of(load([*startable(self.recipe), *self._layout[1]]))
         require(run_plan, self.world)
         return run_plan
 
@@ -114,10 +167,17 @@ def _checkpoint_of(recipe: str, imported: bool) -> str:
     return str(folder)
 
 
+def layouts_of(recipe: str) -> list[str]:
+    """Return the names of a recipe's layouts."""
+    if recipe in FAMILIES:
+        return [FAMILIES[recipe][0]]
+    return list(LAYOUTS)
+
+
 def all_cases(recipes: Sequence[str] = ()) -> list[RecipeCase]:
     """Return the cases for these recipes. If none is given, return the cases for all recipes, with ablations last."""
     names = recipes or sorted(choices_of("recipe"), key=lambda name: (name.startswith("ablations/"), name))
-    return [RecipeCase(name, layout) for name in names for layout in LAYOUTS]
+    return [RecipeCase(name, layout) for name in names for layout in layouts_of(name)]
 
 
 def slice_of(cases: Sequence[RecipeCase], index: int, count: int, seed: str) -> list[RecipeCase]:

@@ -10,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hybridtron.planning.activations import MARGIN
-from hybridtron.rehearse.suite import EVERY_RANK, LAYOUTS, ORIGIN, ORIGINS, all_cases
+from hybridtron.rehearse.suite import EVERY_RANK, FAMILIES, LAYOUTS, ORIGIN, ORIGINS, RecipeCase, all_cases
 
 Record = dict[str, Any]
 SCALARS = 10**5  # maximum bytes of norms and losses that a rank sends in a step; plans do not count them
 INTRODUCTION = """# Rehearsed steps
 
-One training step of every recipe under six layouts, simulated on {gpu} by `make rehearse`. The last column has the
+One training step of every recipe under six layouts, simulated on {gpu} by `make rehearse`. [Recipes of published
+families](#families-on-h100s) have one layout each, and are simulated on H100s. The last column has the
 digest of the simulated code; the digest of the code that wrote this page is `{digest}`. **No time here was measured**:
 tokens/s and MFU are those of the slowest rank, by the model in [docs/rehearse.md](../docs/rehearse.md).
 
@@ -25,6 +26,12 @@ are compared with the plan of `hybridtron inspect`. Each cell has a value for ev
 host's launch time in a micro-batch, divided by the device time. Above 100%, launches limit the speed. Results with
 the digest of older code may be by an older model of the time, with fewer microseconds a launch and without latencies.
 All results are in [rehearse.jsonl](rehearse.jsonl).
+"""
+ABOUT_FAMILIES = """## Families on H100s
+
+Published models with experts, their dense relatives, and a Samba with experts, each on the smallest of 8, 16, 32 and 64
+H100s that hold it by the plan. Loads of experts are taken as even. The settings are in `FAMILIES` of
+[suite.py](../hybridtron/rehearse/suite.py).
 """
 HEADERS = (
     "recipe", "layout", "tokens/s a GPU (model)", "MFU (model)", "GB of tensors", "planned / rehearsed", "GB sent",
@@ -35,9 +42,13 @@ HEADERS = (
 def page(records: Sequence[Record], digest: str) -> str:
     """Return the page as Markdown. `digest` identifies the code that writes the page."""
     shown = [record for record in records if "peak" in record]
-    gpu = shown[0]["gpu"].upper() if shown else "a GPU"
+    in_layouts = [record for record in shown if record["recipe"] not in FAMILIES]
+    gpu = in_layouts[0]["gpu"].upper() if in_layouts else "a GPU"
+    families = [case for case in all_cases() if case.recipe in FAMILIES]
+    others = [case for case in all_cases() if case.recipe not in FAMILIES]
     gpus = f"an {gpu}" if gpu.startswith("H") else gpu
-    parts = [INTRODUCTION.format(gpu=gpus, digest=digest), "\n".join(_summary(records)), "\n".join(_table(records))]
+    parts = [INTRODUCTION.format(gpu=gpus, digest=digest), "\n".join(_summary(records))]
+    parts += ["\n".join(_table(records, others)), ABOUT_FAMILIES, "\n".join(_table(records, families))]
     parts += ["## What computed the ops", "\n".join(_forms(shown))]
     if missing := _missing(records):
         parts += ["## Not rehearsed", "\n".join(missing)]
@@ -105,11 +116,11 @@ def _equal_ranks(shown: Sequence[Record]) -> str:
     )
 
 
-def _table(records: Sequence[Record]) -> Iterator[str]:
+def _table(records: Sequence[Record], cases: Sequence[RecipeCase]) -> Iterator[str]:
     yield f"| {' | '.join(HEADERS)} |"
     yield f"|---|---|{'---|' * (len(HEADERS) - 2)}"
     rest = " |" * (len(HEADERS) - 3)
-    for case in all_cases():
+    for case in cases:
         case_records = [
             record for record in records if (record["recipe"], record["layout"]) == (case.recipe, case.layout)
         ]

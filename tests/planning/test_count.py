@@ -51,11 +51,6 @@ MAMBA2 = {  # as transformers' Mamba2ForCausalLM counts its own with these sizes
     "mamba2_hybrid_2.7b": 2_697_590_880,
 }
 
-EXPERTS = {  # all and active; as transformers counts its own classes with these sizes (tests/interop/test_recipes.py)
-    "nemotron_3_nano_30b": (31_577_940_288, 3_580_076_352),
-    "jamba_mini": (51_570_323_328, 12_110_311_296),
-}
-
 HYBRIDS = {  # by hand below
     "gdn_hybrid_412m": 412_136_096,
     "gdn_hybrid_1.3b": 1_285_944_608,
@@ -63,8 +58,11 @@ HYBRIDS = {  # by hand below
     "kda_hybrid_1.3b": 1_301_211_248,
 }
 
-# parameters, and those with which a token is computed; a slow test below compares with transformers' classes
+# parameters, and those with which a token is computed; tests compare the published ones with transformers' classes
 EXPERTS = {
+    "nemotron_3_nano_30b": (31_577_940_288, 3_580_076_352),
+    "jamba_mini": (51_570_323_328, 12_110_311_296),
+    "samba_moe_1.3b_a0.4b": (1_313_902_272, 422_088_384),  # by hand below
     "granite4_h_tiny": (6_939_037_248, 1_465_470_528),
     "granite4_h_small": (32_207_337_984, 8_803_121_664),
     "qwen3_next_80b": (79_674_391_296, 3_874_929_408),
@@ -122,6 +120,13 @@ def test_published_models_have_their_exact_parameters(recipe, parameters):
 def test_models_with_experts_have_the_exact_parameters_of_the_published(recipe, parameters):
     counted = count(architecture(recipe_config(recipe).model), 4096)
     assert (counted.parameters, counted.active) == parameters
+
+
+def test_samba_with_experts_has_its_hand_counted_parameters():
+    """samba_421m without its MLPs, with a shared expert, a router and a correction in each of 12 layers."""
+    without = EXACT["samba_421m"] - 12 * 3 * 1536 * 4096 + 12 * (3 * 1536 * 1792 + 16 * 1536 + 16)
+    experts = [12 * count * 3 * 1536 * 1152 for count in (16, 2)]
+    assert EXPERTS["samba_moe_1.3b_a0.4b"] == (without + experts[0], without + experts[1])
 
 
 @pytest.mark.parametrize(("recipe", "millions"), PRINTED.items())

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from hybridtron import device
+from hybridtron.architecture.table import architecture
+from hybridtron.config.resolve import RunPlan
 from hybridtron.engine import graphed
 from hybridtron.engine.engine import Engine
 from hybridtron.mixers.rwkv6 import read_before_step
@@ -23,7 +25,9 @@ from hybridtron.ops.gla import GLAInputs, gla_scan
 from hybridtron.ops.kernel_launch import recorded_launches, tuned_over
 from hybridtron.ops.norm import RMSNormInputs, rms_norm
 from hybridtron.ops.ssd import DecayInputs, decay_scan
-from hybridtron.proving.gpu.queue import child, kernel_times, machine, norms, whole_step
+from hybridtron.planning.count import count
+from hybridtron.planning.memory import plan
+from hybridtron.proving.gpu.queue import child, experts_step, kernel_times, machine, norms, whole_step
 from hybridtron.proving.gpu.queue.kernel_times import DeviceSpan, Launched
 from hybridtron.proving.gpu.queue.parts import FLA, PARTS, RECIPES, QueuePart, named
 from hybridtron.proving.gpu.queue.rows import Recorder, Row, read
@@ -167,6 +171,31 @@ def test_step_on_a_gpu_has_a_valid_configuration(recipe: str) -> None:
     assert (config.phases[0].micro_batch, config.phases[0].seq_len) == (rows, length)
     smallest = whole_step.shrunk(config, rows=4).phases[0]
     assert (smallest.micro_batch, smallest.global_batch) == (rows // 4, rows // 4)
+
+
+EXPERTS = [part for part in PARTS if part.run == "experts_step:experts_step"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", EXPERTS, ids=[part.name for part in EXPERTS])
+def test_experts_part_times_a_step_beside_its_dense_sibling(part: QueuePart, tmp_path: Path) -> None:
+    rows = rows_of(part, tmp_path)
+    assert list(rows) == ["experts", "dense", "experts / dense"]
+    assert rows["experts"]["kernels"] > 0
+    assert rows["experts / dense"]["ratio"] == rows["experts"]["ms"] / rows["dense"]["ms"]
+
+
+@pytest.mark.parametrize("part", EXPERTS, ids=[part.name for part in EXPERTS])
+def test_dense_sibling_has_the_flops_of_the_step_with_experts(part: QueuePart) -> None:
+    counts = []
+    for texts in experts_step.settings(part.argument).values():
+        config = load_checked(texts)
+        counted = count(architecture(config.model), config.phases[0].seq_len)
+        assert plan(RunPlan.of(config).phases[0], 1).fullest.memory.total < 72e9
+        counts.append(counted)
+    with_experts, dense = counts
+    assert with_experts.parameters > 2 * dense.parameters
+    assert with_experts.flops_per_token == pytest.approx(dense.flops_per_token, rel=0.01)
 
 
 CONTESTS = [part for part in PARTS if part.run == "contests:contest"]

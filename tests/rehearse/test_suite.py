@@ -12,8 +12,10 @@ import pytest
 from hybridtron.config.check import check
 from hybridtron.config.load import choices_of
 from hybridtron.planning.activations import MARGIN
+from hybridtron.planning.memory import fullest_phase
+from hybridtron.planning.rates import GPUS
 from hybridtron.rehearse import suite
-from hybridtron.rehearse.suite import EVERY_RANK, LAYOUTS, RecipeCase, SuiteRecords
+from hybridtron.rehearse.suite import EVERY_RANK, FAMILIES, LAYOUTS, RecipeCase, SuiteRecords
 from hybridtron.rehearse.suite_page import page
 from tests.rehearse.programs import PATIENT, printed_by
 
@@ -34,8 +36,18 @@ def record(case: RecipeCase, rank: int, pipeline_rank: int = 0, **changed: Any) 
 def test_suite_has_every_recipe_under_every_layout() -> None:
     cases = suite.all_cases()
     assert {case.recipe for case in cases} == set(choices_of("recipe"))
-    assert len(cases) == len(choices_of("recipe")) * len(LAYOUTS)
+    assert len(cases) == (len(choices_of("recipe")) - len(FAMILIES)) * len(LAYOUTS) + len(FAMILIES)
     assert suite.all_cases(["laptop"]) == [RecipeCase("laptop", layout) for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize("recipe", FAMILIES)
+def test_a_family_fits_on_its_gpus_and_leaves_a_tenth(recipe: str) -> None:
+    (case,) = suite.all_cases([recipe])
+    run_plan = case.plan()
+    phase, layout_plan = fullest_phase(run_plan, case.world)
+    assert layout_plan.fullest.memory.total < 0.9 * GPUS[suite.FAMILIES_GPU].memory
+    assert case.layout.startswith(f"{case.world} x H100: ")
+    assert "EP" in case.layout or phase.config.parallel.expert == 1
 
 
 @pytest.mark.parametrize("recipe", [name for name in choices_of("recipe") if name.startswith("length/")])
@@ -173,6 +185,15 @@ def test_page_lists_rehearsed_and_refused_cases() -> None:
     assert "| `samba_3.8b` | TP2 + SP | refused: `parallel.tensor`" in text
     assert "- `laptop`: TP2 + SP, PP2, PP2 x VPP2, DP8, CP4, TP2 x PP2 x DP2" in text
     assert equal not in page([{**row, "sent": row["rank"]} for row in ranks], "abc")
+
+
+def test_page_has_families_in_a_table_of_their_own() -> None:
+    (family,) = suite.all_cases(["granite4_h_tiny"])
+    rows = [record(family, 0, gpu="h100"), record(RecipeCase("mamba2_130m", "DP8"), 0)]
+    layouts, families = page(rows, "abc").split("## Families on H100s")
+    assert "simulated on an H200" in layouts
+    assert "| `granite4_h_tiny` | 8 x H100: EP8 | 100,000 |" in families
+    assert "granite4_h_tiny" not in layouts
 
 
 @pytest.mark.slow

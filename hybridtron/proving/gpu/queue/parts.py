@@ -39,6 +39,7 @@ Recipes for which the rehearsal's times were least accurate come first.
 """
 FP8_RECIPE = "samba_1.7b_padded"
 FP8_ROWS = (2, 4096)  # (sequences in one micro-batch, tokens in a sequence)
+EXPERT_RECIPES = ("samba_moe_1.3b_a0.4b", "nemotron_3_nano_30b")
 FLA = "fla-core"
 MAMBA_SSM = "mamba-ssm"
 CONV1D = "causal-conv1d"
@@ -80,7 +81,7 @@ class QueuePart:
     @property
     def recipe(self) -> str:
         """Recipe whose training step is measured, or an empty string if the part measures something else."""
-        if self.argument in (*RECIPES, FP8_RECIPE):
+        if self.argument in (*RECIPES, *EXPERT_RECIPES, FP8_RECIPE):
             return self.argument
         return ""
 
@@ -117,6 +118,13 @@ def _graph(recipe: str, limit_s: int) -> QueuePart:
     return QueuePart(f"graph {recipe}", about, "graph_step:graph_step", limit_s, code, recipe)
 
 
+def _experts(recipe: str, about: str) -> QueuePart:
+    code = (*PARTS_OF_STEPS, "ops/experts/*.py")
+    return QueuePart(f"experts {recipe}", about, "experts_step:experts_step", 60, code, recipe)
+
+
+_SAMBA_MOE = "a step with experts, and one of its dense sibling samba_421m with as many FLOPs a token"
+_NEMOTRON = "a layer of Mamba-2 and a layer of 128 experts, beside a dense MLP with as many FLOPs a token"
 _NORMS = "the norm's backward pass with several numbers of Triton programs, compared with torch's"
 _ATTENTION = "causal attention by torch's backends, and windows through FlexAttention"
 _FP8 = "steps in bf16 and in FP8 by Transformer Engine"
@@ -130,6 +138,8 @@ PARTS = (
     _contest("gla", FLA, 40, "gla"),
     _step("samba_421m", 60),  # compiles FlexAttention's kernels
     _step("samba_1.3b", 60),
+    _experts("samba_moe_1.3b_a0.4b", _SAMBA_MOE),
+    _experts("nemotron_3_nano_30b", _NEMOTRON),
     _graph("mamba2_1.3b", 30),
     _graph("samba_421m", 30),
     _contest("delta", FLA, 55, "delta"),
@@ -147,7 +157,7 @@ PARTS = (
 )
 """The parts in order. First comes `machine`. Parts that show how a step's time is spent come before most other parts.
 
-The parts that need no compiled package (mamba-ssm, causal-conv1d, transformer-engine) together take eleven minutes.
+The parts that need no compiled package (mamba-ssm, causal-conv1d, transformer-engine) together take thirteen minutes.
 """
 
 

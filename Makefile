@@ -9,6 +9,7 @@
 # make passkey   trains tiny models to find a key in long texts, with Mamba and without (an hour)
 # make mixers   trains every recurrence at equal size and compares them (hours)
 # make optimizers   trains three models with AdamW and with Muon at several rates and compares them (hours)
+# make experts   trains two models with experts beside their dense sibling and compares them (hours)
 # make joint-recall   trains sparse attention beside Mamba to recall values by context and key (hours)
 # make grown   grows HAX beside a tiny Mamba and tunes both on keys in filler (half an hour)
 # make span-study   adapts a tiny hybrid to longer rows with every kind of attention and of adapters (an hour)
@@ -32,7 +33,7 @@ DOCS_VENV ?= .venv-docs
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 .PHONY: train length-story setup setup-dev setup-metrics setup-dali same-python test lint types test-fast test-slow \
-  passkey mixers optimizers joint-recall grown span-study papers test-core test-triton test-slurm setup-slurm test-gpu gpu-day-one gpu-measure audit \
+  passkey mixers optimizers experts joint-recall grown span-study papers test-core test-triton test-slurm setup-slurm test-gpu gpu-day-one gpu-measure audit \
   chaos rehearse reference docs format clean
 
 train: $(VENV)/.ready
@@ -49,6 +50,9 @@ mixers: $(VENV)/.ready
 
 optimizers: $(VENV)/.ready
 	$(BIN)/python -m studies.optimizers.study
+
+experts: $(VENV)/.ready
+	$(BIN)/python -m studies.experts.study
 
 joint-recall: $(VENV)/.ready
 	$(BIN)/python -m studies.joint_recall.study --results studies/joint_recall/results

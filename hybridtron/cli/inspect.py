@@ -47,7 +47,7 @@ from hybridtron.planning.activations import MARGIN, MARGIN_FROM
 from hybridtron.planning.context_balance import imbalance, token_costs
 from hybridtron.planning.count import ModelCount, count
 from hybridtron.planning.fit import TENSOR_SIZES, FittingLayout, fit, settings_of
-from hybridtron.planning.memory import DeviceMemory, Plan, RankPlan, fullest_phase
+from hybridtron.planning.memory import DeviceMemory, Plan, RankPlan, fullest_phase, imbalance_line, imbalance_that_fits
 from hybridtron.planning.rates import GPUS, HEAD_ROOM, UNSEEN
 from hybridtron.planning.traffic import Traffic
 from hybridtron.problems import CommandParser, Unusable
@@ -291,6 +291,9 @@ def print_tables(
         table.title = None
         console.print(f"\n{title}" if title else "", highlight=False)
         console.print(table)
+    if fitting is None:
+        for line in _load_lines(run_plan, gpus):
+            console.print(line, highlight=False, markup=False)
     print_changes(run_plan, console)
     for line in cost(run_plan):
         console.print(line, highlight=False)
@@ -298,6 +301,19 @@ def print_tables(
     if fitting is not None:
         for line in _left_out(run_plan.arch, fitting):
             console.print(line, highlight=False, markup=False)
+
+
+def _load_lines(run_plan: RunPlan, gpus: int) -> list[str]:
+    """Return a line if the loads of experts can be so uneven that a rank does not fit on the cluster's GPUs."""
+    phase, _ = fullest_phase(run_plan, gpus)
+    gigabytes = phase.config.cluster.memory_gb
+    if gigabytes is None:
+        return []
+    memory = 1e9 * gigabytes
+    most = imbalance_that_fits(phase, gpus, memory)
+    if most is None:
+        return []
+    return [imbalance_line(most, phase, gpus, memory)]
 
 
 def _letter_table(counted: ModelCount) -> Table:

@@ -3,6 +3,7 @@
     hybridtron rehearse recipe=samba_421m
     hybridtron rehearse recipe=samba_3.8b parallel.tensor=2 parallel.pipeline=2 --gpus 16 --rank all
     hybridtron rehearse recipe=samba_1.3b --gpu h200 --json
+    hybridtron rehearse recipe=moe_laptop parallel.expert=2 phases.0.micro_batch=4 --imbalance 1.5
     hybridtron rehearse recipe=samba_421m --picture step.png
     hybridtron rehearse recipe=samba_421m --capture          can a CUDA graph repeat a micro-batch (run.cuda_graph)?
     hybridtron rehearse --suite                              every recipe in six parallel layouts, and a page of results
@@ -71,6 +72,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--no-kernels", action="store_true", help="compile no kernels; time them by their bytes alone")
     parser.add_argument(
+        "--imbalance", type=float, default=1.0, metavar="X",
+        help="let the rank's experts get X times as many tokens as with even loads (parallel.expert)",
+    )  # fmt: skip
+    parser.add_argument(
         "--picture",
         type=path_of,
         metavar="FILE",
@@ -107,6 +112,9 @@ def main(arguments: list[str]) -> int:
         raise Unusable(
             f"--rank is {chosen.rank}, must be a number from 0 to {world - 1}, or `all`", code="out-of-range"
         )
+    if chosen.capture and chosen.imbalance != 1.0:
+        raise Unusable("--capture counts no memory, on which --imbalance acts: leave one of them out", code="conflict")
+    require_imbalance(chosen.imbalance, config.parallel.expert)
     for warning in warnings(run_plan):
         print(f"note: {warning}", file=sys.stderr)
     phase, _ = fullest_phase(run_plan, world)
@@ -118,7 +126,7 @@ def main(arguments: list[str]) -> int:
         process = rehearsal.RehearsalProcess(GPUS[chosen.gpu], packages)
         if chosen.capture:
             return capture(process, phase)
-        rehearsals = [process.rehearse(phase, world, rank, not chosen.no_kernels) for rank in ranks]
+        rehearsals = [process.rehearse(phase, world, rank, not chosen.no_kernels, chosen.imbalance) for rank in ranks]
     except ShimProblem as problem:
         print(f"this machine cannot rehearse: {problem}", file=sys.stderr)
         return 1
@@ -137,6 +145,24 @@ def main(arguments: list[str]) -> int:
     else:
         report.print_tables(rehearsals)
     return 0
+
+
+def require_imbalance(imbalance: float, expert_ranks: int) -> None:
+    """Raise Unusable if the experts of a rank can't get so many times the rows of even loads."""
+    if imbalance == 1.0:
+        return
+    if expert_ranks == 1:
+        raise Unusable(
+            f"--imbalance is {imbalance:g}, but no ranks divide experts, so a rank's memory does not depend on their "
+            "loads: set parallel.expert, or leave --imbalance out",
+            code="no-effect",
+        )
+    if not 0 <= imbalance <= expert_ranks:
+        raise Unusable(
+            f"--imbalance is {imbalance:g}, must be from 0 to {expert_ranks}: {expert_ranks} ranks divide the experts, "
+            f"and a rank that gets all tokens gets {expert_ranks} times its share",
+            code="out-of-range",
+        )
 
 
 def capture(process: rehearsal.RehearsalProcess, phase: ResolvedPhase) -> int:

@@ -144,6 +144,28 @@ def _adapted_values(layer: int, phase: ResolvedPhase, table: Mapping[str, Parame
     return more
 
 
+def with_imbalance(uses: Sequence[SublayerUse], phase: ResolvedPhase, imbalance: float) -> tuple[SublayerUse, ...]:
+    """Return `uses` of a rank whose experts get `imbalance` times as many rows as with even loads.
+
+    A rank saves the input and the inner channels of each row, and its passes hold a row's input and output twice.
+    """
+    if imbalance == 1.0:
+        return tuple(uses)
+    parallel = phase.config.parallel
+    sharing = parallel.tensor // parallel.expert_tensor_ranks  # ranks that route different tokens of the same row
+    changed = []
+    for use, spec in zip(uses, phase.arch.specs, strict=True):
+        if isinstance(spec, MoESpec):
+            outer = spec.outer(phase.arch.sizes)
+            inner = shared((spec.matrices + 1) * spec.hidden, parallel.expert_tensor_ranks)
+            rows = (imbalance - 1.0) * spec.top_k / sharing
+            again = is_recomputed(spec, phase.arch.sizes, parallel.recompute)
+            use = use.with_more(round(rows * (outer + inner)), again)
+            use = use.with_more(round(rows * (2 * outer + inner // 2)), True)
+        changed.append(use)
+    return tuple(changed)
+
+
 def with_offload(uses: Sequence[SublayerUse], count: int, received: int) -> tuple[SublayerUse, ...]:
     """Return a stage's uses after offloading the first `count` sub-layers.
 

@@ -47,6 +47,7 @@ from hybridtron.planning.activations import (
     stream_values,
     sublayer_uses,
     with_frozen,
+    with_imbalance,
     with_offload,
     working_values,
 )
@@ -146,10 +147,56 @@ def fullest_phase(run_plan: RunPlan, world_size: int) -> tuple[ResolvedPhase, Pl
     return max(planned, key=lambda pair: pair[1].fullest.memory.total)
 
 
-def plan(phase: ResolvedPhase, world_size: int) -> Plan:
+def imbalance_that_fits(phase: ResolvedPhase, world_size: int, memory_bytes: float) -> float | None:
+    """Return how many times as many rows as with even loads a rank's experts can get, so that it fits into memory.
+
+    None means that it fits with all rows, or that no ranks divide the experts. The result is rounded down to
+    hundredths, and below 1 if a rank does not even fit with even loads.
+    """
+    most = phase.config.parallel.expert
+
+    def fits(imbalance: float) -> bool:
+        return plan(phase, world_size, imbalance).fullest.memory.total <= memory_bytes
+
+    if most == 1 or fits(most):
+        return None
+    if not fits(1.0):
+        return 0.0
+    low = 100
+    high = 100 * most
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle / 100):
+            low = middle
+        else:
+            high = middle
+    return low / 100
+
+
+def imbalance_line(most: float, phase: ResolvedPhase, world_size: int, memory_bytes: float) -> str:
+    """Return a sentence about the loads of experts with which a rank does not fit into memory.
+
+    most: the result of `imbalance_that_fits`
+    """
+    ranks = phase.config.parallel.expert
+    every = plan(phase, world_size, float(ranks)).fullest.memory.total / 1e9
+    limit = f"{memory_bytes / 1e9:.0f} GB"
+    if most < 1:
+        even = plan(phase, world_size).fullest.memory.total / 1e9
+        return (
+            f"By the plan a rank does not fit in {limit} even if the loads of experts are even: it needs {even:.1f} GB."
+        )
+    return (
+        f"By the plan a rank fits in {limit} up to {most:.2f} times the tokens of even loads; with {ranks} times, "
+        f"which are all tokens, it needs {every:.1f} GB."
+    )
+
+
+def plan(phase: ResolvedPhase, world_size: int, imbalance: float = 1.0) -> Plan:
     """Estimate every pipeline rank's memory and traffic in a phase.
 
     world_size: number of devices, for which the configuration must be valid
+    imbalance: rows that a rank's experts get, divided by the rows with even loads; only memory depends on it
     """
     config = phase.config
     settings = phase.settings
@@ -167,7 +214,7 @@ def plan(phase: ResolvedPhase, world_size: int) -> Plan:
         chunks=tuple(
             PlannedStage(index, stage, sum(costs[stage.start : stage.stop])) for index, stage in enumerate(stages)
         ),
-        uses=with_received(with_frozen(sublayer_uses(phase), phase, table), phase),
+        uses=with_imbalance(with_received(with_frozen(sublayer_uses(phase), phase, table), phase), phase, imbalance),
         exchanged=exchanged_values(phase),
         exchanged_rows=exchanged_rows(phase),
         carried=carried_bytes(phase),

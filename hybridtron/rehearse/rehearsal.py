@@ -56,6 +56,7 @@ class Rehearsed:
     step: the two simulated steps
     time: modelled time for a full training step
     planned: bytes that the memory plan expects
+    imbalance: rows that the rank's experts get, divided by the rows with even loads
     """
 
     gpu: GPU
@@ -65,6 +66,7 @@ class Rehearsed:
     time: StepTime
     kernels: list[KernelReport]
     planned: int
+    imbalance: float = 1.0
 
     @property
     def tokens(self) -> int:
@@ -106,16 +108,19 @@ class RehearsalProcess:
         importlib.import_module("hybridtron.rehearse.step")
         sys.meta_path.append(StubFinder(packages))  # at the end, so that installed packages are found first
 
-    def rehearse(self, phase: ResolvedPhase, world: int, rank: int, compiles: bool = True) -> Rehearsed:
+    def rehearse(
+        self, phase: ResolvedPhase, world: int, rank: int, compiles: bool = True, imbalance: float = 1.0
+    ) -> Rehearsed:
         """Rehearse one rank's steps in a layout with `world` processes, and return the results.
 
         With `compiles`, our Triton kernels are compiled, and their modelled times depend on their instructions. Without
-        `compiles`, modelled times depend only on the bytes that the kernels read and write.
+        `compiles`, modelled times depend only on the bytes that the kernels read and write. With `parallel.expert`, the
+        rank's experts get `imbalance` times as many rows as with even loads.
         """
         from hybridtron.rehearse.step import rehearse_rank
         from hybridtron.rehearse.step_time import step_time
 
-        step = rehearse_rank(phase, world, rank, self.collectives)
+        step = rehearse_rank(phase, world, rank, self.collectives, imbalance)
         operations = [*step.passes_of_many.operations, *step.update.operations]
         if compiles:
             kernels = list(self._kernels(operations, step.launches))
@@ -123,8 +128,8 @@ class RehearsalProcess:
             kernels = []
         times = {number: kernel.time for number, kernel in enumerate(kernels)}
         time = step_time(step, times, self.gpu, phase.config.parallel.virtual_pipeline)
-        planned = plan(phase, world).ranks[step.place.pipeline.rank].memory.total
-        return Rehearsed(self.gpu, phase, world, step, time, kernels, planned)
+        planned = plan(phase, world, imbalance).ranks[step.place.pipeline.rank].memory.total
+        return Rehearsed(self.gpu, phase, world, step, time, kernels, planned, imbalance)
 
     def capture(self, phase: ResolvedPhase) -> CaptureProof:
         """Rehearse the passes of two micro-batches, and return the reasons why a CUDA graph can't repeat them."""

@@ -19,6 +19,7 @@ from hybridtron.config.checks.experts import expert_problems
 from hybridtron.config.checks.parallel import parallel_problems
 from hybridtron.config.checks.precision import precision_problems
 from hybridtron.config.resolve import ResolvedPhase
+from hybridtron.planning.memory import imbalance_line, imbalance_that_fits
 from hybridtron.planning.rates import UNSEEN
 from hybridtron.rehearse.rehearsal import Rehearsed
 from hybridtron.rehearse.step_time import PartTime, Work
@@ -150,6 +151,9 @@ def print_tables(rehearsals: Sequence[Rehearsed]) -> None:
             table.title = None
             console.print(f"\n{title}", highlight=False, markup=False)
             console.print(table)
+    for rehearsed in rehearsals:
+        for line in load_lines(rehearsed):
+            console.print(line, highlight=False, markup=False)
     console.print(f"\n{NOT_SEEN}", highlight=False)
     slowest = max(rehearsals, key=lambda result: result.time.seconds)
     console.print(launch_line(slowest), highlight=False)
@@ -158,6 +162,23 @@ def print_tables(rehearsals: Sequence[Rehearsed]) -> None:
         f"a GPU, MFU {slowest.mfu:.1%} on {slowest.world} x {slowest.gpu.name}, {slowest.time.whole.bound}",
         highlight=False,
     )
+
+
+def load_lines(rehearsed: Rehearsed) -> list[str]:
+    """Return a line about uneven loads of experts, if ranks divide the experts: does the rank fit on the GPU?"""
+    if rehearsed.phase.config.parallel.expert == 1:
+        return []
+    memory = rehearsed.gpu.memory
+    peak = rehearsed.step.peak
+    fits = "fits in" if peak <= memory else "DOES NOT FIT in"
+    lines = [
+        f"With {rehearsed.imbalance:g} times the tokens of even loads, rank {rehearsed.step.rank} needs "
+        f"{peak / 1e9:.1f} GB for tensors, and {fits} {memory / 1e9:.0f} GB."
+    ]
+    most = imbalance_that_fits(rehearsed.phase, rehearsed.world, memory)
+    if most is not None:
+        lines.append(imbalance_line(most, rehearsed.phase, rehearsed.world, memory))
+    return lines
 
 
 def launch_line(rehearsed: Rehearsed) -> str:

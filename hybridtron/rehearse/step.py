@@ -41,7 +41,7 @@ from hybridtron.rehearse import events
 from hybridtron.rehearse.attention_cost import flex_kernel
 from hybridtron.rehearse.census import Census, Operation, Sent, Wait
 from hybridtron.rehearse.collectives import Collectives
-from hybridtron.rehearse.even_loads import even_loads
+from hybridtron.rehearse.expert_loads import chosen_loads
 from hybridtron.rehearse.fake_cuda import PlaceholderValues, fake_tensors
 from hybridtron.rehearse.launches import Launches
 from hybridtron.rehearse.memory_timeline import MemoryTimeline
@@ -87,8 +87,13 @@ class RankStep:
         return max(self.timeline.total) + self.other_lanes
 
 
-def rehearse_rank(phase: ResolvedPhase, world: int, rank: int, collectives: Collectives) -> RankStep:
-    """Build the rank's engine, take its steps, and return their records."""
+def rehearse_rank(
+    phase: ResolvedPhase, world: int, rank: int, collectives: Collectives, imbalance: float = 1.0
+) -> RankStep:
+    """Build the rank's engine, take its steps, and return their records.
+
+    The rank's experts get `imbalance` times as many rows as with even loads.
+    """
     parallel = phase.config.parallel
     data = data_parallel(parallel, world)
     micro_batches = phase.settings.global_batch // (phase.settings.micro_batch * data * phase.chunks_together)
@@ -98,7 +103,7 @@ def rehearse_rank(phase: ResolvedPhase, world: int, rank: int, collectives: Coll
     census = Census()
     launches = Launches()
     sent = collectives.begin(census)
-    with counting(census, launches):
+    with counting(census, launches, imbalance):
         place = groups.start(parallel, launch=ProcessLaunch(rank, world), fake=True)
         try:
             engine = build_engine(phase, place)
@@ -118,7 +123,7 @@ def rehearse_rank(phase: ResolvedPhase, world: int, rank: int, collectives: Coll
 
 
 @contextmanager
-def counting(census: Census, launches: Launches) -> Iterator[None]:
+def counting(census: Census, launches: Launches, imbalance: float = 1.0) -> Iterator[None]:
     """Count all operations and launches inside the context, without computing anything.
 
     No gloo process groups are created, because only checkpoints need them.
@@ -132,7 +137,7 @@ def counting(census: Census, launches: Launches) -> Iterator[None]:
 
     with (
         groups.without_gloo_groups(),
-        even_loads(),
+        chosen_loads(imbalance),
         fake_tensors(),
         PlaceholderValues(),
         census,

@@ -1,6 +1,7 @@
 """Rehearses the jobs in its argument, in one process: a JSON list of [settings, gpus, rank] in, a list of reports out.
 
-A fourth entry says if kernels are compiled (default: yes), a fifth which phase is rehearsed (default: the largest).
+A fourth entry says if kernels are compiled (default: yes), a fifth which phase is rehearsed (default: the largest), a
+sixth the imbalance of experts' loads (default: none).
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ if __name__ == "__main__":
         config = load(settings)
         require(RunPlan.of(config), gpus)
         phase = largest_phase(RunPlan.of(config))
-        if len(more) > 1:
+        if len(more) > 1 and more[1] is not None:
             phase = resolve(config)[more[1]]
-        rehearsed = process.rehearse(phase, gpus, rank, *more[:1])
+        rehearsed = process.rehearse(phase, gpus, rank, *more[:1], **dict(zip(["imbalance"], more[2:], strict=False)))
         from hybridtron.rehearse.report import as_json
 
         reports.append(as_json(rehearsed))

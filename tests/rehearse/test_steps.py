@@ -131,8 +131,13 @@ def test_traffic_of_tensor_ranks_equals_the_plan(reports: dict[str, Report]) -> 
 def test_rows_between_owners_of_experts_equal_the_plan() -> None:
     """In each layer, two exchanges in each pass, one message of numbers, and one wait for them."""
     settings = ["recipe=moe_laptop", "precision=bf16", "parallel.expert=2", "phases.0.micro_batch=4"]
-    (report,) = printed_by("steps", json.dumps([[settings, 2, 0, False]]), processor_s=600)
+    jobs = [[settings, 2, 0, False], [settings, 2, 0, False, None, 1.5]]
+    report, uneven = printed_by("steps", json.dumps(jobs), processor_s=600)
     run_plan = RunPlan.of(load(settings))
+    assert uneven["memory"]["peak"] > 1.02 * report["memory"]["peak"]
+    assert uneven["memory"]["planned"] > 1.02 * report["memory"]["planned"]
+    grown = [reported["memory"]["peak"] / reported["memory"]["planned"] for reported in (report, uneven)]
+    assert grown[1] == pytest.approx(grown[0], rel=0.05)
     layers = len([spec for spec in run_plan.arch.specs if spec.kind == "moe"])
     exchanges = [row for row in report["sent"] if row[1] == "all_to_all_single"]
     rows, numbers = max(exchanges, key=lambda row: row[6]), min(exchanges, key=lambda row: row[6])

@@ -148,7 +148,7 @@ def main(arguments: list[str]) -> int:
 
 
 def require_imbalance(imbalance: float, expert_ranks: int) -> None:
-    """Raise Unusable if the experts of a rank can't get so many times the rows of even loads."""
+    """Raise Unusable if the experts of a rank can't get this multiple of the rows of even loads."""
     if imbalance == 1.0:
         return
     if expert_ranks == 1:
@@ -241,6 +241,12 @@ def rehearse_suite(arguments: list[str]) -> int:
         )
     records = suite.SuiteRecords(output.with_suffix(".jsonl"))
     cases = [case for case in suite.all_cases(chosen.only) if (case.recipe in suite.FAMILIES) == chosen.families]
+    if not cases:
+        flag = "without --families" if chosen.families else "with --families"
+        raise Unusable(f"--only names no recipe that is rehearsed so: rehearse it {flag}", code="no-effect")
+    if chosen.families and chosen.gpu not in (None, suite.FAMILIES_GPU):
+        what = f"--gpu is {chosen.gpu}, but the layouts of --families are for {suite.FAMILIES_GPU}: leave it out"
+        raise Unusable(what, code="conflict")
     cases = suite.slice_of(cases, int(index) - 1, int(count), "")
     gpu = chosen.gpu or (suite.FAMILIES_GPU if chosen.families else "h200")
     todo = suite.missing(cases, records, chosen.keep)

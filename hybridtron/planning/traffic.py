@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hybridtron.architecture.base import MixerSpec, ModelSizes, Parameter
+from hybridtron.architecture.base import EXPERTS, MixerSpec, ModelSizes, Parameter
 from hybridtron.architecture.moe import MoESpec
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.planning.activations import chunks_run_again, gathers_in_backward, is_recomputed, is_row_parallel
@@ -87,10 +87,17 @@ def exchanged_values(phase: ResolvedPhase) -> tuple[int, ...]:
 def _exchanged(spec: MixerSpec, sizes: ModelSizes, phase: ResolvedPhase) -> int:
     """Return the elements per token that a sub-layer gathers or scatters; an all-reduce counts as both.
 
-    The outputs of row-parallel projections are all-reduced: the mixer's output, and projections inside the mixer.
+    The outputs of row-parallel projections are all-reduced: the mixer's output, and projections inside the mixer. With
+    `parallel.expert_tensor=1`, a rank has full experts, whose outputs are not.
     """
-    rows = [weight.shape[-2] for weight in spec.parameters(sizes).values() if is_row_parallel(weight)]
-    passes = 2 + is_recomputed(spec, sizes, phase.config.parallel.recompute) + chunks_run_again(phase)
+    parallel = phase.config.parallel
+    full_experts = parallel.expert_tensor_ranks < parallel.tensor
+    rows = [
+        weight.shape[-2]
+        for weight in spec.parameters(sizes).values()
+        if is_row_parallel(weight) and not (full_experts and weight.family == EXPERTS)
+    ]
+    passes = 2 + is_recomputed(spec, sizes, parallel.recompute) + chunks_run_again(phase)
     return 2 * passes * sum(rows)
 
 

@@ -26,6 +26,7 @@ from hybridtron.architecture.squared_relu import SquaredReLUSpec
 from hybridtron.architecture.swiglu import SwiGLUSpec
 from hybridtron.architecture.table import Architecture
 from hybridtron.model.init import starting_value
+from hybridtron.ops.precision import at_least_fp32
 from hybridtron.problems import Problem
 
 SMALLER_ROUTER = 0.01  # factor of a router whose weights do not sum to the same value for all tokens
@@ -54,7 +55,7 @@ class UpcycledLayer:
         return f"layers.{self.index}.mixer."
 
     @property
-    def sum_of_weights(self) -> float:
+    def expected_sum(self) -> float:
         """Sum of the weights of a token's experts if all scores are equal."""
         spec = self.spec
         if spec.normalise:
@@ -93,7 +94,7 @@ class UpcycledLayer:
         if key in names:
             matrix = stored(self.prefix + names[key])
             if key == "down":
-                matrix = matrix / self.sum_of_weights
+                matrix = at_least_fp32(matrix) / self.expected_sum
             return matrix.expand(parameter.shape)
         if key == "shared_down.weight":
             return torch.zeros(parameter.shape)

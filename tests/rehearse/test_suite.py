@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from hybridtron.cli import rehearse
 from hybridtron.config.check import check
 from hybridtron.config.load import choices_of
 from hybridtron.planning.activations import MARGIN
 from hybridtron.planning.memory import fullest_phase
 from hybridtron.planning.rates import GPUS
+from hybridtron.problems import Unusable
 from hybridtron.rehearse import suite
 from hybridtron.rehearse.suite import EVERY_RANK, FAMILIES, LAYOUTS, RecipeCase, SuiteRecords
 from hybridtron.rehearse.suite_page import page
@@ -185,6 +187,20 @@ def test_page_lists_rehearsed_and_refused_cases() -> None:
     assert "| `samba_3.8b` | TP2 + SP | refused: `parallel.tensor`" in text
     assert "- `laptop`: TP2 + SP, PP2, PP2 x VPP2, DP8, CP4, TP2 x PP2 x DP2" in text
     assert equal not in page([{**row, "sent": row["rank"]} for row in ranks], "abc")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--only", "granite4_h_tiny"], "no-effect"),
+        (["--families", "--only", "laptop"], "no-effect"),
+        (["--families", "--gpu", "h200"], "conflict"),
+    ],
+)
+def test_suites_without_cases_are_refused(arguments: list[str], code: str, tmp_path: Path) -> None:
+    with pytest.raises(Unusable) as refused:
+        rehearse.main(["--suite", *arguments, "--output", str(tmp_path / "page.md")])
+    assert refused.value.code == code
 
 
 def test_page_has_families_in_a_table_of_their_own() -> None:

@@ -8,11 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridtron.architecture.base import ModelSizes
+from hybridtron.architecture.moe import MoESpec
+from hybridtron.architecture.swiglu import SwiGLUSpec
 from hybridtron.architecture.table import architecture
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import folder_of, newest
 from hybridtron.data.batch import SeqInfo
 from hybridtron.model.lm import LanguageModel
+from hybridtron.train.upcycled import UpcycledLayer
 from tests.train.conftest import VOCAB, Refused, Train, small_run_arguments
 from tests.train.test_stop_and_resume import run
 
@@ -61,6 +65,16 @@ def test_first_logits_are_those_of_the_dense_model(
     assert torch.equal(down[0], down[3])
     router = after.whole("layers.1.mixer.router")
     assert router.std(0).min() > 0
+
+
+def test_copies_of_bf16_weights_are_divided_in_fp32() -> None:
+    """An imported checkpoint has no fp32 masters."""
+    spec = MoESpec(experts=4, top_k=2, hidden=8, scale=2.5)
+    layer = UpcycledLayer(1, "-", spec, SwiGLUSpec(hidden=8))
+    parameter = spec.parameters(ModelSizes(4, 2))["down"]
+    dense = torch.randn(4, 8, dtype=torch.bfloat16)
+    copies = layer.value("layers.1.mixer.down", parameter, 0, lambda name: {"layers.1.mixer.down.weight": dense}[name])
+    assert torch.equal(copies, (dense.float() / 2.5).expand(4, 4, 8))
 
 
 @pytest.mark.slow

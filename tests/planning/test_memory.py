@@ -302,6 +302,19 @@ def test_traffic_of_tensor_and_pipeline_ranks_equals_hand_counts(wide):
     assert planned_run.bubble == 1 / 5
 
 
+def test_outputs_of_full_experts_are_not_summed_over_tensor_ranks():
+    """Without a shared expert, tensor-parallel ranks exchange nothing in layers with full experts."""
+    settings = ["recipe=moe_laptop", "parallel.tensor=2", "parallel.sequence=true"]
+    divided, full = (
+        plan(largest_phase(RunPlan.of(load([*settings, *more]))), 2).ranks[0].traffic
+        for more in ((), ("parallel.expert_tensor=1", "parallel.expert=2"))
+    )
+    layers = 4
+    output = 192 * 8 * 256 * 4  # bytes of one output in fp32, of all tokens
+    assert divided.tensor - full.tensor == layers * 2 * 2 * output // 2
+    assert full.experts > 0
+
+
 @pytest.mark.parametrize("distributed", [True, False])
 def test_traffic_of_data_parallel_ranks_equals_hand_counts(distributed):
     setting = f"parallel.distributed_optimizer={str(distributed).lower()}"

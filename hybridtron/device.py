@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -100,6 +101,41 @@ def synchronize() -> None:
     """Wait for the GPU to finish, so that a clock can be read. Does nothing on a CPU."""
     if compute_device().type == "cuda":
         torch.cuda.synchronize()
+
+
+class Stopwatch:
+    """Measures the time between two points in the device's work. Neither point makes the host wait for the device."""
+
+    def __init__(self) -> None:
+        if compute_device().type == "cuda":
+            self._events: tuple[Any, Any] | None = (
+                torch.cuda.Event(enable_timing=True),
+                torch.cuda.Event(enable_timing=True),
+            )
+        else:
+            self._events = None
+        self._times = [0.0, 0.0]
+
+    def start(self) -> None:
+        """Mark the first point."""
+        self._mark(0)
+
+    def stop(self) -> None:
+        """Mark the second point."""
+        self._mark(1)
+
+    def seconds(self) -> float:
+        """Return the time between the points. On a GPU, the host must have waited for both before."""
+        if self._events is None:
+            return self._times[1] - self._times[0]
+        began, ended = self._events
+        return began.elapsed_time(ended) / 1000
+
+    def _mark(self, point: int) -> None:
+        if self._events is None:
+            self._times[point] = time.perf_counter()
+        else:
+            self._events[point].record()
 
 
 def copied_to_device(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridtron.parallel.plain_values import all_gather_values
+from hybridtron.parallel.control import Control
 
 KINDS = ("model", "optimizer")  # kinds of a checkpoint's files that are checked
 THREADS = 2  # Python threads: if torch computes with one thread, a single Python thread leaves bandwidth unused
@@ -41,12 +41,12 @@ def not_finite(blocks: Iterable[Any]) -> str | None:
     return next((block.key for block, finite in zip(floating, are_finite, strict=True) if not finite), None)
 
 
-def all_finite(key: str | None) -> None:
+def all_finite(key: str | None, control: Control) -> None:
     """Raise NotFinite on all processes if any process has a block with NaN or infinity.
 
     `key` is the result of `not_finite` on this process: such a block's key, or None. All processes call this together.
     """
-    if bad_key := next(filter(None, all_gather_values(key)), None):
+    if bad_key := next(filter(None, control.all_gather(key)), None):
         raise NotFinite(f"{bad_key} contains NaN or infinity")
 
 

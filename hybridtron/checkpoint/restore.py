@@ -29,8 +29,7 @@ from hybridtron.engine.engine import Engine
 from hybridtron.engine.optimizer import AVERAGE
 from hybridtron.engine.states import restore_states
 from hybridtron.parallel.fp8_statistics import known_blocks
-from hybridtron.parallel.groups import Groups, barrier
-from hybridtron.parallel.plain_values import all_gather_values
+from hybridtron.parallel.groups import Groups
 from hybridtron.problems import ConfigError, Problem
 
 __all__ = ["restore_newest", "restore_states", "verify_weights"]
@@ -78,7 +77,7 @@ def restore_newest(
     faults = []
     for checkpoint in candidates:
         engine, boundary = engine_for(checkpoint)
-        fault = _first_fault(_restore(checkpoint, engine, boundary))
+        fault = _first_fault(_restore(checkpoint, engine, boundary), engine.groups)
         if fault is None:
             _archive_newer_broken(checkpoint, run_dir, engine.groups.is_first)
             return checkpoint
@@ -91,13 +90,13 @@ def restore_newest(
         faults.append(fault.what)
         if engine.groups.is_first:
             print(f"BROKEN CHECKPOINT: {fault.what}; {archive_broken(checkpoint.folder)}", file=sys.stderr)
-        barrier()
+        engine.groups.control.barrier()
     raise BrokenCheckpoint("; ".join(["no checkpoint is valid", *faults]))
 
 
-def _first_fault(fault: RestoreFault | None) -> RestoreFault | None:
+def _first_fault(fault: RestoreFault | None, groups: Groups) -> RestoreFault | None:
     """Gather the faults that the ranks found; return the fault of the lowest rank, or None if no rank found a fault."""
-    faults = all_gather_values(None if fault is None else [fault.what, fault.key])
+    faults = groups.control.all_gather(None if fault is None else [fault.what, fault.key])
     first = next(filter(None, faults), None)
     if first is None:
         return None
@@ -114,7 +113,7 @@ def verify_weights(weights: Checkpoint, groups: Groups, key: str) -> None:
         weights.verify_weights(groups.rank, groups.world_size)
     except BrokenCheckpoint as error:
         fault = str(error)
-    if first_fault := next(filter(None, all_gather_values(fault)), None):
+    if first_fault := next(filter(None, groups.control.all_gather(fault)), None):
         raise ConfigError([Problem(key, "unreadable", f"{first_fault}; set {key} to another checkpoint")])
 
 

@@ -51,8 +51,7 @@ from hybridtron.device import random_states
 from hybridtron.engine.engine import Engine
 from hybridtron.file_errors import room_left
 from hybridtron.parallel.blocks import block
-from hybridtron.parallel.groups import Groups, barrier
-from hybridtron.parallel.plain_values import all_gather_values
+from hybridtron.parallel.groups import Groups
 from hybridtron.storage.durable import put, sync, temporary_of
 
 WRITERS = 2  # threads: one digests while the other flushes to disk
@@ -120,7 +119,8 @@ class Saver:
             engine.pending_copies = copies.trained
         else:
             copies = None
-            all_finite(not_finite([shard for kind in KINDS for shard in content.blocks.get(kind, ())]))
+            fault = not_finite([shard for kind in KINDS for shard in content.blocks.get(kind, ())])
+            all_finite(fault, self.groups.control)
         self._under_way = self._thread.submit(self._run, self._prepare(temporary), content, copies, temporary)
         if not self.config.checkpoint.asynchronous:
             self.settle()
@@ -136,10 +136,10 @@ class Saver:
         fault = self._unchecked.fault()
         self._unchecked = None
         try:
-            all_finite(fault)
+            all_finite(fault, self.groups.control)
         except NotFinite:
             self._wait_for_write()
-            barrier()  # all processes have stopped writing
+            self.groups.control.barrier()  # all processes have stopped writing
             if self.groups.is_first:
                 folders.remove_temporaries(self.run_dir)
             raise
@@ -154,7 +154,7 @@ class Saver:
         if self._under_way is None:
             return
         error = self._wait_for_write()
-        faults = all_gather_values(None if error is None else f"{type(error).__name__}: {error}")
+        faults = self.groups.control.all_gather(None if error is None else f"{type(error).__name__}: {error}")
         fault = next(filter(None, faults), None)
         if fault is None:
             self.failures = 0
@@ -192,7 +192,7 @@ class Saver:
                 temporary.mkdir(parents=True)
             except OSError as error:
                 failure = error  # raised later, in `_run`: all processes must reach the barrier first
-        barrier()  # other processes write into the folder, so it must exist
+        self.groups.control.barrier()  # other processes write into the folder, so it must exist
         return failure
 
     def _run(self, folder_error: OSError | None, content: Content, copies: Copies | None, temporary: Path) -> None:

@@ -4,6 +4,8 @@ set -uo pipefail  # only after the software was loaded, whose scripts may fail w
 export PYTHONPATH=$run/code${PYTHONPATH:+:$PYTHONPATH}
 MASTER_PORT=$(shuf -i 20000-31999 -n 1)  # new at each start, below the system's range for connections
 export MASTER_PORT
+HYBRIDTRON_RUN_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')  # ranks of another start find no keys in the store
+export HYBRIDTRON_RUN_TOKEN
 logs=$run/logs/slurm-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
 mkdir -p "$logs"

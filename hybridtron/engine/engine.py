@@ -22,12 +22,12 @@ from hybridtron.config.schema import StateMode
 from hybridtron.config.update_rule import same_update_rule
 from hybridtron.data.batch import Batch, step_key
 from hybridtron.data.order.phase_order import phase_seed
-from hybridtron.device import DTYPES, compute_device, on_graph_stream
+from hybridtron.device import DTYPES, Stopwatch, compute_device, on_graph_stream
 from hybridtron.engine.graphed import GraphedPasses
 from hybridtron.engine.optimizer import Optimizer
 from hybridtron.engine.routers import ChoiceValues, RouterMetrics, auxiliary_names, move_corrections, routers_of
 from hybridtron.engine.schedule import BatchParts, StepLoss, run_schedule
-from hybridtron.engine.stage import build_stages, data_parallel
+from hybridtron.engine.stage import build_stages, data_parallel, stop_before_finalizing
 from hybridtron.engine.states import StateCarrier, state_blocks
 from hybridtron.engine.step_guard import StepGuard
 from hybridtron.inference.parallel_reader import training_reader
@@ -76,6 +76,8 @@ class Engine:
                 weight.requires_grad_(phase.learns(name))
         with on_graph_stream(config.run.cuda_graph):
             self.wrapped = data_parallel(self.stages, config, groups, self.dtype)
+        self.passes_time = Stopwatch()  # of a step's forward and backward passes, until gradients are reduced
+        stop_before_finalizing(self.stages, self.passes_time)
         self.optimizer = Optimizer(self.wrapped, config, groups, table=arch.table, dtype=self.dtype)
         if load_weight is not None:
             self.optimizer.load_masters(partial(self._cut_weight, load_weight=load_weight))
@@ -86,6 +88,7 @@ class Engine:
         self.pending_copies: Sequence[Future[Any]] = ()  # a checkpoint's unfinished copies of weights and moments
         self._loss = StepLoss(torch.zeros(()), torch.zeros(()))  # sums of the current step
         # values of the last step, whether it was accepted or refused
+        self.number_sums: list[float] = []  # sums of all ranks' `numbers` in `step`
         self.mean_loss = 0.0  # cross entropy per loss token; nan if there was no loss token
         self.learned = 0  # number of loss tokens
         # the mixers' auxiliary losses per loss token, by name
@@ -131,6 +134,7 @@ class Engine:
         """
         if self.carrier is not None:
             self.carrier.begin(step)
+        self.passes_time.start()
         # discard the weights that were rounded to FP8 in the previous step, because the update has changed the weights
         for projection in self.fp8_cached:
             projection.forget()
@@ -179,23 +183,28 @@ class Engine:
         if self.carrier is not None:
             self.carrier.invalidate()
 
-    def step(self, lr: float, weight_decay: float | None = None) -> tuple[float, bool]:
+    def step(self, lr: float, weight_decay: float | None = None, numbers: Sequence[float] = ()) -> tuple[float, bool]:
         """Update the weights, and adopt the step's final states and its FP8 statistics (amax history).
 
         The corrections of routers move by the step's loads, if the step has loss tokens. A refused step changes none
         of these values.
 
         weight_decay: None for the phase's value
+        numbers: equally many on each rank; their sums over all ranks are in `number_sums` afterwards, without another
+            wait and, with the distributed optimizer, without another reduction
 
         Returns the gradient norm before clipping, and True if the step was accepted.
         """
         added = self._loss.auxiliary
         top_k = {index: spec.top_k for index, spec in self.routers.items()}
         counted = ChoiceValues(self._loss.choices, top_k, self.groups.tensor.expert_ranks.expert.size)
-        scalars = (self.optimizer.squared_norm(), self._loss.total, self._loss.tokens, *added.values())
+        squared_norm, number_sums = self.optimizer.squared_norm(numbers)
+        scalars = (squared_norm, self._loss.total, self._loss.tokens, *added.values())
         values = [value.reshape(1).double() for value in scalars]
         # the only point in a step at which the host waits for the device
-        squares, total, tokens, *rest = torch.cat([*values, *counted.flat]).tolist()
+        squares, total, tokens, *rest = torch.cat([*values, *counted.flat, number_sums.double()]).tolist()
+        self.number_sums = rest[len(rest) - len(numbers) :]
+        rest = rest[: len(rest) - len(numbers)]
         sums = rest[: len(added)]
         self.router_metrics = counted.metrics(rest[len(added) :])
         grad_norm = squares**0.5

@@ -35,7 +35,7 @@ from hybridtron.architecture.base import LetterOwner, Parameter
 from hybridtron.config.choices import KeptFormat
 from hybridtron.config.schema import Config
 from hybridtron.config.update_rule import update_rule
-from hybridtron.device import compute_device
+from hybridtron.device import compute_device, copied_to_device
 from hybridtron.engine.update_rules import RuleOptimizer
 from hybridtron.parallel.blocks import flat_rectangles, full_rectangle, weight_blocks, writes
 from hybridtron.parallel.groups import Groups
@@ -70,7 +70,10 @@ class Optimizer:
                 "lr_mult": factor
             }
         settings = optimizer_config(config.optim, config.parallel, dtype)
-        self.megatron = cast(Any, get_megatron_optimizer(settings, list(stages), config_overrides=overrides))
+        self.megatron = cast(
+            Any,
+            get_megatron_optimizer(settings, list(stages), config_overrides=overrides, use_gloo_process_groups=False),
+        )
         for optimizer in self.megatron.chained_optimizers:
             if isinstance(optimizer, DistributedOptimizer):
                 copy_masters_together(optimizer)
@@ -121,16 +124,30 @@ class Optimizer:
 
     def grad_norm(self) -> float:
         """Return the norm of the accumulated gradients over all ranks. The host waits for the device."""
-        return self.squared_norm().item() ** 0.5
+        squared_norm, _ = self.squared_norm()
+        return squared_norm.item() ** 0.5
 
     @torch.no_grad()
-    def squared_norm(self) -> Tensor:
-        """Return the squared gradient norm over all ranks, as a tensor on the device.
+    def squared_norm(self, numbers: Sequence[float] = ()) -> tuple[Tensor, Tensor]:
+        """Return the squared gradient norm, and the sum of each number, over all ranks: tensors on the device.
 
-        The host does not wait for the device. With Megatron's own function it would wait once per weight.
+        The host does not wait for the device. With Megatron's own function it would wait once per weight. The numbers
+        are reduced together with the norm of the dense weights. Without the distributed optimizer this reduction spans
+        the ranks of one replica, so that the numbers are reduced over the replicas too.
         """
         self.megatron.prepare_grads()  # sets the gradients of the masters, from which the norm is computed
-        return functools.reduce(torch.add, map(_squared_norm, self.megatron.chained_optimizers))
+        dense, *experts = self.megatron.chained_optimizers
+        squares = [_squares(optimizer) for optimizer in (dense, *experts)]
+        summed = squares[0].reshape(1)
+        if numbers:
+            summed = torch.cat([summed, copied_to_device(torch.tensor(numbers))])  # the norm's position stays the first
+        group = dense.get_grad_stats_parallel_group()
+        dist.all_reduce(summed, group=group)
+        if numbers and dist.get_world_size(group) < self.groups.world_size:
+            dist.all_reduce(summed[1:], group=self.groups.dense.copies.group)
+        for optimizer, square in zip(experts, squares[1:], strict=True):
+            dist.all_reduce(square, group=optimizer.get_grad_stats_parallel_group())
+        return functools.reduce(torch.add, [summed[0], *squares[1:]]), summed[1:]
 
     def apply_update(self, lr: float, grad_norm: float, wanted: bool = True, weight_decay: float | None = None) -> bool:
         """Clip the gradients and update the weights; return False if the step is refused.
@@ -195,7 +212,7 @@ class Optimizer:
             second_copy = getattr(shard.weight, "shared", False)
             if not second_copy and all(ranks.rank == 0 for ranks in mesh.uncut(parameter.active_cuts(mesh.sizes))):
                 squares[_part_of_model(parameter)] += shard.squared_norms()
-        totals = torch.stack(list(squares.values()))
+        totals = torch.stack(list(squares.values())).to(compute_device())
         dist.all_reduce(totals)
         roots = totals.sqrt().tolist()
         kinds = ("weight_norm", "grad_norm")
@@ -274,16 +291,13 @@ def _has_factor(factor: float, weight: Any) -> bool:
     return weight.lr_factor == factor
 
 
-def _squared_norm(optimizer: Any) -> Tensor:
-    """Return the squared gradient norm over all ranks, for one Megatron optimizer."""
+def _squares(optimizer: Any) -> Tensor:
+    """Return the squared gradient norm of this rank's share, for one Megatron optimizer."""
     gradients = gradients_for_norm(optimizer)
     if gradients:
         norms = torch.stack(torch._foreach_norm(gradients)).to(torch.get_default_dtype())
-        squares = torch.linalg.vector_norm(norms).float() ** 2.0
-    else:
-        squares = torch.zeros((), dtype=torch.float32, device=compute_device())
-    dist.all_reduce(squares, group=optimizer.get_grad_stats_parallel_group())
-    return squares
+        return torch.linalg.vector_norm(norms).float() ** 2.0
+    return torch.zeros((), dtype=torch.float32, device=compute_device())
 
 
 def set_step_count(inner: torch.optim.Optimizer | None, steps: int) -> None:

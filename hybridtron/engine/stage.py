@@ -25,7 +25,7 @@ from hybridtron.config.choices import FP8_MULTIPLES, KeptFormat
 from hybridtron.config.pipeline_layout import chunks_on, fp8_layers, shared_homes, stages_of
 from hybridtron.config.schema import Config
 from hybridtron.data.batch import Batch
-from hybridtron.device import compute_device, plain_torch
+from hybridtron.device import Stopwatch, compute_device, plain_torch
 from hybridtron.engine.bptt import MultiChunkForward, StageOutput
 from hybridtron.model.lm import LanguageModel, ModelOut, ModelSlice, stream_dtype
 from hybridtron.model.stack import States
@@ -282,6 +282,18 @@ def data_parallel(
         else:
             stages[0].config.no_sync_func = no_sync[0]
     return wrapped
+
+
+def stop_before_finalizing(stages: Sequence[Stage], watch: Stopwatch) -> None:
+    """Stop the watch in each step before gradients are finalized, which waits for the other ranks' gradients."""
+    config: Any = stages[0].config
+    finalize = config.finalize_model_grads_func
+
+    def stopped(*arguments: Any, **options: Any) -> None:
+        watch.stop()
+        finalize(*arguments, **options)
+
+    config.finalize_model_grads_func = stopped
 
 
 def finalize_gradients(

@@ -18,7 +18,6 @@ from hybridtron.checkpoint.merged import merge_adapters
 from hybridtron.config.checks.export import exported_step
 from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.interop.consumers import summary_of
-from hybridtron.parallel.groups import barrier
 from hybridtron.storage.durable import temporary_of
 from hybridtron.train.hooks import Hook, RunContext, StepContext
 from hybridtron.train.outcome import Failures
@@ -65,7 +64,7 @@ class PhaseExports(Hook):
             run.beat(f"the work after phase {name}")
             if run.groups.is_first:
                 self._export(name, phase, step)
-            barrier()
+            run.groups.control.barrier()
 
     def _export(self, name: str, phase: ResolvedPhase, step: int) -> None:
         """Export a phase unless its last step is exported already. Failures are logged, not raised."""

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import math
 import os
-import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed import distributed_c10d
@@ -26,10 +23,11 @@ from hybridtron.config.pipeline_layout import ProcessLaunch, launched
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.data.sequence_shard import ShardIndex
 from hybridtron.device import compute_device, megatron_context
+from hybridtron.parallel.control import Control, alone, form, node_name
 from hybridtron.parallel.experts import ExpertRanks
 from hybridtron.parallel.linear import LinearBackend, TensorGroup
 from hybridtron.parallel.mesh import Mesh, RankGroup
-from hybridtron.parallel.plain_values import all_gather_values
+from hybridtron.parallel.rendezvous import store_of_start
 from hybridtron.problems import ConfigError, Problem
 
 LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"
@@ -42,6 +40,7 @@ class Groups:
     tensor, pipeline, data, context: the ranks along each dimension of the parallel layout
     stage: all ranks in this pipeline stage
     meshes: weight family -> the ranks that shard and replicate its weights (`mesh.py`)
+    control: group for messages between all ranks from host memory (`control.py`)
     rank, world_size: this process's global rank, and the number of processes
     """
 
@@ -51,6 +50,7 @@ class Groups:
     context: RankGroup
     stage: RankGroup
     meshes: Mapping[str, Mesh]
+    control: Control
     rank: int
     world_size: int
 
@@ -103,13 +103,17 @@ def start(
             virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
             expert_model_parallel_size=parallel.expert,
             expert_tensor_parallel_size=parallel.expert_tensor_ranks,
-            create_gloo_process_groups=not fake,
+            create_gloo_process_groups=False,  # only Megatron's own checkpoints need these
             distributed_timeout_minutes=math.ceil(timeout_s / 60),
         )
-    return _place(parallel, launch)
+        if fake or launch.world_size == 1:
+            control = alone(launch.rank)
+        else:
+            control = form(launch.rank, launch.world_size, timedelta(seconds=timeout_s))
+    return _place(parallel, launch, control)
 
 
-def _place(parallel: ParallelConfig, launch: ProcessLaunch) -> Groups:
+def _place(parallel: ParallelConfig, launch: ProcessLaunch, control: Control) -> Groups:
     """Return the groups that Megatron has formed, with this process's rank in each group."""
     tensor_ranks = _ranks(parallel_state.get_tensor_model_parallel_group())
     expert = _ranks(parallel_state.get_expert_model_parallel_group())
@@ -137,6 +141,7 @@ def _place(parallel: ParallelConfig, launch: ProcessLaunch) -> Groups:
         context=_ranks(parallel_state.get_context_parallel_group()),
         stage=_ranks(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)),
         meshes=meshes,
+        control=control,
         rank=launch.rank,
         world_size=launch.world_size,
     )
@@ -147,47 +152,31 @@ def _ranks(group: Any) -> RankGroup:
     return RankGroup(group.size(), group.rank(), group)
 
 
-@contextmanager
-def without_gloo_groups() -> Iterator[None]:
-    """Let the block run without gloo groups, which `start(fake=True)` does not form.
-
-    Megatron's functions for the gloo groups return the groups for the device's tensors instead.
-    """
-    core: Any = parallel_state
-    stand_ins = {
-        "get_data_parallel_group_gloo": lambda *_, **__: parallel_state.get_data_parallel_group(),
-        "get_expert_data_parallel_group_gloo": lambda *_, **__: parallel_state.get_expert_data_parallel_group(),
-    }
-    formed = {name: getattr(core, name) for name in stand_ins}
-    for name, getter in stand_ins.items():
-        setattr(core, name, getter)
-    try:
-        yield
-    finally:
-        for name, getter in formed.items():
-            setattr(core, name, getter)
-
-
 def _join(launch: ProcessLaunch, init_method: str, fake: bool, timeout: timedelta) -> None:
-    """Initialize torch.distributed with gloo for CPU tensors and NCCL for GPU tensors, or with a fake backend.
+    """Initialize torch.distributed with NCCL for GPUs, with gloo for CPUs, or with a fake backend.
 
-    Megatron forms about ten groups over all ranks. By default gloo connects every pair of ranks in each of these
-    groups: 10 (N - 1) connections per rank for N ranks. With TORCH_GLOO_LAZY_INIT it connects two ranks only when they
-    first communicate in a group, so the number of connections does not depend on N.
+    Megatron forms about ten groups over all ranks, and a group has the default group's backend. On GPUs gloo serves
+    only the control group (`control.py`). On CPUs it serves all groups. By default gloo connects every pair of ranks in
+    each group: 10 (N - 1) connections per rank for N ranks. With TORCH_GLOO_LAZY_INIT it connects two ranks only when
+    they first communicate in a group, so the number of connections does not depend on N.
     """
     os.environ.setdefault(LAZY_CONNECTIONS, "1")
     if compute_device().type == "cpu":
         backend = "gloo"
     else:
-        backend = "cpu:gloo,cuda:nccl"
+        backend = "nccl"
     options = {"rank": launch.rank, "world_size": launch.world_size, "timeout": timeout}
     if fake:
         dist.init_process_group("fake", store=FakeStore(), **options)
     elif launch.world_size == 1:  # no other process to find, so no address or port is needed
         dist.init_process_group(backend, store=dist.HashStore(), **options)
+    elif init_method == "env://":
+        _check_meeting_place(os.environ)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # the launcher holds the store
+            dist.init_process_group(backend, init_method=init_method, **options)
+        else:
+            dist.init_process_group(backend, store=store_of_start(os.environ, launch, timeout), **options)
     else:
-        if init_method == "env://":
-            _check_meeting_place(os.environ)
         dist.init_process_group(backend, init_method=init_method, **options)
 
 
@@ -223,18 +212,6 @@ def barrier() -> None:
         dist.barrier()
 
 
-def all_reduce_max(values: list[float]) -> list[float]:
-    """Return each value's maximum over all processes.
-
-    The reduction runs over gloo, so that no process waits for its device.
-    """
-    if dist.get_world_size() == 1:
-        return values
-    maxima = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(maxima, dist.ReduceOp.MAX)
-    return maxima.tolist()
-
-
-def host_pids() -> list[tuple[str, int]]:
+def host_pids(control: Control) -> list[tuple[str, int]]:
     """All-gather every rank's host name and process id."""
-    return [(host, process) for host, process in all_gather_values([socket.gethostname(), os.getpid()])]
+    return [(host, process) for host, process in control.all_gather([node_name(), os.getpid()])]

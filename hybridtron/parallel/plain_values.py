@@ -2,7 +2,8 @@
 
 torch's collectives for objects use pickle, and unpickling a message may run code that the sender has put into it. Any
 process that reaches a job's ports may send messages. So the functions here parse only JSON and the bytes of tensors.
-The messages are sent over gloo from host memory.
+The messages are sent from host memory over gloo. A group whose backend has no use for host memory, such as one of NCCL,
+sends copies on the device.
 
 A plain value is None, a boolean, a number, text, a list, or a dictionary with string keys. The values are converted to
 JSON and back even with one process, so a tuple always becomes a list.
@@ -18,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridtron.device import compute_device
+
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.uint8, torch.bool)
 TYPES = {str(dtype): dtype for dtype in (*_FLOATS, *_INTEGERS)}
@@ -32,12 +35,28 @@ def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None = N
     """Broadcast a plain value from the process with global rank `source`, and return it on every rank in the group."""
     message = _bytes(value)
     if dist.get_world_size(group) > 1:
-        size = torch.tensor([message.numel()])
+        device = device_of(group)
+        size = torch.tensor([message.numel()], device=device)
         dist.broadcast(size, source, group=group)
-        if dist.get_rank() != source:
-            message = torch.empty(int(size), dtype=torch.uint8)
+        if dist.get_rank() == source:
+            message = message.to(device)
+        else:
+            message = torch.empty(int(size), dtype=torch.uint8, device=device)
         dist.broadcast(message, source, group=group)
     return json.loads(_text(message))
+
+
+def converted(value: Any) -> Any:
+    """Return a plain value as another rank would receive it."""
+    return json.loads(json.dumps(value))
+
+
+def device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Return the device from whose memory a group sends: the CPU if the group can, else this process's device."""
+    backends = dist.get_backend_config(group)
+    if "cpu" in backends:
+        return torch.device("cpu")
+    return compute_device()
 
 
 def all_gather_tensors(
@@ -78,14 +97,15 @@ def _all_gather_bytes(message: Tensor, group: dist.ProcessGroup | None) -> list[
     count = dist.get_world_size(group)
     if count == 1:
         return [message]
-    sizes = [torch.empty(1, dtype=torch.int64) for _ in range(count)]
-    dist.all_gather(sizes, torch.tensor([message.numel()]), group=group)
+    device = device_of(group)
+    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(count)]
+    dist.all_gather(sizes, torch.tensor([message.numel()], device=device), group=group)
     longest = int(max(sizes))
-    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: message.numel()] = message
-    gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(count)]
+    gathered = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(count)]
     dist.all_gather(gathered, padded, group=group)
-    return [tensor[: int(size)] for tensor, size in zip(gathered, sizes, strict=True)]
+    return [tensor[: int(size)].cpu() for tensor, size in zip(gathered, sizes, strict=True)]
 
 
 def _bytes(value: Any) -> Tensor:
@@ -95,4 +115,4 @@ def _bytes(value: Any) -> Tensor:
 
 def _text(message: Tensor) -> bytes:
     """Return a byte tensor's content."""
-    return message.numpy().tobytes()
+    return message.cpu().numpy().tobytes()

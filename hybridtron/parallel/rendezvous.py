@@ -1,14 +1,22 @@
-"""TCP store for ranks that a process on this machine launches itself, without torchrun."""
+"""TCP stores through which ranks find each other, on one machine or on several, without torchrun."""
 
 from __future__ import annotations
 
+import errno
 import socket
 import sys
+from collections.abc import Mapping
+from datetime import timedelta
 
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from hybridtron.config.pipeline_layout import ProcessLaunch
+from hybridtron.problems import ConfigError, Problem
 
 LOCALHOST = "127.0.0.1"
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+TOKEN = "HYBRIDTRON_RUN_TOKEN"
+"""Environment variable with a random text that all ranks of one start share."""
 
 
 class Rendezvous:
@@ -35,3 +43,41 @@ class Rendezvous:
         """
         store = {"MASTER_ADDR": LOCALHOST, "MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         return store | {"GLOO_SOCKET_IFNAME": LOOPBACK}
+
+
+def store_of_start(environment: Mapping[str, str], launch: ProcessLaunch, timeout: timedelta) -> Store:
+    """Return the store at MASTER_ADDR and MASTER_PORT, through which the ranks of one start find each other.
+
+    Rank 0 holds the store. It listens only on the interface that has the address MASTER_ADDR, so that machines on other
+    networks cannot reach it. If TOKEN is set, all keys begin with its value: a rank of another start that connects by
+    mistake then finds no key, and changes none. A client that lists all keys on purpose still sees them.
+
+    Raises ConfigError if rank 0 can't listen there.
+    """
+    address = environment["MASTER_ADDR"]
+    port = int(environment["MASTER_PORT"])
+    options = {"world_size": launch.world_size, "timeout": timeout}
+    if launch.rank == 0:
+        with _listening(address, port) as listening:
+            descriptor = listening.detach()  # the store closes it
+        store = TCPStore(address, port, is_master=True, master_listen_fd=descriptor, **options)
+    else:
+        store = TCPStore(address, port, is_master=False, **options)
+    token = environment.get(TOKEN)
+    if token is None:
+        return store
+    return PrefixStore(token, store)
+
+
+def _listening(address: str, port: int) -> socket.socket:
+    """Return a socket that listens on the interface with this address. Raises ConfigError if that is impossible."""
+    try:
+        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(place[:2], family=family, backlog=socket.SOMAXCONN)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            problem = Problem("MASTER_PORT", "in-use", f"is {port}, which another process uses: export a free port")
+        else:
+            why = f"is {address}, on which rank 0 can't listen ({error.strerror})"
+            problem = Problem("MASTER_ADDR", "unavailable", f"{why}: export an address of the node with rank 0")
+        raise ConfigError([problem]) from error

@@ -93,14 +93,15 @@ def gather_full_tensors(
             whole = _joined(shards[name](), parameter, groups.meshes[parameter.family])
         if owner > 0 and groups.stage.rank == 0:
             if whole is not None:
-                dist.send(whole, stage_ranks[0])
+                dist.send(whole.to(compute_device()), stage_ranks[0])
             elif groups.pipeline.rank == 0:
                 if parameter.fp32:
                     wide = torch.promote_types(dtype, torch.float32)
                 else:
                     wide = dtype
-                whole = torch.empty(parameter.shape, dtype=wide)
-                dist.recv(whole, stage_ranks[owner])
+                received = torch.empty(parameter.shape, dtype=wide, device=compute_device())
+                dist.recv(received, stage_ranks[owner])
+                whole = received.cpu()
         if groups.is_first:
             assert whole is not None
             yield name, whole

@@ -55,6 +55,9 @@ class FakeStream:
     def query(self) -> bool:
         return True
 
+    def elapsed_time(self, _: Any) -> float:
+        return 0.0
+
     def synchronize(self) -> None:
         report_wait("event or stream")
 

@@ -124,10 +124,7 @@ def rehearse_rank(
 
 @contextmanager
 def counting(census: Census, launches: Launches, imbalance: float = 1.0) -> Iterator[None]:
-    """Count all operations and launches inside the context, without computing anything.
-
-    No gloo process groups are created, because only checkpoints need them.
-    """
+    """Count all operations and launches inside the context, without computing anything."""
     kernels: Any = flex_tiles
     kernels._kernel = flex_kernel  # a stub, because torch.compile needs a real device
     flex._mask_of_sizes.cache_clear()  # cached masks are tensors of an earlier rehearsal
@@ -136,7 +133,6 @@ def counting(census: Census, launches: Launches, imbalance: float = 1.0) -> Iter
         census.add_kernel(*launches.note(kernel, grid, arguments, options))
 
     with (
-        groups.without_gloo_groups(),
         chosen_loads(imbalance),
         fake_tensors(),
         PlaceholderValues(),

@@ -36,6 +36,9 @@ class StepMetrics:
     validation_by_source: if there are several sources, each source's held-out loss at the first length
     evaluation: after an evaluation with `run.evaluate`, metrics by task, length and name
     layers: with `run.layer_norms`, parameter and gradient norms by layer
+    rank_times: with at least four data-parallel ranks, the median and the largest seconds over all ranks, by section of
+        the step before (`slow_ranks.py`)
+    slow_ranks: host and rank -> by how much the rank is slower than its peers; only if there are such ranks
     hooks: name -> number that a hook in `run.hooks` has added
 
     The written line also has the `time` in UTC. In the written line, numbers that are not finite are null.
@@ -63,6 +66,8 @@ class StepMetrics:
     validation_by_source: Mapping[str, float] | None = None
     evaluation: Mapping[str, float] | None = None
     layers: Mapping[str, float] | None = None
+    rank_times: Mapping[str, float] | None = None
+    slow_ranks: Mapping[str, float] | None = None
     hooks: Mapping[str, float] | None = None
 
     def adding(self, numbers: Mapping[str, float]) -> StepMetrics:
@@ -80,7 +85,7 @@ class StepMetrics:
 
 
 OPTIONAL = ("learned", "imbalance", "auxiliary", "routers", "restarted_lanes", "validation", "validation_by_source")
-OPTIONAL += ("evaluation", "layers", "hooks")
+OPTIONAL += ("evaluation", "layers", "rank_times", "slow_ranks", "hooks")
 REQUIRED = [name for name in StepMetrics.__dataclass_fields__ if name not in OPTIONAL]
 
 

@@ -6,13 +6,14 @@ Three events stop a run:
     - The deadline is near: the end of the allowed time (`run.max_minutes` or SLURM_JOB_END_TIME).
     - The torchrun that started this process has died.
 
-A signal may arrive during start-up, a step, an evaluation or a checkpoint. The signal handler only sets a flag. After
-every step the ranks all-reduce their flags, so that all ranks stop after the same step. Later signals change nothing.
-When torchrun dies, the ranks have `launcher.GRACE_S` seconds to save. A process that has not yet done a step has
-nothing to save. It ends immediately, since another start of the run may already wait for the run's folder.
+A signal may arrive during start-up, a step, an evaluation or a checkpoint. The signal handler only sets a flag. In
+every step the reduction of the gradient norm also adds up the ranks' flags, so that all ranks stop after the same step.
+A signal that arrives after this reduction stops the run after the next step. Later signals change nothing. When
+torchrun dies, the ranks have `launcher.GRACE_S` seconds to save. A process that has not yet done a step has nothing to
+save. It ends immediately, since another start of the run may already wait for the run's folder.
 
 A run stops before the deadline, early enough to save a checkpoint. It reserves the time that its slowest checkpoint so
-far took, plus twice the longest time between the ends of two successive steps. Under SLURM, which kills a job at the
+far took, plus three times the longest time between two successive steps. Under SLURM, which kills a job at the
 deadline, the reserve is at least a minute. A large model's first checkpoint may take longer than a minute. For such a
 model let SLURM send a signal earlier, with `#SBATCH --signal=B:USR1@600`.
 
@@ -32,7 +33,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -41,6 +42,9 @@ from hybridtron.config.schema import RunConfig
 from hybridtron.train.launcher import Launcher
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+REASONS = (*(number.name for number in SIGNALS), "the time is up", "its launcher is gone")
+# A step whose flags are sent just before the deadline's reserve begins, the next step, and a margin of one step.
+STEPS_RESERVED = 3
 SLURM_RESERVE_S = 60.0  # minimum reserve before the deadline in a SLURM job
 
 
@@ -73,30 +77,28 @@ class StopRequests:
         if self.received:
             response = "the run is already stopping"
         else:
-            response = "the run saves and stops after this step"
+            response = "the run saves and stops after this step, or after the next one"
         self.received = self.received or number
         if self.is_main:  # not `print`: it raises an error if the signal has interrupted another `print`
             os.write(2, f"{name}: {response}\n".encode())
 
-    def agreed(self, greatest: Callable[[list[float]], list[float]]) -> str | None:
-        """Return the reason why all ranks must stop after this step, or None if they continue.
-
-        All ranks call this method at the end of each step, and all get the same result. `greatest` is an all-reduce
-        that returns each list element's maximum over all ranks.
-        """
+    def flags(self) -> list[float]:
+        """Return 1 for each reason for which this rank wants to stop, and 0 for others; called once in each step."""
         now = time.monotonic()
         if self.last_border is not None:
             self.longest_step = max(self.longest_step, now - self.last_border)
         self.last_border = now
         self.launcher.worth_saving = True
-        number, late, orphan = greatest([self.received, now > self.deadline - self.reserve, self.launcher.is_gone])
-        if number:
-            return signal.Signals(int(number)).name
-        if late:
-            return "the time is up"
-        if orphan:
-            return "its launcher is gone"
-        return None
+        reasons = [*(self.received == number for number in SIGNALS), now > self.deadline - self.reserve]
+        return [float(wanted) for wanted in (*reasons, self.launcher.is_gone)]
+
+    @staticmethod
+    def agreed(sums: Sequence[float]) -> str | None:
+        """Return the reason why all ranks must stop after this step, or None if they continue.
+
+        sums: the ranks' flags, each summed over all ranks
+        """
+        return next((reason for reason, ranks in zip(REASONS, sums, strict=True) if ranks), None)
 
     @staticmethod
     def ignore() -> None:
@@ -106,8 +108,8 @@ class StopRequests:
 
     @property
     def reserve(self) -> float:
-        """Seconds before the deadline that are reserved for the last step and its checkpoint."""
-        return max(self.least_reserve, self.longest_save + 2 * self.longest_step)
+        """Seconds before the deadline that are reserved for the last steps and their checkpoint."""
+        return max(self.least_reserve, self.longest_save + STEPS_RESERVED * self.longest_step)
 
     @contextmanager
     def saving(self) -> Iterator[None]:

@@ -30,7 +30,6 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from hybridtron.data.batch import Batch, SeqInfo
-from hybridtron.parallel.groups import barrier
 from hybridtron.problems import Unusable
 from hybridtron.train.hooks import Hook, StepContext
 from hybridtron.train.jsonl import read_record
@@ -60,7 +59,7 @@ class RefusedBatches(Hook):
                 about = {"step": context.step, "why": why, "loss": metrics.loss, "norm": metrics.grad_norm}
                 make_room(folder, keep)
                 (folder / ABOUT).write_text(json.dumps(finite(about)))
-        barrier()  # all processes must reach the barrier, even if the first process could not make the folder
+        groups.control.barrier()  # reached by all processes, even if the first process could not make the folder
         with warn_of_failure(context.step):
             if groups.tensor.rank == 0 and groups.pipeline.rank == 0:
                 name = f"data-{groups.data.rank:05}-context-{groups.context.rank:05}.safetensors"

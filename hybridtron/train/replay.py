@@ -60,12 +60,12 @@ class Replay:
             try:
                 loss = self.engine.forward_backward(batches, self.number)
                 norms = self.engine.optimizer.norms()
-                squares = self.engine.optimizer.squared_norm().item()
+                squares, _ = self.engine.optimizer.squared_norm()
             finally:
                 self.engine.optimizer.zero_grad()  # the next replay adds its gradients to zeros, also after a failure
         suffix = ".grad_norm"
         layers = {name.removesuffix(suffix): norm for name, norm in norms.items() if name.endswith(suffix)}
-        return Replayed(loss.mean.item(), squares**0.5, layers)
+        return Replayed(loss.mean.item(), squares.item() ** 0.5, layers)
 
 
 @contextmanager

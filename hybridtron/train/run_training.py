@@ -17,7 +17,7 @@ from hybridtron.config.schema import Config
 from hybridtron.determinism import deterministic
 from hybridtron.device import megatron_context
 from hybridtron.ops.dispatch import force_on_all_threads
-from hybridtron.parallel.groups import Groups, barrier, host_pids
+from hybridtron.parallel.groups import Groups, host_pids
 from hybridtron.parallel.groups import start as start_groups
 from hybridtron.parallel.groups import stop as stop_groups
 from hybridtron.problems import ConfigError, Problem
@@ -87,7 +87,7 @@ def run_training(plan: RunPlan, requests: StopRequests, hooks: Sequence[Hook] = 
             changed = changes_of_model(initial, plan)
             if groups.is_first:
                 open_folder(start, initial, config, changed)
-            barrier()  # the first rank has prepared the folder, and now all ranks may write logs into it
+            groups.control.barrier()  # the first rank has prepared the folder, and now all ranks may write logs into it
             log.write_to(failures.run_dir)
             with Watchdog(failures, config.run.timeout) as watchdog, record_unfinished(failures):
                 time_log = open_time_log(config, start, groups, failures)
@@ -131,7 +131,7 @@ def join_ranks(config: Config, failures: Failures) -> Groups:
         # Collectives time out later than the watchdog, because the watchdog's report says more. Their time-out matters
         # only if the interpreter is stuck and the watchdog's thread can't run.
         groups = start_groups(config.parallel, timeout_s=max(2 * config.run.timeout, START_S))
-        failures.processes = host_pids()
+        failures.processes = host_pids(groups.control)
     return groups
 
 

@@ -30,18 +30,19 @@ from hybridtron.config.units import parse_steps
 from hybridtron.data.batch import Batch
 from hybridtron.data.loader import Loader, build_loader
 from hybridtron.engine.engine import Engine
-from hybridtron.parallel.groups import Groups, all_reduce_max, barrier
+from hybridtron.parallel.groups import Groups
 from hybridtron.train import rollback
 from hybridtron.train.hooks import Hook, RunContext, StepContext
 from hybridtron.train.lr import learning_rate, weight_decay
 from hybridtron.train.metrics import Decision, StepMetrics
 from hybridtron.train.outcome import Preempted
 from hybridtron.train.phase_engines import PhaseEngines
-from hybridtron.train.preempt import StopRequests
+from hybridtron.train.preempt import REASONS, StopRequests
 from hybridtron.train.profile import most_memory_gib, profile_if_chosen
 from hybridtron.train.report import announce_end, announce_reading, announce_run, sample_report
 from hybridtron.train.rollback import Rollback, RollbackRequested
 from hybridtron.train.skipped_data import BatchKey, SkippedData
+from hybridtron.train.slow_ranks import RankTimes
 from hybridtron.train.start import candidates, check_same_data, weights_of
 from hybridtron.train.throughput import Throughput
 from hybridtron.train.time_log import TimeLog
@@ -82,6 +83,7 @@ class Trainer:
         watchdog.beat("building the model")
         torch.manual_seed(config.run.seed)
         self.engines = PhaseEngines(plan, groups)
+        self.rank_times = RankTimes(groups)
         if initial is not None:
             verify_weights(initial, groups, "run.weights")
         self.start: Checkpoint | None = None
@@ -215,7 +217,7 @@ class Trainer:
                 self.record_progress(metrics)
                 refused = self.engine.guard.refused
                 rollback.check_refused(step, step == self.last, self.engine.guard, self.config.optim)
-                stop = self.requests.agreed(all_reduce_max)  # all ranks get the same value
+                stop = self.requests.agreed(self.engine.number_sums[: len(REASONS)])  # all ranks get the same value
                 due |= step % save_every == 0
                 # A checkpoint that is due after a refused step is written after the next accepted step, because a run
                 # never rolls back to a checkpoint that was written right after a refused step.
@@ -278,7 +280,11 @@ class Trainer:
             layers = self.engine.optimizer.norms()  # before the update, which resets the gradients
         else:
             layers = None
-        grad_norm, accepted = self.engine.step(lr, weight_decay(self.phases, phase.index, lr))
+        decay = weight_decay(self.phases, phase.index, lr)
+        flags = self.requests.flags()
+        grad_norm, accepted = self.engine.step(lr, decay, [*flags, *self.rank_times.numbers(asked)])
+        self.rank_times.take(self.engine.number_sums[len(flags) :])
+        self.rank_times.record(arrived - asked, self.engine.passes_time.seconds())
         self.skipped += not accepted
         if guard.why is not None:
             data = self.batch_key(step, phase)
@@ -306,6 +312,8 @@ class Trainer:
             routers={layer: router._asdict() for layer, router in self.engine.router_metrics.items()} or None,
             restarted_lanes=self.engine.restarted_lanes,
             layers=layers,
+            rank_times=self.rank_times.metrics(),
+            slow_ranks=self.rank_times.slow_metrics(),
         )
 
     def batch_key(self, step: int, phase: ResolvedPhase) -> BatchKey:
@@ -379,9 +387,9 @@ class Trainer:
         build = partial(build_loader, phase, data.rank, data.size, self.groups.shard_index)
         if self.groups.is_first:
             loader = build()
-            barrier()
+            self.groups.control.barrier()
             return loader
-        barrier()
+        self.groups.control.barrier()
         return build()
 
     def report_end(self, checkpoint: Path) -> None:

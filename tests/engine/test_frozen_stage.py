@@ -26,8 +26,7 @@ def test_a_frozen_stage_is_built_with_fake_process_groups() -> None:
     with megatron_context():
         groups = process_groups.start(config.parallel, launch=ProcessLaunch(1, 2), fake=True)
         try:
-            with process_groups.without_gloo_groups():
-                engine = Engine(resolve(config)[0], groups)
+            engine = Engine(resolve(config)[0], groups)
             shards = list(engine.optimizer.shards.values())
         finally:
             process_groups.stop()

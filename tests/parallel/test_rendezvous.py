@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import Store, TCPStore
 
-from hybridtron.parallel.rendezvous import LOOPBACK, Rendezvous
+from hybridtron.config.pipeline_layout import ProcessLaunch
+from hybridtron.parallel.rendezvous import LOOPBACK, TOKEN, Rendezvous, store_of_start
+from hybridtron.problems import ConfigError
 
 
 def reaches(address: str, port: int) -> bool:
@@ -50,3 +53,48 @@ def test_every_start_has_its_own_store() -> None:
     first = Rendezvous()
     second = Rendezvous()
     assert first.variables["MASTER_PORT"] != second.variables["MASTER_PORT"]
+
+
+WAIT = timedelta(seconds=20)
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return str(listening.getsockname()[1])
+
+
+def stores_of_start(place: dict[str, str]) -> list[Store]:
+    """Open the store of a start as each of two ranks."""
+    with ThreadPoolExecutor(2) as threads:
+        ranks = [ProcessLaunch(rank, 2) for rank in range(2)]
+        return list(threads.map(lambda launch: store_of_start(place, launch, WAIT), ranks))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere 127.0.0.2 is no address of the machine")
+def test_store_of_a_start_listens_on_the_named_address_alone() -> None:
+    place = {"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": free_port()}
+    first, second = stores_of_start(place)
+    first.set("key", "value")
+    assert second.get("key") == b"value"
+    assert not reaches("127.0.0.1", int(place["MASTER_PORT"]))
+
+
+def test_keys_belong_to_the_start_with_their_token() -> None:
+    """A rank with another token connects, as a rank of another job on a port by mistake, and finds nothing."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), TOKEN: "first"}
+    first, second = stores_of_start(place)
+    first.set("key", "value")
+    assert second.get("key") == b"value"
+    stranger = store_of_start({**place, TOKEN: "second"}, ProcessLaunch(1, 2), WAIT)
+    assert not stranger.check(["key"])
+    stranger.set("key", "other")
+    assert second.get("key") == b"value"
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    for address, port, key in (("192.0.2.1", "20001", "MASTER_ADDR"), ("127.0.0.1", "", "MASTER_PORT")):
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            place = {"MASTER_ADDR": address, "MASTER_PORT": port or str(taken.getsockname()[1])}
+            with pytest.raises(ConfigError) as refused:
+                store_of_start(place, ProcessLaunch(0, 2), WAIT)
+        assert [problem.key for problem in refused.value.problems] == [key]

@@ -22,9 +22,9 @@ from tests.train.conftest import Train
 from tests.train.faults import ending_of, happening, outcome_of, trained
 
 
-def alone(values: list[float]) -> list[float]:
-    """Agree on values with a single process."""
-    return values
+def agreed(asked: StopRequests) -> str | None:
+    """Return the reason to stop for a single process."""
+    return asked.agreed(asked.flags())
 
 
 def requests(environment: dict[str, str] | None = None, max_minutes: float | None = None) -> StopRequests:
@@ -93,40 +93,44 @@ def test_a_time_budget_ends_the_run_by_itself(train_small: Train, tmp_path: Path
 def test_a_second_signal_is_reported_and_changes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with StopRequests(RunConfig(name="test"), is_main=True, environment={}) as asked:
-        assert asked.agreed(alone) is None
+        assert agreed(asked) is None
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             signal.raise_signal(number)
-        assert asked.agreed(alone) == "SIGUSR1"
+        assert agreed(asked) == "SIGUSR1"
     assert signal.getsignal(signal.SIGTERM) is before
     assert capfd.readouterr().err.splitlines() == [
-        "SIGUSR1: the run saves and stops after this step",
+        "SIGUSR1: the run saves and stops after this step, or after the next one",
         "SIGTERM: the run is already stopping",
         "SIGINT: the run is already stopping",
     ]
 
 
 def test_ranks_stop_for_a_request_of_any_rank() -> None:
-    assert requests().agreed(lambda _: [float(signal.SIGUSR1), 0.0, 0.0]) == "SIGUSR1"
-    assert requests().agreed(lambda _: [0.0, 1.0, 0.0]) == "the time is up"
-    assert requests().agreed(lambda _: [0.0, 0.0, 1.0]) == "its launcher is gone"
+    reasons = ("SIGTERM", "SIGINT", "SIGUSR1", "the time is up", "its launcher is gone")
+    for number, reason in enumerate(reasons):
+        sums = [0.0] * len(reasons)
+        sums[number] = 3.0
+        assert StopRequests.agreed(sums) == reason
+    assert StopRequests.agreed([0.0, 2.0, 0.0, 1.0, 0.0]) == "SIGINT"
+    assert StopRequests.agreed([0.0] * len(reasons)) is None
 
 
-def test_time_for_a_checkpoint_and_two_steps_is_kept_back() -> None:
+def test_time_for_a_checkpoint_and_three_steps_is_kept_back() -> None:
     asked = requests(max_minutes=1.0)
     assert asked.reserve == 0
     asked.longest_save = 30.0
-    asked.longest_step = 10.0
-    assert asked.reserve == 50
-    assert asked.agreed(alone) is None
+    asked.longest_step = 9.0
+    assert asked.reserve == 57
+    assert agreed(asked) is None
     asked.longest_step = 16.0
-    assert asked.agreed(alone) == "the time is up"
+    assert agreed(asked) == "the time is up"
 
 
 def test_slurm_ends_a_job_at_a_known_time() -> None:
-    assert requests({"SLURM_JOB_END_TIME": str(int(time.time() + 900))}).agreed(alone) is None
-    assert requests({"SLURM_JOB_END_TIME": str(int(time.time() + 50))}).agreed(alone) == "the time is up"
+    assert agreed(requests({"SLURM_JOB_END_TIME": str(int(time.time() + 900))})) is None
+    assert agreed(requests({"SLURM_JOB_END_TIME": str(int(time.time() + 50))})) == "the time is up"
     both = requests({"SLURM_JOB_END_TIME": str(int(time.time() + 9000))}, max_minutes=0.5)
-    assert both.agreed(alone) == "the time is up"
+    assert agreed(both) == "the time is up"
 
 
 @pytest.mark.parametrize("jump", [-1e6, 1e6])
@@ -134,7 +138,7 @@ def test_deadlines_do_not_follow_a_jumping_clock(jump: float, monkeypatch: pytes
     now = time.time()
     asked = requests({"SLURM_JOB_END_TIME": str(int(now + 900))}, max_minutes=10.0)
     monkeypatch.setattr(time, "time", lambda: now + jump)
-    assert asked.agreed(alone) is None
+    assert agreed(asked) is None
 
 
 def test_only_launched_processes_stop_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,10 +147,10 @@ def test_only_launched_processes_stop_without_a_launcher(monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "getppid", lambda: python)
     launched = requests({"TORCHELASTIC_RUN_ID": "x"})
     by_hand = requests()
-    assert launched.agreed(alone) is None
+    assert agreed(launched) is None
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert launched.agreed(alone) == "its launcher is gone"
-    assert by_hand.agreed(alone) is None
+    assert agreed(launched) == "its launcher is gone"
+    assert agreed(by_hand) is None
 
 
 @pytest.mark.parametrize("stepped", [False, True])
@@ -193,5 +197,5 @@ def test_a_parent_of_another_user_is_no_launcher(monkeypatch: pytest.MonkeyPatch
 def test_a_run_is_worth_saving_after_its_first_step() -> None:
     asked = requests()
     assert not asked.launcher.worth_saving
-    asked.agreed(alone)
+    agreed(asked)
     assert asked.launcher.worth_saving

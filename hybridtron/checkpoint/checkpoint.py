@@ -69,6 +69,11 @@ class Checkpoint:
         checkpoint.verified("config.yaml")
         return checkpoint
 
+    @classmethod
+    def of_manifest(cls, folder: Path, stored: bytes) -> Self:
+        """Return a checkpoint that another process has opened; `stored` has the bytes of its manifest."""
+        return cls(folder, manifest.read(folder, stored))
+
     @property
     def meta(self) -> Meta:
         return self.manifest.meta

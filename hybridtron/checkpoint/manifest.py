@@ -149,12 +149,12 @@ def to_bytes(manifest: CheckpointManifest) -> bytes:
     return _HEAD + digest_of(body).encode() + _BETWEEN + body + _END
 
 
-def read(folder: Path) -> CheckpointManifest:
-    """Read and verify a checkpoint's manifest.
+def read(folder: Path, stored: bytes | None = None) -> CheckpointManifest:
+    """Read and verify a checkpoint's manifest; `stored` has its bytes if they were read before.
 
     Raises BrokenCheckpoint if the manifest is missing or damaged, or if the folder's name has another step.
     """
-    manifest = of_bytes(stored_in(folder), folder / FILE)
+    manifest = of_bytes(stored_in(folder) if stored is None else stored, folder / FILE)
     if step_in(folder.name) is not None and folder.name != name_of(manifest.meta.step):
         raise BrokenCheckpoint(
             f"{folder} is a checkpoint of step {manifest.meta.step}; rename it to {name_of(manifest.meta.step)}",

@@ -25,6 +25,7 @@ from hybridtron.checkpoint.folder import archive_broken, archive_newer_broken, b
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.save import layout_of
 from hybridtron.device import random_states, set_random_states
+from hybridtron.engine.copied_weights import CopiedWeight, send_copies
 from hybridtron.engine.engine import Engine
 from hybridtron.engine.optimizer import AVERAGE
 from hybridtron.engine.states import restore_states
@@ -69,6 +70,7 @@ def restore_newest(
 
     `engine_for` returns the engine to read a candidate into: candidates of different phases need different engines.
     Each process verifies the bytes that it reads. All processes continue once all of them have read the candidate.
+    A weight that data-parallel ranks hold alike is read by one of them, which sends it to the others.
 
     A broken candidate in the run's own folder is archived (renamed), and the next candidate is tried. A broken
     checkpoint in another folder is not renamed: ConfigError is raised. Raises BrokenCheckpoint if no candidate is
@@ -77,8 +79,10 @@ def restore_newest(
     faults = []
     for checkpoint in candidates:
         engine, boundary = engine_for(checkpoint)
-        fault = _first_fault(_restore(checkpoint, engine, boundary), engine.groups)
+        copied = engine.copied_weights()
+        fault = _first_fault(_restore(checkpoint, engine, boundary, copied), engine.groups)
         if fault is None:
+            send_copies(copied)  # only after all ranks have read their parts, so that no rank waits for one that failed
             _archive_newer_broken(checkpoint, run_dir, engine.groups.is_first)
             return checkpoint
         if fault.key is None and not belongs_to(run_dir, checkpoint.folder):
@@ -124,14 +128,18 @@ def _archive_newer_broken(checkpoint: Checkpoint, run_dir: Path, is_first_rank: 
             print(line, file=sys.stderr)
 
 
-def _restore(checkpoint: Checkpoint, engine: Engine, boundary: PhaseBoundary | None) -> RestoreFault | None:
+def _restore(
+    checkpoint: Checkpoint, engine: Engine, boundary: PhaseBoundary | None, copied: Sequence[CopiedWeight]
+) -> RestoreFault | None:
     """Read a checkpoint into an engine; return the fault that this process finds, or None.
 
-    The recurrent states are only verified here.
+    The recurrent states are only verified here. Of the weights in `copied`, only this process's are read.
     """
     try:
         groups = engine.groups
+        elsewhere = {key for weight in copied if not weight.is_reader for key in weight.keys}
         blocks = engine.blocks()
+        blocks["model"] = [block for block in blocks["model"] if block.key not in elsewhere]
         for name in list(checkpoint.manifest.files)[groups.rank :: groups.world_size]:
             checkpoint.verified(name)  # also files that are not read here, such as the tokenizer
         checkpoint.verify_chunks("states", groups.rank, groups.world_size)  # loaded later, by `restore_states`

@@ -7,8 +7,9 @@
     hybridtron inspect recipe=samba_3.8b --gpus 256 --fit 80GB
     hybridtron inspect recipe=samba_1.7b parallel.tensor=4 parallel.pipeline=2 --dry-run
 
-The command takes the same arguments as `hybridtron train`. It reads no tokens. The files `count.py`, `memory.py` and
-`fit.py` in hybridtron/planning describe the costs that are counted. Options:
+The command takes the same arguments as `hybridtron train`. It reads no tokens. If the run's folder has a time log, the
+last line names the interval between checkpoints that loses the least time on these GPUs. The files `count.py`,
+`memory.py` and `fit.py` in hybridtron/planning describe the costs that are counted. Options:
 
     --gpus N   number of GPUs, with one process each; default: the fewest that the parallel layout needs
     --fit M    list the layouts that fit into M of device memory, sorted by modelled step time
@@ -28,6 +29,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -63,6 +65,7 @@ from hybridtron.train.phase_table import (
     table_of,
     wide_console,
 )
+from hybridtron.train.time_log import read_time
 
 if TYPE_CHECKING:  # the module imports torch, which only --dry-run needs
     from hybridtron.engine.dry_run import RankShapes
@@ -208,6 +211,7 @@ def as_json(
         "stages": [len(stage) for stage in stages_of(run_plan.arch, config)],
         "layers": [{"index": index, **dataclasses.asdict(layer)} for index, layer in enumerate(model_count.layers)],
         "phases": [_phase_json(phases, phase) for phase in phases],
+        "checkpoint_interval": checkpoint_interval(config, gpus),
     }
     if fitting is not None:
         return results | {"fit": [_fitting_json(config, layout) for layout in fitting]}
@@ -298,6 +302,8 @@ def print_tables(
     for line in cost(run_plan):
         console.print(line, highlight=False)
     console.print(f"Memory that is not counted: {UNSEEN}.", highlight=False)
+    if interval := checkpoint_interval(config, gpus):
+        console.print(f"Checkpoints: {interval}.", highlight=False, markup=False, soft_wrap=True)
     if fitting is not None:
         for line in _left_out(run_plan.arch, fitting):
             console.print(line, highlight=False, markup=False)
@@ -314,6 +320,17 @@ def _load_lines(run_plan: RunPlan, gpus: int) -> list[str]:
     if most is None:
         return []
     return [imbalance_line(most, phase, gpus, memory)]
+
+
+def checkpoint_interval(config: Config, gpus: int) -> str | None:
+    """Return a sentence with the best interval between checkpoints, from the time log of the run in `run.dir`.
+
+    None if that folder has no run that has saved a checkpoint.
+    """
+    spent = read_time(Path(config.run.dir))
+    if spent is None:
+        return None
+    return spent.interval(gpus)
 
 
 def _letter_table(counted: ModelCount) -> Table:

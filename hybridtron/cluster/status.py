@@ -4,8 +4,8 @@ Without a folder, all runs below runs/ are shown. The table has each run's state
 of starts, remaining time, and expected end time. The values are read from the run's folder, and from SLURM's queue if
 the machine has SLURM. The remaining time is the remaining token count divided by the speed in recent steps, without
 time in the queue, evaluations and checkpoints. If folders are named, lines below the table show each run's time by
-section (`train/time_log.py`), and the interval between checkpoints that loses the least time. The command writes
-nothing and does not import torch.
+section (`train/time_log.py`), and the interval between checkpoints that loses the least time. Ranks that are slower
+than their peers (`train/slow_ranks.py`) are named by host. The command writes nothing and does not import torch.
 
 Exit codes: 0 shown, 2 a folder is missing or contains no run.
 """
@@ -29,7 +29,6 @@ from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
 from hybridtron.limits import path_of
-from hybridtron.planning.checkpoint_interval import best_interval, lost_fraction, seconds_between_failures
 from hybridtron.problems import CommandParser, ConfigError, Unusable
 from hybridtron.train.jsonl import read_lines, read_record
 from hybridtron.train.outcome import clock
@@ -156,7 +155,7 @@ def status(folder: Path) -> Status:
 
 
 def show(statuses: Sequence[Status], console: Console) -> None:
-    """Print the table of runs, and below it a line for each run whose state has an explanation."""
+    """Print the table of runs; below it a line for each run whose state has an explanation, or that has slow ranks."""
     table = Table("run", "state", "job", "phase", "step", "tokens/s", "loss", "starts", "left", "done at", box=None)
     for run in statuses:
         speed = run.tokens_per_second
@@ -182,6 +181,8 @@ def show(statuses: Sequence[Status], console: Console) -> None:
     for run in statuses:
         if run.why:
             console.print(f"{run.folder}: {run.why}", highlight=False, soft_wrap=True, markup=False)
+        if slow := slow_line(run):
+            console.print(slow, highlight=False, soft_wrap=True, markup=False)
 
 
 def time_lines(run: Status) -> list[str]:
@@ -191,16 +192,18 @@ def time_lines(run: Status) -> list[str]:
         return []
     starts = "1 start" if spent.starts == 1 else f"{spent.starts} starts"
     lines = [f"{run.folder}: {clock(spent.total)} in {starts}: {spent.words()}"]
-    if spent.save_s:
-        failure_s = seconds_between_failures(spent.processes)
-        interval_s = best_interval(spent.save_s, failure_s)
-        lost = lost_fraction(interval_s, spent.save_s, spent.start_s, failure_s)
-        lines.append(
-            f"{run.folder}: a checkpoint stops training for {spent.save_s:.1f} s, a start takes {spent.start_s:.0f} s; "
-            f"at Llama 3's rate of failures, one in {failure_s / 3600:,.0f} h on {spent.processes} devices, "
-            f"a checkpoint every {clock(interval_s)} is best and {lost:.2%} of the time is lost"
-        )
+    interval = spent.interval()
+    if interval is not None:
+        lines.append(f"{run.folder}: {interval}")
     return lines
+
+
+def slow_line(run: Status) -> str | None:
+    """Return a line with the ranks that were slow in the run's last step, by host; None if there are none."""
+    if not run.lines or not (slow := run.lines[-1].get("slow_ranks")):
+        return None
+    named = "; ".join(f"{name} is {excess:.0%} slower than its peers" for name, excess in slow.items())
+    return f"{run.folder}: at step {run.step} {named}"
 
 
 def _state(

@@ -272,8 +272,17 @@ def lanes_of_rank(lanes: int, rank: int, ranks: int) -> range:
     return range(rank * lanes // ranks, (rank + 1) * lanes // ranks)
 
 
-def build_loader(phase: ResolvedPhase, rank: int = 0, ranks: int = 1, shard_index: ShardIndex = UNSHARDED) -> Loader:
-    """Build a phase's loader. With `data.source=embedded`, prepare the embedded corpus first if it does not exist."""
+def build_loader(
+    phase: ResolvedPhase,
+    rank: int = 0,
+    ranks: int = 1,
+    shard_index: ShardIndex = UNSHARDED,
+    checked: bool = False,
+) -> Loader:
+    """Build a phase's loader. With `data.source=embedded`, prepare the embedded corpus first if it does not exist.
+
+    With `checked`, another process of this machine has just built a loader for the phase, and checks the data.
+    """
     data = phase.data
     ahead = Ahead(data.workers, data.prefetch)
-    return Loader(Sources.open(phase), PhaseOrder.of(phase), ahead, data.feed, rank, ranks, shard_index)
+    return Loader(Sources.open(phase, checked), PhaseOrder.of(phase), ahead, data.feed, rank, ranks, shard_index)

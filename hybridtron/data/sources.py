@@ -36,8 +36,10 @@ class Sources:
         return Sources, (self.mixture, self._cache)  # without stores, because another process opens its own stores
 
     @staticmethod
-    def open(phase: ResolvedPhase) -> Sources:
+    def open(phase: ResolvedPhase, checked: bool = False) -> Sources:
         """Open the sources that a phase reads; raise ConfigError if they do not fit the phase.
+
+        With `checked`, another process of this machine has just opened them.
 
         With `data.source=embedded`, the Python installation's text is prepared first if the folder does not exist.
         """
@@ -47,7 +49,7 @@ class Sources:
             prepare_embedded(Path(data.path), phase.model.vocab_size)
         cache = cache_options(data)
         try:
-            mixture = mixture_of(data, lambda path: open_folder(path, cache))
+            mixture = mixture_of(data, lambda path: open_folder(path, cache, checked))
         except FolderError as error:
             raise ConfigError([Problem(key, error.code, f"{error}; phase {phase.settings.name} reads it")]) from error
         if problems := content_problems(key, phase, mixture):

@@ -23,6 +23,7 @@ from hybridtron.config.update_rule import same_update_rule
 from hybridtron.data.batch import Batch, step_key
 from hybridtron.data.order.phase_order import phase_seed
 from hybridtron.device import DTYPES, Stopwatch, compute_device, on_graph_stream
+from hybridtron.engine.copied_weights import CopiedWeight, copied_weight
 from hybridtron.engine.graphed import GraphedPasses
 from hybridtron.engine.optimizer import Optimizer
 from hybridtron.engine.routers import ChoiceValues, RouterMetrics, auxiliary_names, move_corrections, routers_of
@@ -290,6 +291,14 @@ class Engine:
         everywhere = partial(writes, mesh=groups.dense, cuts=())
         fp8 = statistics_blocks(self.statistics, everywhere)
         return {"model": weights, "optimizer": self.optimizer.blocks(), "fp8": fp8, "states": states}
+
+    def copied_weights(self) -> list[CopiedWeight]:
+        """Return this rank's weights with the ranks that hold the same shards. All processes call this together."""
+        table = self.optimizer.table
+        return [
+            copied_weight(name, table[name].stored(name), weight.data, self.groups.meshes[table[name].family].copies)
+            for name, weight in self._current_weights()
+        ]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full weight) for every weight, on the first process. All processes must iterate together."""

@@ -289,9 +289,11 @@ def stop_before_finalizing(stages: Sequence[Stage], watch: Stopwatch) -> None:
     config: Any = stages[0].config
     finalize = config.finalize_model_grads_func
 
-    def stopped(*arguments: Any, **options: Any) -> None:
+    def stopped(
+        stages: list[Any], tokens: Tensor | None = None, pg_collection: Any = None, force_all_reduce: bool = False
+    ) -> None:
         watch.stop()
-        finalize(*arguments, **options)
+        finalize(stages, tokens, pg_collection, force_all_reduce)
 
     config.finalize_model_grads_func = stopped
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from hybridtron.device import compute_device
 from hybridtron.parallel.plain_values import all_gather_values, broadcast_value, converted
-from hybridtron.problems import Unusable
+from hybridtron.problems import ConfigError, Problem, Unusable, first_line
 from hybridtron.storage.digest import digest_of
 
 T = TypeVar("T")
@@ -77,29 +77,35 @@ class Control:
         if self.ranks_of_node is not None and len(self.nodes) > 1:
             dist.barrier(self.ranks_of_node)
 
-    def once_a_node(self, read: Callable[[], T]) -> T:
-        """Call a function that returns a plain value on each node's leader; return the value on all its ranks.
+    def once(self, read: Callable[[], T]) -> T:
+        """Call a function that returns a plain value on rank 0; return the value on all ranks.
 
-        If the function raises Unusable, OSError or ValueError on the leader, the other ranks raise Unusable with the
-        error's message.
+        If the function raises an error, all ranks raise it: the other ranks raise a copy of a ConfigError, or Unusable
+        with the error's first line.
         """
+        return self._shared(read, self.rank == 0, over_all=True)
+
+    def once_a_node(self, read: Callable[[], T]) -> T:
+        """Call a function on each node's leader; otherwise the same as `once`, with the ranks of a node."""
+        return self._shared(read, self.leads, over_all=False)
+
+    def _shared(self, read: Callable[[], T], reads: bool, over_all: bool) -> Any:
         fault: Exception | None = None
-        result: Any = None
-        if self.leads:
+        message: Any = None
+        if reads:
             try:
-                result = read()
-            except (Unusable, OSError, ValueError) as error:
+                message = {"value": read()}
+            except Exception as error:  # whatever it is, the other ranks wait for a message
                 fault = error
-        if fault is None:
-            message = [result, None]
-        else:
-            message = [None, str(fault)]
-        value, words = self._from_leader(message)
+                message = {"fault": _described(error)}
+        if over_all and self.leaders is not None:
+            message = broadcast_value(message, 0, self.leaders)
+        message = converted(self._from_leader(message))
         if fault is not None:
             raise fault
-        if words is not None:
-            raise Unusable(words, code="unreadable")
-        return value
+        if "fault" in message:
+            raise _error(message["fault"])
+        return message["value"]
 
     def _from_leader(self, value: Any) -> Any:
         """Return the value of this node's leader."""
@@ -117,11 +123,9 @@ def form(rank: int, world_size: int, timeout: timedelta) -> Control:
     """Form the control group. All ranks call this together, after torch.distributed was initialized."""
     nodes = nodes_of(_names_of_nodes(world_size))
     node = next(index for index, ranks in enumerate(nodes) if rank in ranks)
-    ranks_of_node = _gloo_group(nodes[node], timeout)
-    leaders = None
-    if nodes[node][0] == rank:
-        leaders = _gloo_group([ranks[0] for ranks in nodes], timeout)
-    return Control(rank, nodes, node, ranks_of_node, leaders)
+    groups = [_gloo_group(ranks, rank, timeout) for ranks in nodes]
+    leaders = _gloo_group([ranks[0] for ranks in nodes], rank, timeout)
+    return Control(rank, nodes, node, groups[node], leaders)
 
 
 def nodes_of(names: Sequence[Any]) -> list[list[int]]:
@@ -145,9 +149,29 @@ def _names_of_nodes(world_size: int) -> list[int]:
     return torch.cat(names).tolist()
 
 
-def _gloo_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:
-    """Form a gloo group of these ranks, which alone call this together; None for a single rank."""
-    if len(ranks) == 1:
+def _gloo_group(members: Sequence[int], rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Form a gloo group; return None if it has one member, or if this rank is not a member. All ranks call this.
+
+    A group that its members form alone (`use_local_synchronization`) would get a name that depends on how many groups a
+    rank is in, and these numbers differ in a pipeline.
+    """
+    if len(members) == 1:
         return None
-    group: Any = dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True)
+    group: Any = dist.new_group(list(members), timeout, "gloo")
+    if rank not in members:
+        return None
     return group
+
+
+def _described(error: Exception) -> Any:
+    """Return a plain value for an error: the problems of a ConfigError, or else the first line."""
+    if isinstance(error, ConfigError):
+        return [[problem.key, problem.code, problem.message] for problem in error.problems]
+    return first_line(error)
+
+
+def _error(described: Any) -> Unusable:
+    """Return the error that another rank has described."""
+    if isinstance(described, str):
+        return Unusable(described, code="unreadable")
+    return ConfigError([Problem(key, code, message) for key, code, message in described])

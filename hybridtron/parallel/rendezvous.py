@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 import sys
 from collections.abc import Mapping
@@ -48,21 +49,22 @@ class Rendezvous:
 def store_of_start(environment: Mapping[str, str], launch: ProcessLaunch, timeout: timedelta) -> Store:
     """Return the store at MASTER_ADDR and MASTER_PORT, through which the ranks of one start find each other.
 
-    Rank 0 holds the store. It listens only on the interface that has the address MASTER_ADDR, so that machines on other
-    networks cannot reach it. If TOKEN is set, all keys begin with its value: a rank of another start that connects by
-    mistake then finds no key, and changes none. A client that lists all keys on purpose still sees them.
+    Rank 0 holds the store. If MASTER_ADDR is an IP address, the store listens only on the interface with this address,
+    so that machines on other networks cannot reach it. A name may mean another address on rank 0 than elsewhere, even
+    one of the loopback interface; so the store then listens on all interfaces. If TOKEN is set, the ranks' keys begin
+    with its value: a rank of another start that connects by mistake then finds no key, and changes none. A client that
+    lists all keys on purpose still sees them.
 
-    Raises ConfigError if rank 0 can't listen there.
+    Raises ConfigError if MASTER_ADDR is an IP address of another machine, and RuntimeError if the port is taken.
     """
     address = environment["MASTER_ADDR"]
     port = int(environment["MASTER_PORT"])
-    options = {"world_size": launch.world_size, "timeout": timeout}
     if launch.rank == 0:
         with _listening(address, port) as listening:
             descriptor = listening.detach()  # the store closes it
-        store = TCPStore(address, port, is_master=True, master_listen_fd=descriptor, **options)
+        store = TCPStore(address, port, launch.world_size, True, timeout, master_listen_fd=descriptor)
     else:
-        store = TCPStore(address, port, is_master=False, **options)
+        store = TCPStore(address, port, launch.world_size, False, timeout)
     token = environment.get(TOKEN)
     if token is None:
         return store
@@ -70,14 +72,27 @@ def store_of_start(environment: Mapping[str, str], launch: ProcessLaunch, timeou
 
 
 def _listening(address: str, port: int) -> socket.socket:
-    """Return a socket that listens on the interface with this address. Raises ConfigError if that is impossible."""
+    """Return a socket that listens at an IP address, or on all interfaces if the address is a name."""
+    own = interface_of(address)
     try:
-        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(place[:2], family=family, backlog=socket.SOMAXCONN)
+        if own is None:
+            return socket.create_server(("", port), backlog=socket.SOMAXCONN)
+        family = socket.AF_INET6 if ":" in own else socket.AF_INET
+        return socket.create_server((own, port), family=family, backlog=socket.SOMAXCONN)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            problem = Problem("MASTER_PORT", "in-use", f"is {port}, which another process uses: export a free port")
-        else:
-            why = f"is {address}, on which rank 0 can't listen ({error.strerror})"
-            problem = Problem("MASTER_ADDR", "unavailable", f"{why}: export an address of the node with rank 0")
-        raise ConfigError([problem]) from error
+        if error.errno == errno.EADDRNOTAVAIL:
+            why = f"is {address}, which is no address of the machine with rank 0"
+            cure = "export an address of that machine"
+            raise ConfigError([Problem("MASTER_ADDR", "unavailable", f"{why}: {cure}")]) from error
+        # no ConfigError: another start, which draws another port, may succeed
+        raise RuntimeError(f"rank 0 can't listen at {address}:{port} ({error.strerror}): use another port") from error
+
+
+def interface_of(address: str) -> str | None:
+    """Return the address of the one interface on which a store listens for MASTER_ADDR; None for all interfaces."""
+    if address == "localhost":
+        return LOCALHOST
+    try:
+        return str(ipaddress.ip_address(address))
+    except ValueError:
+        return None

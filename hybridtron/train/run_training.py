@@ -39,7 +39,7 @@ from hybridtron.train.start import (
     check_same_model,
     check_same_weights,
     initial_weights,
-    starting_point,
+    shared_starting_point,
 )
 from hybridtron.train.time_log import TimeLog
 from hybridtron.train.trainer import Trainer
@@ -71,7 +71,7 @@ def run_training(plan: RunPlan, requests: StopRequests, hooks: Sequence[Hook] = 
     ):
         try:
             groups = join_ranks(config, failures)
-            start = starting_point(config)
+            start = shared_starting_point(config, groups.control)
             if start is not None:
                 check_same_model(start, plan)
                 if launched().rank == 0 and (change := changed_cuts(start, plan)) is not None:

@@ -17,7 +17,8 @@ by more than SPREADS times the peers' spread (1.48 times the median absolute dev
 needed. In simulated runs with 8 to 512 peers, a rank that takes 20% longer is named within 20 steps, and no quiet run
 of 2,000 steps names a rank, if times vary by 5% from step to step and 2% of them are 1.5 to 4 times as long. Where
 times vary by 8%, the rule names quiet ranks. With tensor, context or pipeline parallelism a slow rank also slows the
-ranks of its replica, which are then named together.
+ranks of its replica, which are then named together. With expert parallelism all ranks of a stage exchange tokens in
+their passes and wait for the slowest, so that none may be named.
 """
 
 from __future__ import annotations

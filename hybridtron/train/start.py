@@ -21,7 +21,7 @@ from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import Architecture
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.checkpoint.manifest import BrokenCheckpoint
+from hybridtron.checkpoint.manifest import BrokenCheckpoint, stored_in
 from hybridtron.checkpoint.merged import merge_adapters
 from hybridtron.config.checks.experts import moe_letters
 from hybridtron.config.checks.precision import needs
@@ -35,6 +35,7 @@ from hybridtron.data.loader import Fingerprint
 from hybridtron.device import compute_device
 from hybridtron.model.init import starting_value
 from hybridtron.ops.registry import force_problems
+from hybridtron.parallel.control import Control
 from hybridtron.parallel.transformer_engine import fp8_fault
 from hybridtron.problems import ConfigError, Problem
 from hybridtron.train.upcycled import as_if_dense, upcycled_layers, upcycling_lines
@@ -71,6 +72,29 @@ def starting_point(config: Config) -> Checkpoint | None:
     if checkpoint is None:
         _require_no_named_start(run_dir)
     return checkpoint
+
+
+def shared_starting_point(config: Config, control: Control) -> Checkpoint | None:
+    """Return the same as `starting_point` on all ranks. Only rank 0 lists the folder and reads manifests.
+
+    Raises ConfigError on all ranks if rank 0 does. All ranks call this together.
+    """
+    opened: list[Checkpoint] = []
+
+    def found() -> list[str] | None:
+        checkpoint = starting_point(config)
+        if checkpoint is None:
+            return None
+        opened.append(checkpoint)
+        return [str(checkpoint.folder), stored_in(checkpoint.folder).decode()]
+
+    answer = control.once(found)
+    if answer is None:
+        return None
+    if opened:
+        return opened[0]
+    folder, stored = answer
+    return Checkpoint.of_manifest(Path(folder), stored.encode())
 
 
 def _require_no_named_start(run_dir: Path) -> None:
@@ -343,11 +367,12 @@ def archive_superseded(start: Checkpoint | None, config: Config) -> None:
 
 
 def candidates(start: Checkpoint, config: Config) -> Iterable[Checkpoint]:
-    """Return the checkpoints from which a run may resume, in the order of the attempts.
+    """Yield the checkpoints from which a run may resume, in the order of the attempts.
 
-    With `run.resume=auto` these are all valid checkpoints in the run's folder, newest first. Otherwise the only
-    checkpoint is `start`, which `run.resume` names.
+    The first is `start`. With `run.resume=auto` the other valid checkpoints in the run's folder follow, newest first;
+    they are opened only when they are needed.
     """
+    yield start
     if config.run.resume == "auto":
-        return checkpoints.valid_checkpoints(Path(config.run.dir))
-    return [start]
+        others = checkpoints.valid_checkpoints(Path(config.run.dir))
+        yield from (checkpoint for checkpoint in others if checkpoint.folder != start.folder)

@@ -27,8 +27,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from hybridtron.planning.checkpoint_interval import best_interval, lost_fraction, seconds_between_failures
 from hybridtron.train.jsonl import read_lines, write_whole
 from hybridtron.train.metrics import StepMetrics
+from hybridtron.train.outcome import clock
 
 LOG = logging.getLogger(__name__)
 FILE = "time.jsonl"
@@ -181,6 +183,27 @@ class TimeSpent:
     def start_s(self) -> float:
         """Mean seconds from a launch to its first step."""
         return self.seconds.get("start", 0.0) / self.starts
+
+    def interval(self, devices: int | None = None) -> str | None:
+        """Return a sentence with the interval between checkpoints that loses the least time; None before the first one.
+
+        devices: number of devices, on which the rate of failures depends; None for those of the last start
+        """
+        if not self.save_s:
+            return None
+        count = devices or self.processes
+        failure_s = seconds_between_failures(count)
+        interval_s = best_interval(self.save_s, failure_s)
+        lost = lost_fraction(interval_s, self.save_s, self.start_s, failure_s)
+        if count == 1:
+            on_devices = "1 device"
+        else:
+            on_devices = f"{count} devices"
+        return (
+            f"a checkpoint stops training for {self.save_s:.1f} s, a start takes {self.start_s:.0f} s; at Llama 3's "
+            f"rate of failures, one in {failure_s / 3600:,.0f} h on {on_devices}, a checkpoint every "
+            f"{clock(interval_s)} is best and {lost:.2%} of the time is lost"
+        )
 
     def words(self) -> str:
         """Return a text such as `96.0% steps, 3.1% start, 0.9% checkpoints`."""

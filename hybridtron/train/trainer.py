@@ -378,19 +378,23 @@ class Trainer:
             yield from loader.iterate(steps.start, steps.stop)
 
     def loader_of(self, phase: ResolvedPhase) -> Loader:
-        """Build this rank's loader.
+        """Build this rank's loader: first on the first rank, then on each node's first rank, then on the others.
 
-        The first rank builds its loader before the other ranks do. So it is the only rank that prepares the corpus:
-        building a loader prepares a corpus only if the corpus is not prepared yet.
+        So only the first rank prepares the corpus: building a loader prepares it if it is not prepared yet. And only
+        the first rank of a node compares sizes and digests of the data with its manifest.
         """
         data = self.groups.data
+        control = self.groups.control
         build = partial(build_loader, phase, data.rank, data.size, self.groups.shard_index)
-        if self.groups.is_first:
-            loader = build()
-            self.groups.control.barrier()
-            return loader
-        self.groups.control.barrier()
-        return build()
+        turn = 0 if self.groups.is_first else 1 if control.leads else 2
+        loader = None
+        for number in range(3):
+            if number == turn:
+                loader = build(checked=not control.leads)
+            if number < 2:
+                control.barrier()
+        assert loader is not None
+        return loader
 
     def report_end(self, checkpoint: Path) -> None:
         """Log the end of the run; on a single process also log a text sample."""

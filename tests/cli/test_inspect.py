@@ -130,3 +130,20 @@ def test_wrong_number_of_processes_gets_the_command_that_starts_them():
     result = run(["recipe=samba_421m", "parallel.tensor=2", "--gpus", "1"])
     assert result.returncode == 2
     assert "torchrun --nproc-per-node 2 -m hybridtron train" in result.stderr
+
+
+def test_a_measured_run_gives_the_interval_between_checkpoints(tmp_path: Path):
+    """The time log has saves of 10 s and a start of 60 s; on 8 GPUs failures come every 6,335 h."""
+    record = {
+        "began": 0.0, "ended": 1000.0, "processes": 2, "resumed": 0, "step": 9, "trained": 9, "rolled_back": 0,
+        "saves": 2, "save_seconds": 20.0, "seconds": {"start": 60.0, "steps": 920.0, "checkpoints": 20.0},
+    }  # fmt: skip
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "time.jsonl").write_text(json.dumps(record) + "\n")
+    arguments = ["recipe=samba_1.7b", "--gpus", "8", f"run.dir={tmp_path}"]
+    reported = json.loads(run([*arguments, "--json"]).stdout)
+    sentence = reported["checkpoint_interval"]
+    assert "stops training for 10.0 s, a start takes 60 s" in sentence
+    assert "one in 6,335 h on 8 devices, a checkpoint every 5:55" in sentence
+    assert f"Checkpoints: {sentence}." in run(arguments).stdout
+    assert json.loads(run(["recipe=samba_1.7b", "--json"]).stdout)["checkpoint_interval"] is None

@@ -141,3 +141,15 @@ def test_folders_without_a_run_are_refused(
     assert refusal(status.main, []).code == "no-file"
     (run / "config.yaml").write_text("other: 1\n")
     assert refusal(status.main, [run]).code == "unreadable"
+
+
+def test_status_names_slow_ranks_by_host(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[:30]]
+    lines[-1]["slow_ranks"] = {"n7 rank 61": 0.21}
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert main(["status", str(run)]) == 0
+    assert f"{run}: at step 30 n7 rank 61 is 21% slower than its peers" in capsys.readouterr().out
+    lines[-1].pop("slow_ranks")
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    main(["status", str(run)])
+    assert "slower" not in capsys.readouterr().out

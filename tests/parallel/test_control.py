@@ -17,14 +17,15 @@ from hybridtron.problems import Unusable
 from tests.distributed import run_distributed
 
 
-def named(seat: Seat, nodes: str) -> groups.Groups:
+def named(seat: Seat, nodes: str, pipeline: int) -> groups.Groups:
     """Start groups on ranks whose nodes have the names that the letters of `nodes` give."""
     control.node_name = lambda: nodes[seat.rank]
-    return groups.start(ParallelConfig(), f"file://{seat.meeting_file}", ProcessLaunch(seat.rank, seat.world_size))
+    launch = ProcessLaunch(seat.rank, seat.world_size)
+    return groups.start(ParallelConfig(pipeline=pipeline), f"file://{seat.meeting_file}", launch)
 
 
-def exchanged(seat: Seat, nodes: str) -> tuple[Any, ...]:
-    group = named(seat, nodes).control
+def exchanged(seat: Seat, nodes: str, pipeline: int) -> tuple[Any, ...]:
+    group = named(seat, nodes, pipeline).control
     gathered = group.all_gather([seat.rank, None])
     group.barrier()
     calls: list[int] = []
@@ -47,18 +48,28 @@ def exchanged(seat: Seat, nodes: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("nodes", [pytest.param("aabb", marks=pytest.mark.slow), "abab", "aaaa"])
-def test_messages_reach_all_ranks_of_all_nodes(nodes: str) -> None:
-    """With `abab` the ranks of a node are not neighbors, as srun may place them."""
-    results = run_distributed(exchanged, 4, nodes)
+@pytest.mark.parametrize(
+    ("nodes", "pipeline"),
+    [
+        pytest.param("aabb", 1, marks=pytest.mark.slow),
+        pytest.param("aaaa", 1, marks=pytest.mark.slow),
+        ("aab", 1),
+        ("abab", 4),
+    ],
+)
+def test_messages_reach_all_ranks_of_all_nodes(nodes: str, pipeline: int) -> None:
+    """With `abab` the ranks of a node are not neighbors, and in a pipeline they are in different numbers of groups."""
+    count = len(nodes)
+    results = run_distributed(exchanged, count, nodes, pipeline)
     for rank, (gathered, shared, calls, fault, sizes) in enumerate(results):
         leader = nodes.index(nodes[rank])
         leads = leader == rank
-        assert gathered == [[each, None] for each in range(4)]
+        assert gathered == [[each, None] for each in range(count)]
         assert shared == f"from {leader}"
         assert calls == ([rank] if leads else [])
         assert fault == ("OSError" if leads else "Unusable")
-        assert sizes == [nodes.count(nodes[rank]), 2 if leads and len(set(nodes)) == 2 else 0]
+        own = nodes.count(nodes[rank])
+        assert sizes == [own if own > 1 else 0, 2 if leads and len(set(nodes)) == 2 else 0]
 
 
 def test_a_single_rank_sends_nothing() -> None:
@@ -117,4 +128,4 @@ def test_the_control_group_waits_as_long_as_others(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(dist, "new_group", lambda ranks, timeout, *_, **__: waits.append(timeout))
     monkeypatch.setattr(control, "_names_of_nodes", lambda world_size: ["a", "a", "b", "b"])
     control.form(0, 4, timedelta(seconds=7))
-    assert waits == [timedelta(seconds=7)] * 2
+    assert waits == [timedelta(seconds=7)] * 3

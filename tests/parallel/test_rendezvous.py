@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import Store, TCPStore
 
 from hybridtron.config.pipeline_layout import ProcessLaunch
-from hybridtron.parallel.rendezvous import LOOPBACK, TOKEN, Rendezvous, store_of_start
+from hybridtron.parallel.rendezvous import LOOPBACK, TOKEN, Rendezvous, interface_of, store_of_start
 from hybridtron.problems import ConfigError
 
 
@@ -92,9 +92,22 @@ def test_keys_belong_to_the_start_with_their_token() -> None:
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
-    for address, port, key in (("192.0.2.1", "20001", "MASTER_ADDR"), ("127.0.0.1", "", "MASTER_PORT")):
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            place = {"MASTER_ADDR": address, "MASTER_PORT": port or str(taken.getsockname()[1])}
-            with pytest.raises(ConfigError) as refused:
-                store_of_start(place, ProcessLaunch(0, 2), WAIT)
-        assert [problem.key for problem in refused.value.problems] == [key]
+    with pytest.raises(ConfigError) as refused:
+        store_of_start({"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "20001"}, ProcessLaunch(0, 2), WAIT)
+    assert [problem.key for problem in refused.value.problems] == ["MASTER_ADDR"]
+
+
+def test_a_taken_port_is_no_fault_of_the_configuration() -> None:
+    """A job with a fault of the configuration would not be requeued, but its next attempt draws another port."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        with pytest.raises(RuntimeError, match="use another port"):
+            store_of_start(place, ProcessLaunch(0, 2), WAIT)
+
+
+def test_a_name_is_reached_on_all_interfaces() -> None:
+    """A machine may know its own name by an address of the loopback interface, which no other machine reaches."""
+    assert interface_of("node01") is None
+    assert interface_of("localhost") == "127.0.0.1"
+    assert interface_of("10.0.0.7") == "10.0.0.7"
+    assert interface_of("fd00::7") == "fd00::7"

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from hybridtron.cli import train
+from hybridtron.data.folder import TokenFolder
 from hybridtron.parallel.pool import Seat
 from hybridtron.parallel.rendezvous import Rendezvous
 from hybridtron.train.trainer import Trainer
@@ -26,8 +27,12 @@ LAYOUTS = {
 }
 
 
-def calls_of_steps(seat: Seat, place: dict[str, str], arguments: list[str]) -> dict[int, Counter[tuple[str, str]]]:
-    """Train, and count a step's collectives, each with the group's name in Megatron; None's is `all ranks`."""
+Steps = dict[int, Counter[tuple[str, str]]]
+"""Collectives by step, each with the name of its group: `all ranks`, `control`, or `computing` for others."""
+
+
+def calls_of_steps(seat: Seat, place: dict[str, str], arguments: list[str]) -> tuple[Steps, Counter[str]]:
+    """Train; count each step's collectives, and the files whose digest or size this process compares."""
     os.environ.update(place, RANK=str(seat.rank), WORLD_SIZE=str(seat.world_size))
     steps: dict[int, Counter[tuple[str, str]]] = {}
     current: Counter[tuple[str, str]] = Counter()
@@ -43,8 +48,21 @@ def calls_of_steps(seat: Seat, place: dict[str, str], arguments: list[str]) -> d
 
         setattr(dist, name, call)
 
+    compared: Counter[str] = Counter()
+
+    def compares(name: str) -> None:
+        original = getattr(TokenFolder, name)
+
+        def call(self: TokenFolder, *arguments: str) -> Any:
+            compared[arguments[0] if arguments else "sizes"] += 1
+            return original(self, *arguments)
+
+        setattr(TokenFolder, name, call)
+
     for name in RECORDED:
         counted(name)
+    for name in ("_check_sizes", "verified"):
+        compares(name)
     train_step = Trainer.train_step
 
     def noted(self: Trainer, step: int, *rest: Any) -> Any:
@@ -57,18 +75,24 @@ def calls_of_steps(seat: Seat, place: dict[str, str], arguments: list[str]) -> d
 
     Trainer.train_step = noted
     assert train.main(arguments) == 0
-    return steps
+    return steps, compared
 
 
 @pytest.mark.parametrize(
     "layout", ["dp2", *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != "dp2")]
 )
-def test_a_step_sends_nothing_between_hosts(layout: str, counting_folder: Path, tmp_path: Path) -> None:
+def test_steps_send_nothing_between_hosts_and_a_node_checks_data_once(
+    layout: str, counting_folder: Path, tmp_path: Path
+) -> None:
     """Steps 2 to 4 neither evaluate nor save, and the save after step 5 shows that the count sees messages."""
     arguments = [*small_run_arguments(counting_folder, tmp_path / "run"), "run.max_steps=6", *LAYOUTS[layout]]
     rendezvous = Rendezvous()
-    for steps in run_distributed(calls_of_steps, 2, rendezvous.variables, arguments, timeout_s=100):
-        print(layout, dict(steps[3]))
+    results = run_distributed(calls_of_steps, 2, rendezvous.variables, arguments, timeout_s=100)
+    for steps, _ in results:
         for step in (2, 3, 4):
             assert {group for _, group in steps[step]} == {"computing"}, steps[step]
         assert any(group == "control" for _, group in steps[5])  # the checkpoint's report, so that the test sees any
+    (_, first), (_, second) = results
+    assert second == {"sizes": 1, "tokenizer.json": 1}, (first, second)  # before the ranks join, each looks once
+    assert first["sizes"] > 1
+    assert first["train/text/lengths.npy"] >= 1

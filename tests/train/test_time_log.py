@@ -155,3 +155,16 @@ def test_a_run_that_was_killed_counts_its_repeated_steps(
     said = capsys.readouterr().out
     assert f"in 2 starts: {spent.words()}" in said
     assert "is best" in said
+
+
+def test_the_interval_between_checkpoints_follows_from_measured_times() -> None:
+    """Daly's interval for the devices that are asked for, or else those of the last start."""
+    spent = time_log.TimeSpent(starts=2, save_s=10.0, processes=1, seconds={"start": 120.0, "steps": 1000.0})
+    alone = spent.interval()
+    assert alone is not None
+    assert "stops training for 10.0 s, a start takes 60 s" in alone
+    assert "on 1 device," in alone
+    many = spent.interval(512)
+    assert many is not None
+    assert "one in 99 h on 512 devices, a checkpoint every 0:44:23 is best and 0.76% of the time is lost" in many
+    assert time_log.TimeSpent(1, None, 1, {"start": 1.0}).interval() is None

@@ -22,10 +22,13 @@ from hybridtron.storage.retry import Damaged, StorageError
 Opened = TypeVar("Opened")
 
 
-def open_folder(path: str, cache: CacheOptions) -> TokenFolder:
-    """Open a prepared folder by its path or URL; raise FolderError if it can't be used."""
+def open_folder(path: str, cache: CacheOptions, checked: bool = False) -> TokenFolder:
+    """Open a prepared folder by its path or URL; raise FolderError if it can't be used.
+
+    checked: True if another process of this machine has just opened the path, and compares sizes and digests
+    """
     if not is_url(path):
-        folder = TokenFolder.open(Path(path))
+        folder = TokenFolder.open(Path(path), checked)
     else:
         folder = _fetch_folder(path.rstrip("/"), cache)
     check_limit(folder, cache)

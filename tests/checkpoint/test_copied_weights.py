@@ -1,0 +1,126 @@
+"""A restart reads each weight once from the file system, however many replicas there are, and the manifest once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.checkpoint import checkpoint as reading
+from hybridtron.checkpoint import manifest
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.folder import valid_checkpoints
+from hybridtron.checkpoint.restore import restore_newest
+from hybridtron.checkpoint.save import Saver, meta_of
+from hybridtron.config.resolve import RunPlan, resolve
+from hybridtron.config.schema import Config, ParallelConfig
+from hybridtron.engine.engine import Engine
+from hybridtron.parallel.pool import Seat
+from hybridtron.problems import ConfigError, Problem
+from hybridtron.train import start
+from tests.conftest import random_batch, serving, small_run
+from tests.distributed import run_distributed
+
+pytestmark = [pytest.mark.gloo, pytest.mark.timeout(240)]
+Read = dict[str, int]
+"""Bytes that a process has read, by kind of file."""
+
+
+def config_of(ranks: int, precision: str) -> Config:
+    config = small_run(precision=precision)
+    config.phases[0].global_batch = 2 * ranks
+    return config
+
+
+def restored(seat: Seat, precision: str, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], Read, list[int]]:
+    """Train, save, spoil the weights and restore; return the weights before and after, and what was read."""
+    config = config_of(seat.world_size, precision)
+    read: Read = {}
+    manifests: list[int] = []
+    read_chunk = reading.read_chunk
+    stored_in = manifest.stored_in
+
+    def counted(folder: Path, chunk: Any, file: Any) -> Tensor:
+        kind = chunk.file.split("-")[0]
+        tensor = read_chunk(folder, chunk, file)
+        read[kind] = read.get(kind, 0) + tensor.nbytes
+        return tensor
+
+    def counted_manifest(folder: Path) -> bytes:
+        manifests.append(seat.rank)
+        return stored_in(folder)
+
+    with seat.groups(config.parallel) as groups:
+        engine = Engine(resolve(config)[0], groups)
+        engine.forward_backward([random_batch()])
+        engine.step(1e-2)
+        saver = Saver(RunPlan.of(config), folder, groups)
+        folder.with_suffix(".json").write_text("{}")
+        saver.save(engine, meta_of(engine, 1, {}), folder.with_suffix(".json"))
+        before = {name: weight.detach().clone() for name, weight in engine._current_weights()}
+        config.run.dir = str(folder)
+        with torch.no_grad():
+            for _, weight in engine._current_weights():
+                weight.fill_(7.0)
+        reading.read_chunk = counted
+        manifest.stored_in = start.stored_in = counted_manifest
+        point = start.shared_starting_point(config, groups.control)
+        assert point is not None
+        restore_newest([point], serving(engine), folder)
+        after = {name: weight.detach().clone() for name, weight in engine._current_weights()}
+    return before, after, read, manifests
+
+
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (4, 8))])
+def test_replicas_read_the_weights_once_together(ranks: int, precision: str, tmp_path: Path) -> None:
+    results = run_distributed(restored, ranks, precision, tmp_path / "run", timeout_s=200)
+    for before, after, _, _ in results:
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    (stored,) = {checkpoint.folder: checkpoint for checkpoint in valid_checkpoints(tmp_path / "run")}.values()
+    sizes: Read = {}
+    for name, file in stored.manifest.files.items():
+        kind = name.split("-")[0]
+        sizes[kind] = sizes.get(kind, 0) + file.size - file.head
+    total = {kind: sum(read.get(kind, 0) for _, _, read, _ in results) for kind in ("model", "optimizer")}
+    print(
+        ranks,
+        precision,
+        "bytes stored",
+        sizes,
+        "read by all",
+        total,
+        "by a rank",
+        [r["model"] for _, _, r, _ in results],
+    )
+    assert total["model"] == sizes["model"]
+    assert max(read["model"] for _, _, read, _ in results) < sizes["model"]
+    assert total["optimizer"] == sizes["optimizer"]  # each rank has its own elements
+    assert [bool(manifests) for _, _, _, manifests in results] == [True, *[False] * (ranks - 1)]
+
+
+def refused(seat: Seat, folder: Path) -> list[Problem]:
+    config = config_of(seat.world_size, "fp32")
+    config.run.dir = str(folder)
+    with seat.groups(ParallelConfig()) as groups:
+        try:
+            start.shared_starting_point(config, groups.control)
+        except ConfigError as error:
+            return list(error.problems)
+    return []
+
+
+def test_all_ranks_refuse_what_the_first_refuses(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    first, second = run_distributed(refused, 2, tmp_path)
+    assert [problem.code for problem in first] == ["unreadable"]
+    assert first == second
+
+
+def test_a_passed_manifest_is_verified_again(tmp_path: Path) -> None:
+    with pytest.raises(manifest.BrokenCheckpoint):
+        Checkpoint.of_manifest(tmp_path / "step-00000001", b"{}")

@@ -5,6 +5,7 @@
   run.max_steps=N   stop after N steps
   run.plan=true     print the phases, their data and their costs, and exit; the exit code is 2 if a phase's data are
                     missing or do not fit
+  run.restarts=3    start all processes again, up to three times in a row, when one of them dies or hangs
   parallel.tensor=2 shard every layer over two processes; start with torchrun --nproc-per-node 2 -m hybridtron train ...
   phases.0.lr=1e-3  any other key of the configuration can be set in the same way (see configs/README.md)
 
@@ -44,6 +45,7 @@ from hybridtron.train.lock import RunLock
 from hybridtron.train.outcome import EXIT_PREEMPTED, ExportsFailed, FailedElsewhere, Preempted
 from hybridtron.train.phase_table import print_timetable
 from hybridtron.train.preempt import StopRequests
+from hybridtron.train.supervisor.supervisor import is_supervisor, supervise
 
 EXIT_CODES: dict[type[Exception], int] = {ConfigError: 2, ExportsFailed: 1, Preempted: EXIT_PREEMPTED}
 
@@ -66,6 +68,8 @@ def main(arguments: list[str]) -> int:
             if problems := named_problems + data_problems(plan):
                 raise ConfigError(problems)
             return 0
+        if is_supervisor(config.run):
+            return supervise(config.run)
         problems = check(plan, launched().world_size) + named_problems
         if problems := problems + lacking_weights(config) + data_problems(plan):
             raise ConfigError(problems)

@@ -1,12 +1,13 @@
 """Decisions for a job script: may this attempt begin, on which nodes, and should the job be requeued?
 
     python -m hybridtron.cluster.attempt begin --run FOLDER --job ID --restart N --nodes a,b
-    python -m hybridtron.cluster.attempt check --run ... --nodes a,b --reports FOLDER --code N --fitting 1,2
+    python -m hybridtron.cluster.attempt check --run ... --nodes a,b --reports FOLDER --code N --fitting 1,2 --spares 0
     python -m hybridtron.cluster.attempt end   --run ... --code N [--stopped]
 
 An attempt is one start of a job; a requeued job starts several times. The job script calls `begin` when a job starts,
 `check` after the check of the nodes (`preflight.py`), and `end` after training. The answer is the last line on stdout.
-It has three words: DECISION NODES BAD. A dash stands for no nodes.
+It has three words: DECISION NODES BAD. A dash stands for no nodes. If `check` gets --spares, its answer `go` has a
+fourth word: the number of spare nodes, which are the last nodes.
 
     go a,b c       train on the nodes a and b; this attempt found that node c is bad
     go - -         continue with all nodes (answer of `begin`)
@@ -44,6 +45,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--reports", type=Path)
     parser.add_argument("--code", type=int, default=0)
     parser.add_argument("--fitting", type=lambda text: [int(number) for number in text.split(",")])
+    parser.add_argument("--spares", type=int)
     parser.add_argument("--stopped", action="store_true")
     asked = parser.parse_args(arguments)
     if asked.question == "check" and (asked.reports is None or asked.fitting is None):
@@ -99,7 +101,9 @@ def check(asked: argparse.Namespace) -> str:
     good = [name for name in asked.nodes if name not in faults]
     enough = max((count for count in asked.fitting if count <= len(good)), default=0)
     if enough:
-        return f"go {','.join(good[:enough])} {','.join(faults) or '-'}"
+        kept = good[: enough + (asked.spares or 0)]
+        spares = "" if asked.spares is None else f" {len(kept) - enough}"
+        return f"go {','.join(kept)} {','.join(faults) or '-'}{spares}"
     reason = "; ".join(f"{name} {fault}" for name, fault in faults.items())
     return end_before_training(asked, outcome="bad nodes", reason=reason, excluded=tuple(faults))
 

@@ -31,7 +31,7 @@ class SlurmJob:
     name: the run's name
     arguments: arguments for `hybridtron train`
     fitting: node counts with which the layout can run, the smallest first
-    patience: seconds after the first rank's end until srun kills the other ranks
+    patience: seconds after the first rank's end until srun kills the other ranks; 0: supervisors end them
     cluster: the section `cluster` in the configuration
     files: the user's own configuration files, which are copied into RUN/code
     """
@@ -56,9 +56,9 @@ def directives(job: SlurmJob) -> dict[str, str]:
     fitting = job.fitting
     elastic = len(fitting) > 1
     if elastic:
-        nodes = f"{fitting[0]}-{fitting[-1]}"
+        nodes = f"{fitting[0]}-{fitting[-1] + cluster.spares}"
     else:
-        nodes = str(fitting[-1])
+        nodes = str(fitting[-1] + cluster.spares)
     chosen = {
         "run.name": "--job-name=" + re.sub(r"[^\w.-]+", "-", job.name, flags=re.ASCII),
         "nodes": f"--nodes={nodes}",
@@ -73,6 +73,7 @@ def directives(job: SlurmJob) -> dict[str, str]:
         "cluster.time": f"--time={cluster.time}",
         "cluster.stop_before": f"--signal=B:USR1@{cluster.stop_before}",
         "cluster.requeue": "--requeue" if cluster.requeue else "--no-requeue",
+        "cluster.spares": "--no-kill" if cluster.spares else None,  # a lost node must not end the job
         "open": "--open-mode=append",
         "run.dir": f"--output={job.run_dir}/logs/slurm-%j.txt",
         "the working folder": f"--chdir={job.working_dir}",
@@ -105,6 +106,7 @@ def script(job: SlurmJob) -> str:
         f"run={shlex.quote(str(job.run_dir))}",
         f"per_node={cluster.processes}",
         f"fitting={','.join(map(str, fitting))}  # numbers of nodes that fit the layout",
+        f"spares={cluster.spares}  # nodes in addition, which take the place of lost nodes",
         f"requeue={str(cluster.requeue).lower()}",
         f"drain={str(cluster.checks.drain).lower()}",
         *(f"{name}=({shlex.join(words)})" for name, words in commands(job).items()),
@@ -153,6 +155,8 @@ def commands(job: SlurmJob) -> dict[str, list[str]]:
     step = [f"--wait={job.patience}"]
     if cluster.cpus_per_process:
         step.append(f"--cpus-per-task={cluster.cpus_per_process}")
+    if cluster.spares:
+        step.append("--no-kill")
     mounts = ",".join([f"{job.run_dir}:{job.run_dir}", f"{job.working_dir}:{job.working_dir}", *container.mounts])
     if not container.image:
         return {"alone": python, "task": python, "step": step}

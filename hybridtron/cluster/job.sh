@@ -26,10 +26,11 @@ everywhere() {  # LOG MODULE ...: run a module on the chosen nodes, one process 
     --distribution=block --kill-on-bad-exit=0 --output="$output" "${step[@]}" "${task[@]}" "$@"
 }
 
-# Get a decision, which follows from the run's history: a word, the nodes that it applies to, and the nodes that were
-# just found to be bad; a dash means none. The reasons go to this job's log.
+# Get a decision, which follows from the run's history: a word, the nodes that it applies to, the nodes that were just
+# found to be bad, and the number of spare nodes, which are the last ones; a dash means none. The reasons go to this job's
+# log.
 ask() {
-  read -r word named bad < <("${alone[@]}" hybridtron.cluster.attempt "$@" --run "$run" \
+  read -r word named bad HYBRIDTRON_SPARES < <("${alone[@]}" hybridtron.cluster.attempt "$@" --run "$run" \
     --job "$SLURM_JOB_ID" --restart "${SLURM_RESTART_COUNT:-0}" | tail -n 1)
   [ "${named:--}" != - ] || named=''
   [ "${bad:--}" != - ] || bad=''
@@ -61,12 +62,12 @@ use_nodes "$nodes"
 forwarding everywhere "$logs/check-%t.txt" hybridtron.cluster.preflight --reports "$logs" "${settings[@]}"
 code_of_check=$?
 if [ -z "$stopped" ]; then
-  ask check --nodes "$nodes" --reports "$logs" --code "$code_of_check" --fitting "$fitting"
+  ask check --nodes "$nodes" --reports "$logs" --code "$code_of_check" --fitting "$fitting" --spares "$spares"
   if [ "$drain" = true ] && [ -n "$bad" ]; then
     scontrol update NodeName="$bad" State=DRAIN Reason="failed the check of job $SLURM_JOB_ID"
   fi
   case $word in
-    go) use_nodes "$named" ;;
+    go) use_nodes "$named"; export HYBRIDTRON_SPARES ;;
     again) again "$named" ;;
     *) exit 1 ;;
   esac

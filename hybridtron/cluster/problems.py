@@ -18,6 +18,7 @@ from hybridtron.config.choices import Precision
 from hybridtron.config.cluster import ClusterConfig
 from hybridtron.config.resolve import RunPlan
 from hybridtron.config.saved import WITH_PASSWORD, named_start
+from hybridtron.config.schema import Config
 from hybridtron.problems import Problem, did_you_mean
 
 
@@ -85,6 +86,14 @@ def resume_problems(resume: str) -> Iterator[Problem]:
             "use auto; to start from scratch set another run.dir; to resume, copy a checkpoint into run.dir/checkpoints"
         )
         yield Problem("run.resume", "unsupported", f"is {resume!r}, so every start of the job would {does}: {cure}")
+
+
+def spare_problems(config: Config) -> Iterator[Problem]:
+    """Yield a problem if the job has spare nodes, but its processes never start again inside the job."""
+    if config.cluster.spares and config.run.restarts == 0:
+        cure = "set run.restarts to at least 1, or cluster.spares=0"
+        why = f"is {config.cluster.spares}, but run.restarts=0, so that no spare node would ever be used"
+        yield Problem("cluster.spares", "no-effect", f"{why}: {cure}")
 
 
 def folder_problems(run_dir: Path) -> Iterator[Problem]:

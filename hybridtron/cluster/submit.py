@@ -48,6 +48,7 @@ from hybridtron.cluster.problems import (
     password_problems,
     queue_problems,
     resume_problems,
+    spare_problems,
 )
 from hybridtron.cluster.scheduler import SlurmError
 from hybridtron.config.check import check, warnings
@@ -65,6 +66,7 @@ from hybridtron.resources import PACKAGE, shipped
 from hybridtron.train.hooks import load_hooks
 from hybridtron.train.jsonl import read_record
 
+RESTARTS = 3  # a requeued job waits in the queue, so a job first starts its processes again by itself
 NOT_WHOLE = "h100 describes only a GPU: with h100 also set cluster.gpus_per_node and cluster.partition."
 
 
@@ -115,13 +117,13 @@ def plan_job(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> 
     plan = RunPlan.of(config)
     job = job_of(plan, kept, nodes)
     problems += check(plan, nodes * config.cluster.processes)
-    problems += [*lacking_weights(config), *load_hooks(config.run.hooks)[1]]
+    problems += [*lacking_weights(config), *load_hooks(config.run.hooks)[1], *spare_problems(config)]
     if not dry_run:  # a dry run may happen on a machine without the data
         problems += data_problems(plan)
     problems += [*cluster_problems(config.cluster), *device_problems(plan), *resume_problems(config.run.resume)]
     problems += [*folder_problems(job.run_dir), *job_problems(job)]
     if (silence := scheduler.silence()) is None:
-        problems += queue_problems(job, nodes, ask_sbatch=not problems)
+        problems += queue_problems(job, nodes + config.cluster.spares, ask_sbatch=not problems)
     elif not dry_run:
         problems.append(Problem("cluster", "unavailable", f"SLURM does not answer: {silence}"))
     if problems:
@@ -144,6 +146,10 @@ def job_of(plan: RunPlan, settings: Sequence[str], nodes: int) -> SlurmJob:
     else:
         fewer = ()
     arguments, files = carried(settings)
+    restarts = config.run.restarts
+    if restarts is None:
+        restarts = RESTARTS
+        arguments = [*arguments, f"run.restarts={restarts}"]
     fitting = [n for n in fewer if not any(any(parallel_problems(item, n * cluster.processes)) for item in plan.phases)]
     return SlurmJob(
         run_dir=Path(config.run.dir),
@@ -151,7 +157,7 @@ def job_of(plan: RunPlan, settings: Sequence[str], nodes: int) -> SlurmJob:
         name=config.run.name,
         arguments=(*(item for item in arguments if not item.startswith("run.dir=")), f"run.dir={config.run.dir}"),
         fitting=(*fitting, nodes),
-        patience=math.ceil(config.run.timeout) + 60,
+        patience=0 if restarts else math.ceil(config.run.timeout) + 60,
         cluster=cluster,
         files=tuple(files),
     )

@@ -28,7 +28,6 @@ class HeldOutLoss(Hook):
     """Hook that adds held-out losses to a step's metrics at each evaluation."""
 
     def on_evaluation(self, context: StepContext, metrics: StepMetrics) -> StepMetrics:
-        context.run.beat(f"the evaluation at step {context.step}")
         losses, by_source = evaluate(context.engine, context.loader.sources, context.phase)
         several = by_source if len(by_source) > 1 else None
         return replace(metrics, validation=losses, validation_by_source=several)

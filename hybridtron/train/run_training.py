@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
@@ -41,12 +42,12 @@ from hybridtron.train.start import (
     initial_weights,
     shared_starting_point,
 )
+from hybridtron.train.supervisor.sections import START_S, Section, SectionPipe
 from hybridtron.train.time_log import TimeLog
 from hybridtron.train.trainer import Trainer
 from hybridtron.train.watchdog import Watchdog
 
 LOG = logging.getLogger(__name__)
-START_S = 300.0  # seconds for all ranks to join, or `run.timeout` if that is longer
 
 
 def run_training(plan: RunPlan, requests: StopRequests, hooks: Sequence[Hook] = ()) -> None:
@@ -63,6 +64,7 @@ def run_training(plan: RunPlan, requests: StopRequests, hooks: Sequence[Hook] = 
     check_forced_ops(config)
     hooks = [HeldOutLoss(), *hooks, RefusedBatches(), RouterLoads(), MetricsWriter()]
     failures = Failures(plan.run_dir, launched().rank)
+    pipe = SectionPipe(os.environ)
     with (
         deterministic(config.run.deterministic),
         force_on_all_threads(config.run.force_ops),
@@ -70,7 +72,7 @@ def run_training(plan: RunPlan, requests: StopRequests, hooks: Sequence[Hook] = 
         RunLog(failures.rank) as log,
     ):
         try:
-            groups = join_ranks(config, failures)
+            groups = join_ranks(config, failures, pipe)
             start = shared_starting_point(config, groups.control)
             if start is not None:
                 check_same_model(start, plan)
@@ -80,16 +82,13 @@ def run_training(plan: RunPlan, requests: StopRequests, hooks: Sequence[Hook] = 
                 check_unchanged(start, plan)
                 report_finished(start, plan, hooks, groups)
                 return
-            if start is None:
-                initial = initial_weights(config)
-            else:
-                initial = None
+            initial = initial_weights(config) if start is None else None
             changed = changes_of_model(initial, plan)
             if groups.is_first:
                 open_folder(start, initial, config, changed)
             groups.control.barrier()  # the first rank has prepared the folder, and now all ranks may write logs into it
             log.write_to(failures.run_dir)
-            with Watchdog(failures, config.run.timeout) as watchdog, record_unfinished(failures):
+            with Watchdog(failures, config.run.timeout, pipe) as watchdog, record_unfinished(failures):
                 time_log = open_time_log(config, start, groups, failures)
                 trainer = Trainer(
                     plan,
@@ -121,12 +120,12 @@ def changes_of_model(initial: Checkpoint | None, plan: RunPlan) -> list[str]:
     return check_same_weights(initial, plan.phases[0].arch, "run.weights", True)
 
 
-def join_ranks(config: Config, failures: Failures) -> Groups:
+def join_ranks(config: Config, failures: Failures, pipe: SectionPipe) -> Groups:
     """Form the process groups with all ranks. If that fails, only the first rank records the failure."""
     with ExitStack() as watched:
         if failures.rank == 0:
-            watchdog = watched.enter_context(Watchdog(failures, config.run.timeout))
-            watchdog.beat("all ranks joining", START_S)
+            watchdog = watched.enter_context(Watchdog(failures, config.run.timeout, pipe))
+            watchdog.beat("all ranks joining", Section.start, START_S)
             watched.enter_context(record_unfinished(failures))
         # Collectives time out later than the watchdog, because the watchdog's report says more. Their time-out matters
         # only if the interpreter is stuck and the watchdog's thread can't run.

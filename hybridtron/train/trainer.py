@@ -44,11 +44,14 @@ from hybridtron.train.rollback import Rollback, RollbackRequested
 from hybridtron.train.skipped_data import BatchKey, SkippedData
 from hybridtron.train.slow_ranks import RankTimes
 from hybridtron.train.start import candidates, check_same_data, weights_of
+from hybridtron.train.supervisor.sections import Section
 from hybridtron.train.throughput import Throughput
 from hybridtron.train.time_log import TimeLog
 from hybridtron.train.watchdog import Watchdog
 
 LOG = logging.getLogger(__name__)
+# section of the time log -> section of a hook's work; in all other sections hooks work as a part of a step
+HOOKS = {"start": Section.start, "evaluation": Section.evaluation, "hooks": Section.export}
 
 
 class Trainer:
@@ -80,7 +83,7 @@ class Trainer:
         self.requests = requests
         self.watchdog = watchdog
         self.time_log = time_log
-        watchdog.beat("building the model")
+        watchdog.beat("building the model", Section.start)
         torch.manual_seed(config.run.seed)
         self.engines = PhaseEngines(plan, groups)
         self.rank_times = RankTimes(groups)
@@ -129,7 +132,7 @@ class Trainer:
         """
         if self.groups.is_first:
             announce_run(self.config, self.engine, self.resume_step, self.last)
-        self.run = RunContext(self.plan, self.groups, self.resume_step, beat=self.watchdog.beat)
+        self.run = RunContext(self.plan, self.groups, self.resume_step, beat=self.beat_of_hook)
         try:
             for hook in self.hooks:
                 hook.on_run_start(self.run)
@@ -144,13 +147,14 @@ class Trainer:
             with self.time_log.spent_on("checkpoints"):
                 self.saver.finish()  # wait until the last checkpoint is written, since hooks may read it
             with self.time_log.spent_on("hooks"):
+                self.watchdog.beat("the work after the run", Section.export)
                 for hook in self.hooks:
                     hook.on_run_end(self.run)
         finally:
             for hook in self.hooks:
                 hook.close()
         if self.saver.mirror is not None:
-            self.watchdog.beat("the last copy of a checkpoint to checkpoint.mirror")
+            self.watchdog.beat("the last copy of a checkpoint to checkpoint.mirror", Section.export)
             with self.time_log.spent_on("checkpoints"):
                 self.saver.mirror.finish()
         if self.groups.is_first:
@@ -181,7 +185,7 @@ class Trainer:
         """
         if not self.reached_by_training(phase) or not self.engines.needs_rebuild(phase):
             return
-        self.watchdog.beat(f"the start of phase {phase.settings.name}")
+        self.watchdog.beat(f"the start of phase {phase.settings.name}", Section.resume)
         self.saver.finish()  # wait until the checkpoint that is opened below is written
         boundary = Checkpoint.open(checkpoints.folder_of(self.run_dir, phase.start_step))
         self.start = self.restored([boundary])
@@ -198,7 +202,7 @@ class Trainer:
         due = False
         with closing(self.read(loader, phase, first, last)) as steps, self.time_log.spent_on("steps"):
             for step in range(first + 1, last + 1):
-                self.watchdog.beat(f"step {step}")
+                self.watchdog.beat(f"step {step}", Section.start if step == first + 1 else Section.step)
                 waiting_since = time.perf_counter()
                 batches = next(steps)
                 with profile_if_chosen(step, self.config.run.profile, self.run_dir / "logs", self.groups.rank):
@@ -210,6 +214,7 @@ class Trainer:
                 context = StepContext(self.run, phase, self.engine, loader, step, batches, data)
                 if step == last or step % evaluate_every == 0:
                     with self.time_log.spent_on("evaluation"):
+                        self.watchdog.beat(f"the evaluation at step {step}", Section.evaluation)
                         for hook in self.hooks:
                             metrics = hook.on_evaluation(context, metrics)
                 for hook in self.hooks:
@@ -227,12 +232,15 @@ class Trainer:
                 if stop or step == last:
                     self.check_saved()  # no further step will check this checkpoint
                 if stop and step < self.last:
+                    self.watchdog.beat(f"the end of the checkpoint of step {step}", Section.settle)
                     with self.time_log.spent_on("checkpoints"):
                         self.saver.finish()
                     raise Preempted(step, stop)
+        self.watchdog.beat(f"the end of the checkpoint of step {last}", Section.settle)
         with self.time_log.spent_on("checkpoints"):
             self.saver.settle()  # wait until the phase's last checkpoint is written, since hooks may read it
         with self.time_log.spent_on("hooks"):
+            self.watchdog.beat(f"the work after phase {phase.settings.name}", Section.export)
             for hook in self.hooks:
                 hook.on_phase_end(StepContext(self.run, phase, self.engine, loader, last))
 
@@ -254,6 +262,10 @@ class Trainer:
             announce_reading(loader, phase)
         self.masked = loader.sources.masked
         self.throughput = Throughput(phase, self.groups.world_size)
+
+    def beat_of_hook(self, doing: str) -> None:
+        """Announce the start of a hook's work."""
+        self.watchdog.beat(doing, HOOKS.get(self.time_log.section, Section.step))
 
     def record_progress(self, metrics: StepMetrics) -> None:
         """Update the progress that outcome.json will report."""
@@ -322,7 +334,7 @@ class Trainer:
 
     def save(self, step: int, loader: Loader, metrics: StepMetrics) -> None:
         """Write the checkpoint of a step. Raises RollbackRequested if a value in the checkpoint is not finite."""
-        self.watchdog.beat(f"the checkpoint of step {step}")
+        self.watchdog.beat(f"the checkpoint of step {step}", Section.save)
         began = time.perf_counter()
         with self.requests.saving(), self.time_log.spent_on("checkpoints"):
             if metrics.validation is None:
@@ -353,7 +365,7 @@ class Trainer:
 
         The failed step's batch is the last batch that is skipped.
         """
-        self.watchdog.beat(f"rolling back from step {request.step}")
+        self.watchdog.beat(f"rolling back from step {request.step}", Section.resume)
         self.saver.settle()  # a checkpoint that is still being written may become the newest usable checkpoint
         self.start = self.restored(self.rollback.checkpoints(request, self.saver.written))
         self.resume_step = self.start.meta.step

@@ -11,6 +11,8 @@ calls `beat` whenever a new part of its work begins, such as a step or a checkpo
 
 A launcher such as torchrun then ends the other ranks, and the next start resumes the run.
 
+With `run.restarts` the calls of `beat` also reach this rank's supervisor, which limits the time of each section.
+
 If the interpreter itself is stuck, the watchdog's thread can't run. For this case Python's faulthandler has a thread
 that does not need the interpreter. BACKSTOP_S seconds after the time limit, this thread writes the stacks and ends the
 process. It can't write outcome.json.
@@ -21,6 +23,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -33,6 +36,7 @@ from typing import Self
 
 from hybridtron.data.loader import STACKS
 from hybridtron.train.outcome import Failures, process_fault, waits_for_others
+from hybridtron.train.supervisor.sections import Section, SectionPipe, SectionWork
 
 # Seconds after the time limit at which faulthandler ends the process. The number is small because the stacks must be
 # written before a launcher that has lost another rank kills this process too.
@@ -43,11 +47,16 @@ LOADING = "/torch/utils/data/dataloader.py"  # the file whose functions wait for
 
 
 class Watchdog:
-    """Context manager that watches this process and ends it if it makes no progress."""
+    """Context manager that watches this process and ends it if it makes no progress.
 
-    def __init__(self, failures: Failures, timeout_s: float) -> None:
+    `pipe` leads to this rank's supervisor, if it has one. On the supervisor's signal STACKS this process writes its
+    stacks.
+    """
+
+    def __init__(self, failures: Failures, timeout_s: float, pipe: SectionPipe) -> None:
         self.failures = failures
         self.timeout_s = timeout_s
+        self.pipe = pipe
         self.path = failures.run_dir / "logs" / f"stacks-{failures.rank}.txt"
         self._ended = threading.Event()
         self._main = threading.get_ident()
@@ -55,23 +64,30 @@ class Watchdog:
     def __enter__(self) -> Self:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a")
-        self.beat("the start")
+        if self.pipe.file is not None:
+            faulthandler.register(STACKS, self._file)
+        self.beat("the start", Section.start)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._ended.set()
         faulthandler.cancel_dump_traceback_later()
+        if self.pipe.file is not None:
+            faulthandler.unregister(STACKS)
+            signal.signal(STACKS, signal.SIG_IGN)  # by default the signal would end this process
         self._file.close()
         with suppress(FileNotFoundError):
             if not self.path.stat().st_size:
                 self.path.unlink()
 
-    def beat(self, doing: str, at_least_s: float = 0.0) -> None:
+    def beat(self, doing: str, section: Section, at_least_s: float = 0.0) -> None:
         """Announce the start of the work named `doing`, and the end of the work before it.
 
-        The time limit of the new work is the larger of `run.timeout` and `at_least_s`, in seconds.
+        The time limit of the new work is the larger of `run.timeout` and `at_least_s`, in seconds. A supervisor may
+        have a shorter limit for work of this section.
         """
+        self.pipe.announce(SectionWork(section, self.failures.progress.step or 0, doing))
         patience = max(self.timeout_s, at_least_s)
         # name of the work, time limit in seconds, deadline on the monotonic clock
         self._doing = (doing, patience, time.monotonic() + patience)

@@ -138,7 +138,7 @@ def cluster() -> Iterator[Cluster]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     environment |= {"SLURM_CONF": str(folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
     try:
-        subprocess.run([TWO_NODES, "start", folder, str(free_ports(3))], env=environment, check=True, timeout=60)
+        subprocess.run([TWO_NODES, "start", folder, str(free_ports(4))], env=environment, check=True, timeout=60)
         yield Cluster(environment)
     finally:
         subprocess.run([TWO_NODES, "stop", folder], env=environment, check=True, timeout=90)

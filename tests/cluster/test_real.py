@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.train.supervisor import faults
 from tests.cluster.conftest import ROOT, Cluster, attempts, logs_of
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -67,16 +68,27 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
     return {name: checkpoint.whole(name) for name in checkpoint.shapes}
 
 
-@contextmanager
-def held(run: Path) -> Iterator[list[int]]:
-    """The processes of a run stand still inside the block; their ids."""
+def ranks_of(run: Path) -> dict[int, int]:
+    """The processes that train a run, each with its supervisor."""
     wanted = f"run.dir={run}".encode()
-    process_ids = []
+    parents = {}
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             words = (path / "cmdline").read_bytes().split(b"\0")
             if wanted in words and b"hybridtron" in words and b"python" in words[0]:
-                process_ids.append(int(path.name))
+                parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+    return {process: parent for process, parent in parents.items() if parent in parents}
+
+
+def node_of(process: int) -> str:
+    variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    return next(v for v in variables if v.startswith(b"SLURMD_NODENAME=")).partition(b"=")[2].decode()
+
+
+@contextmanager
+def held(run: Path) -> Iterator[list[int]]:
+    """The processes that train a run stand still inside the block; their ids."""
+    process_ids = list(ranks_of(run))
     for process in process_ids:
         os.kill(process, signal.SIGSTOP)
     try:
@@ -196,6 +208,45 @@ def test_smaller_job_continues_without_a_node_that_is_down(
     assert all(torch.allclose(ours[name].float(), theirs[name].float(), rtol=0.02, atol=2e-3) for name in names)
 
 
+def test_killed_and_suspended_ranks_start_again_inside_the_job(
+    cluster: Cluster, undisturbed: Path, counting_folder: Path, run_dir: Path
+) -> None:
+    run = run_dir / "run"
+    (job,) = cluster.submit([*arguments(counting_folder, run), "run.timeout=60"])
+    for phase, number in ((PHASES[1], signal.SIGKILL), (PHASES[2], signal.SIGSTOP)):
+        cluster.wait_until(lambda phase=phase: phase_of(run) == phase, run)
+        (rank,) = [rank for rank in ranks_of(run) if node_of(rank) == "n2"]
+        os.kill(rank, number)
+    assert cluster.ended(job, run) == "COMPLETED", logs_of(run)
+    (only,) = attempts(run)
+    assert only["outcome"] == "finished"
+    killed, hung = faults.read(run)
+    assert (killed.cause, killed.rank, killed.host) == ("killed", 1, "n2")
+    assert hung.cause.startswith("hung in ")
+    assert (hung.rank, hung.detail) == (1, "is stopped (SIGSTOP)")
+    assert hung.found_s < hung.limit_s + 5
+    assert same_end(run, undisturbed)
+
+
+def test_spare_node_takes_the_place_of_a_node_that_is_down(
+    cluster: Cluster, undisturbed: Path, counting_folder: Path, run_dir: Path
+) -> None:
+    run = run_dir / "run"
+    (job,) = cluster.submit([*arguments(counting_folder, run), "cluster.partition=three", "cluster.spares=1"])
+    cluster.wait_until(lambda: phase_of(run) == PHASES[1], run)
+    assert sorted(map(node_of, ranks_of(run))) == ["n1", "n2"]
+    cluster.reported("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+    try:
+        assert cluster.ended(job, run) == "COMPLETED", logs_of(run)
+    finally:
+        cluster.reported("scontrol", "update", "NodeName=n2", "State=RESUME")
+    (only,) = attempts(run)
+    assert (only["outcome"], only["nodes"]) == ("finished", ["n1", "n2", "n3"])
+    (lost,) = faults.read(run)
+    assert (lost.cause, lost.host, lost.spare) == ("lost node", "n2", "n3")
+    assert same_end(run, undisturbed)
+
+
 def test_bad_node_is_excluded_and_the_run_continues(cluster: Cluster, counting_folder: Path, run_dir: Path) -> None:
     run = run_dir / "run"
     python = run_dir / "python"
@@ -223,7 +274,7 @@ def test_run_without_progress_stops_after_two_attempts(cluster: Cluster, countin
     shutil.copytree(counting_folder, data)
     for shard in data.rglob("*.mds"):
         shard.write_bytes(shard.read_bytes()[:-1] + b"?")
-    (job,) = cluster.submit(arguments(data, run))
+    (job,) = cluster.submit([*arguments(data, run), "run.restarts=0"])
     cluster.requeued(job, run, restarts=1)
     assert cluster.ended(job, run) == "FAILED"
     first, second = attempts(run)

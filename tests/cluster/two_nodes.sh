@@ -1,6 +1,7 @@
 #!/bin/bash
 # A real SLURM of two nodes on this machine, as root: its controller, two slurmd and its own munge, all in one folder.
-#   two_nodes.sh start FOLDER PORT    (it takes PORT to PORT + 2); then export SLURM_CONF=FOLDER/slurm.conf
+# A third node is only in the partition `three`, for jobs with a spare node.
+#   two_nodes.sh start FOLDER PORT    (it takes PORT to PORT + 3); then export SLURM_CONF=FOLDER/slurm.conf
 #   two_nodes.sh stop FOLDER          (ends every process that start began; the folder can be removed then)
 set -eu
 folder=$2
@@ -40,15 +41,17 @@ SlurmctldLogFile=$folder/slurmctld.log
 SlurmdLogFile=$folder/slurmd.%n.log
 NodeName=n1 NodeHostname=$host NodeAddr=127.0.0.1 Port=$((port + 1)) CPUs=1 RealMemory=1000 State=UNKNOWN
 NodeName=n2 NodeHostname=$host NodeAddr=127.0.0.1 Port=$((port + 2)) CPUs=1 RealMemory=1000 State=UNKNOWN
+NodeName=n3 NodeHostname=$host NodeAddr=127.0.0.1 Port=$((port + 3)) CPUs=1 RealMemory=1000 State=UNKNOWN
 PartitionName=main Nodes=n1,n2 Default=YES MaxTime=60 State=UP
 PartitionName=small Nodes=n1 MaxTime=INFINITE State=UP
+PartitionName=three Nodes=n1,n2,n3 MaxTime=60 State=UP
 END
   munged --force --key-file "$folder/munge.key" --socket "$folder/run/munge.socket" --seed-file "$folder/run/seed" \
     --pid-file "$folder/run/munged.pid" --log-file "$folder/munged.log"
   slurmctld -f "$SLURM_CONF"
-  for node in n1 n2; do slurmd -f "$SLURM_CONF" -N $node; done
+  for node in n1 n2 n3; do slurmd -f "$SLURM_CONF" -N $node; done
   for _ in $(seq 60); do
-    [ "$(sinfo --noheader --partition main --states idle --format %D 2>/dev/null)" != 2 ] || return 0
+    [ "$(sinfo --noheader --partition three --states idle --format %D 2>/dev/null)" != 3 ] || return 0
     sleep 0.5
   done
   sinfo >&2

@@ -18,6 +18,7 @@ import pytest
 from hybridtron.problems import ConfigError, Problem
 from hybridtron.train import outcome, watchdog
 from hybridtron.train.outcome import FailedElsewhere, Failures, Preempted, process_fault, record_unfinished
+from hybridtron.train.supervisor.sections import Section, SectionPipe
 from hybridtron.train.watchdog import Watchdog
 from tests.refusals import raises_code
 from tests.train.faults import ending_of, outcome_of
@@ -54,14 +55,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_progress_keeps_the_watchdog_quiet(tmp_path: Path, clock: Clock) -> None:
-    with Watchdog(Failures(tmp_path, 0), 600.0) as watched:
+    with Watchdog(Failures(tmp_path, 0), 600.0, SectionPipe({})) as watched:
         for _ in range(6):
-            watched.beat("a step")
+            watched.beat("a step", Section.step)
             clock.now += 590.0
             assert watched.overdue() is None
         clock.now += 20.0
         assert watched.overdue() == "a step did not end within 600 s (run.timeout)"
-        watched.beat("the next step")
+        watched.beat("the next step", Section.step)
     assert not list((tmp_path / "logs").iterdir())
     assert not (tmp_path / "outcome.json").exists()
 
@@ -70,7 +71,7 @@ def test_a_hanging_process_is_dumped_recorded_and_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     ended: list[int] = []
-    watched = Watchdog(Failures(tmp_path, 3), 600.0)
+    watched = Watchdog(Failures(tmp_path, 3), 600.0, SectionPipe({}))
 
     def end(code: int) -> None:
         ended.append(code)
@@ -79,7 +80,7 @@ def test_a_hanging_process_is_dumped_recorded_and_ended(
     monkeypatch.setattr(watchdog.os, "_exit", end)
     monkeypatch.setattr(watchdog, "LAST_WORDS_S", 600.0)
     with watched:
-        watched.beat("the first step", at_least_s=900.0)
+        watched.beat("the first step", Section.start, at_least_s=900.0)
         clock.now += 899.0
         assert watched.overdue() is None
         clock.now += 2.0
@@ -129,7 +130,7 @@ def test_progress_before_a_hang_is_recorded_as_json(tmp_path: Path, monkeypatch:
 
 
 def test_a_watchdog_ends_without_its_file(tmp_path: Path) -> None:
-    with Watchdog(Failures(tmp_path, 0), 60.0) as watched:
+    with Watchdog(Failures(tmp_path, 0), 60.0, SectionPipe({})) as watched:
         watched.path.unlink()
     assert not watched.path.exists()
 

@@ -1,0 +1,266 @@
+"""Recovery inside a launch: a process that starts a rank as its child, and starts it again after a fault of any rank.
+
+With `run.restarts` every process that a launcher starts (srun, torchrun, or a shell) is a supervisor. It does not
+import torch. It starts the same command as its child, which trains. All supervisors are connected to the first one,
+the coordinator (`coordinator.py`), which decides what happens after a fault.
+
+Signals to a supervisor reach its child, so that a preempted run saves. If a supervisor is killed, the kernel kills its
+child. If the coordinator is lost, all other supervisors end their children. If torchrun has died, the children have
+launcher.GRACE_S seconds to save, as without a supervisor.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Self
+
+from hybridtron.config.pipeline_layout import launched
+from hybridtron.config.schema import RunConfig
+from hybridtron.train.launcher import GRACE_S, Launcher
+from hybridtron.train.preempt import SIGNALS
+from hybridtron.train.supervisor.child import STACKS, Child
+from hybridtron.train.supervisor.coordinator import Coordinator, LaunchPlan
+from hybridtron.train.supervisor.hub import Hub
+from hybridtron.train.supervisor.lines import LineClosed, MeetingPlace, Message, MessageLine, connect, meeting_file
+from hybridtron.train.supervisor.sections import VARIABLE, SectionClock
+
+POLL_S = 0.1
+STACKS_S = 0.5  # seconds for a rank to write its stacks
+LAUNCHER_S = 1.0  # seconds between checks whether torchrun is alive
+GOODBYE_S = 10.0  # seconds for the other supervisors to end
+SPARES = "HYBRIDTRON_SPARES"  # environment variable: number of spare nodes, which the job script sets
+LOCALHOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place that a launcher has given to this process.
+
+    task, tasks: its number, and the number of processes
+    node, local: its node's number, and its own number on this node
+    host: its node's name
+    """
+
+    task: int
+    tasks: int
+    node: int
+    local: int
+    host: str
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Self:
+        """Read the place from the variables of torchrun or srun."""
+        launch = launched(environment)
+        names = ("GROUP_RANK", "LOCAL_RANK") if "RANK" in environment else ("SLURM_NODEID", "SLURM_LOCALID")
+        node, local = (int(environment.get(name, "0")) for name in names)
+        host = environment.get("SLURMD_NODENAME", socket.gethostname())
+        return cls(launch.rank, launch.world_size, node, local, host)
+
+    @property
+    def hello(self) -> Message:
+        return {"kind": "hello", "task": self.task, "node": self.node, "local": self.local, "host": self.host}
+
+
+def is_supervisor(run: RunConfig, environment: Mapping[str, str] = os.environ) -> bool:
+    """Return True if this process must supervise a rank: `run.restarts` is set, and no supervisor has started it."""
+    return bool(run.restarts) and VARIABLE not in environment
+
+
+def supervise(run: RunConfig) -> int:
+    """Start the rank as a child, and again after faults. Returns the exit code of the launch."""
+    place = Place.of(os.environ)
+    supervisor = Supervisor(place, SectionClock(run.timeout))
+    for number in SIGNALS:
+        signal.signal(number, supervisor.on_signal)
+    path = meeting_file(Path(run.dir), os.environ)
+    if place.task > 0:
+        try:
+            return loop(supervisor, connect(path, place.hello), None)
+        except LineClosed as error:
+            say(f"supervisor of task {place.task}: {error}")
+            return 1
+    plan = LaunchPlan(Path(run.dir), place.tasks, int(os.environ.get(SPARES) or 0), run.restarts or 0)
+    coordinator = Coordinator(plan, say)
+    listener = None
+    if place.tasks > 1:
+        listener = MeetingPlace(path, os.environ.get("MASTER_ADDR", LOCALHOST))
+    ours, theirs = socket.socketpair()
+    line = MessageLine(ours)
+    line.send(place.hello)
+    hub = Hub(coordinator, listener, MessageLine(theirs))
+    try:
+        return loop(supervisor, line, hub)
+    finally:
+        hub.close()
+
+
+def loop(supervisor: Supervisor, line: MessageLine, hub: Hub | None) -> int:
+    """Pass messages between the supervisor and the coordinator until the launch ends. Returns the exit code.
+
+    `hub` is the coordinator with its connections, in the first supervisor's process.
+    """
+    goodbye = float("inf")
+    while True:
+        waited_for = [line.socket, *supervisor.pipes]
+        if hub is not None:
+            waited_for += hub.sockets
+        select.select(waited_for, [], [], POLL_S)
+        now = time.monotonic()
+        if hub is not None:
+            hub.tick(now)
+        if supervisor.code is None:
+            try:
+                for message in line.receive():
+                    supervisor.handle(message)
+                supervisor.tick(now)
+                for message in supervisor.taken():
+                    line.send(message)
+                line.tick(now)
+            except LineClosed as error:
+                supervisor.give_up(f"the coordinator is lost: {error}")
+        if supervisor.code is not None:
+            goodbye = min(goodbye, now + GOODBYE_S)
+            if hub is None or hub.is_alone or now > goodbye:
+                return supervisor.code
+
+
+class Supervisor:
+    """Starts, watches and ends the child of one task.
+
+    `code` is the launch's exit code, once the launch is over.
+    """
+
+    def __init__(self, place: Place, clock: SectionClock) -> None:
+        self.place = place
+        self.clock = clock
+        self.child: Child | None = None
+        self.generation = -1
+        self.code: int | None = None
+        self.signals: list[int] = []
+        self.launcher = Launcher(os.environ)
+        self._out: list[Message] = []
+        self._hung = False  # True once a hang of this child was reported
+        self._looked = 0.0  # the time of the last check of torchrun
+        self._gone_until: float | None = None  # the end of the time to save after torchrun's death
+
+    @property
+    def pipes(self) -> list[int]:
+        return [] if self.child is None else [self.child.pipe]
+
+    def on_signal(self, number: int, _: FrameType | None) -> None:
+        self.signals.append(number)
+
+    def taken(self) -> list[Message]:
+        """Return the messages for the coordinator, and forget them."""
+        messages = self._out
+        self._out = []
+        return messages
+
+    def handle(self, message: Message) -> None:
+        """Do what the coordinator asks."""
+        kind = message["kind"]
+        if kind == "start":
+            self._start(message)
+        elif kind == "look":
+            self._describe(message["why"])
+        elif kind == "stop":
+            self._stop()
+        elif kind == "end":
+            self._end_child()
+            self.code = message["code"]
+
+    def tick(self, now: float) -> None:
+        """Forward signals, and look after the child: its work, its end, and its time limit."""
+        while self.signals:
+            self._forward(self.signals.pop(0))
+        if self.child is None:
+            return
+        if self.child.listen(now):
+            self._send("trained", {"resumed": self.child.first_step})
+        code = self.child.process.poll()
+        if code is not None:
+            self._report_end(self.child, code)
+        elif not self._hung and self.child.elapsed > self.clock.limit():
+            self._hung = True
+            self._send("hung", {})
+        if now > self._looked + LAUNCHER_S:
+            self._looked = now
+            self._look_for_launcher(now)
+
+    def give_up(self, why: str) -> None:
+        """End the child and this supervisor."""
+        say(f"task {self.place.task}: {why}")
+        self._end_child()
+        self.code = 1
+
+    def _send(self, kind: str, fields: Mapping[str, object]) -> None:
+        self._out.append({"kind": kind, "generation": self.generation, **fields})
+
+    def _start(self, message: Message) -> None:
+        self.generation = message["generation"]
+        self._hung = False
+        self.clock.restart(time.monotonic(), message["resumes"])
+        variables = {"RANK": message["rank"], "WORLD_SIZE": message["ranks"], "LOCAL_RANK": self.place.local}
+        variables |= {"MASTER_ADDR": os.environ.get("MASTER_ADDR", LOCALHOST), "MASTER_PORT": message["port"]}
+        self.child = Child(self.clock, {name: str(value) for name, value in variables.items()})
+
+    def _describe(self, why: str) -> None:
+        """Describe the child's work; after a hang, the child also writes its stacks."""
+        if self.child is None:
+            return
+        if why == "hung" and self.child.pieces:  # before its first piece of work it does not handle the signal
+            self.child.forward(STACKS)
+            time.sleep(STACKS_S)
+        self._send("work", self.child.report())
+
+    def _stop(self) -> None:
+        if self.child is None:
+            return
+        if self.child.elapsed > self.clock.limit():
+            self.clock.give_up(time.monotonic())
+        self._report_end(self.child, self.child.end())
+
+    def _report_end(self, child: Child, code: int | None) -> None:
+        if code is None or child.end() is None:  # `end` also kills the workers of a rank that has ended
+            self.give_up(f"process {child.process.pid} can't be killed, so this node is given up")
+            return
+        child.listen(time.monotonic())
+        self._send("ended", {"code": code, **child.report()})
+        child.close()
+        self.child = None
+
+    def _end_child(self) -> None:
+        if self.child is not None:
+            self.child.end()
+            self.child.close()
+            self.child = None
+
+    def _forward(self, number: int) -> None:
+        if self.child is not None:
+            self.child.forward(number)
+        self._out.append({"kind": "signal", "number": number})
+
+    def _look_for_launcher(self, now: float) -> None:
+        """End the child if torchrun has died, after GRACE_S seconds if it has something to save."""
+        if self._gone_until is None and self.launcher.is_gone:
+            self._gone_until = now
+            if self.clock.trained:
+                self._gone_until += GRACE_S
+                self._forward(signal.SIGTERM)
+        if self._gone_until is not None and now >= self._gone_until:
+            self.give_up("its launcher is gone")
+
+
+def say(text: str) -> None:
+    """Write a line with the time to this process's log."""
+    os.write(2, f"{time.strftime('%F %T')} supervisor: {text}\n".encode())
+    sys.stderr.flush()

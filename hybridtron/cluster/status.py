@@ -32,6 +32,7 @@ from hybridtron.limits import path_of
 from hybridtron.problems import CommandParser, ConfigError, Unusable
 from hybridtron.train.jsonl import read_lines, read_record
 from hybridtron.train.outcome import clock
+from hybridtron.train.supervisor import faults
 from hybridtron.train.time_log import read_time
 
 RECENT = 20  # the speed is averaged over this number of last steps
@@ -192,6 +193,8 @@ def time_lines(run: Status) -> list[str]:
         return []
     starts = "1 start" if spent.starts == 1 else f"{spent.starts} starts"
     lines = [f"{run.folder}: {clock(spent.total)} in {starts}: {spent.words()}"]
+    if lost := faults.read(run.folder):
+        lines.append(f"{run.folder}: time lost by cause: {faults.words(lost)}")
     interval = spent.interval()
     if interval is not None:
         lines.append(f"{run.folder}: {interval}")

@@ -17,6 +17,10 @@ few steps.
 All three runs must end with weights, optimizer states and recurrent states that are equal bit for bit. The losses of
 all steps must be equal too. No fault may stall a run for longer than twice run.timeout.
 
+With --ordeals the program instead trains a supervised run (`run.restarts`), once undisturbed and once with these faults
+in turn: a rank is killed, hangs in a step, hangs in a checkpoint, and its node is lost. The run must continue inside
+one launch, with the lost node replaced by a spare, and each fault must be found within its section's time limit.
+
 Faults are injected after random numbers of steps. Every kind of fault is injected once before any kind repeats. The
 --seed determines the order of faults and the numbers of steps, but not the moment within a step.
 
@@ -49,11 +53,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hybridtron.limits import path_of
 from hybridtron.problems import CommandParser
+from hybridtron.proving.chaos import ordeals
 from hybridtron.proving.chaos import starts as chaos_starts
 from hybridtron.proving.chaos.fault_run import HEADER, FaultRun, FaultRunFailed, Injected
 from hybridtron.proving.chaos.faults import Disk
 from hybridtron.proving.chaos.training_run import LAYOUTS, SAVE_EVERY, TIMEOUT_S, Run, arguments_of, write_data
 from hybridtron.resources import PACKAGE
+from hybridtron.train.supervisor import faults
 from hybridtron.train.time_log import read_time
 
 APART = "HYBRIDTRON_CHAOS_APART"  # environment variable, set once the program is in its own mount namespace
@@ -102,6 +108,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--mean", type=float, default=20, metavar="N", help="steps between faults (%(default)s)")
     parser.add_argument("--seed", type=int, help="seed of the faults' order and steps, not of moments within a step")
     parser.add_argument("--layout", choices=LAYOUTS, default="dp2", help="layout of the two processes (%(default)s)")
+    parser.add_argument("--ordeals", action="store_true", help="faults of a supervised run, inside one launch")
     parser.add_argument("--keep-folder", action="store_true", help="keep the run folders even if all runs are equal")
     parser.add_argument("--page", type=path_of, metavar="FILE", help="write the report to FILE, in Markdown")
     chosen = parser.parse_args(arguments)
@@ -115,6 +122,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     """Train all runs, compare their results, and print a report. Return the exit code."""
     chosen = parse(arguments)
+    if chosen.ordeals:
+        return pass_ordeals(chosen)
     if chosen.seed is None:
         chosen.seed = random.SystemRandom().randrange(10**6)
     home = Path("runs/chaos").absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{chosen.seed}"
@@ -139,6 +148,40 @@ def main(arguments: list[str]) -> int:
     wrong = [*result.failures, *result.differences]
     report(chosen, fault_run.faults, [*summary, *wrong])
     print(f"all runs took {time.monotonic() - began:.0f} s")
+    if wrong or chosen.keep_folder:
+        print(f"run folders and logs: {home}")
+    else:
+        shutil.rmtree(home)
+    return 1 if wrong else 0
+
+
+def pass_ordeals(chosen: argparse.Namespace) -> int:
+    """Train a supervised run with and without ordeals, and print a report. Return the exit code."""
+    from hybridtron.proving.measuring import BenchReport, publish
+
+    home = Path("runs/chaos").absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-ordeals"
+    print(f"ordeals: {', '.join(ordeals.ORDEALS)}; run folders: {home}", flush=True)
+    write_data(home / "data")
+    steps = ordeals.placed(ordeals.ORDEALS)
+    length = max(steps.values()) + SAVE_EVERY
+    arguments = ordeals.arguments(home / "data", length)
+    clean, disturbed = (Run(home / name, arguments, length) for name in ("peace", "ordeals"))
+    began = time.monotonic()
+    failures = []
+    for run, its_ordeals in ((clean, {}), (disturbed, steps)):
+        run.home.mkdir()
+        codes = ordeals.run_supervised(run, its_ordeals, spares=2)  # two faults in a row use up the first one
+        failures += ordeals.wrong(run, its_ordeals, codes)
+    result = ChaosResult(failures)
+    if not failures:
+        result = ChaosResult(differences=unequal(clean, disturbed))
+    found = faults.read(disturbed.folder)
+    wrong = [*result.failures, *result.differences]
+    note = f"run.timeout is {ordeals.TIMEOUT_S:g} s; a checkpoint every {SAVE_EVERY} steps; {length} steps"
+    page = BenchReport("Ordeals", notes=[note, f"time lost by cause: {faults.words(found)}", result.verdict, *wrong])
+    page.table("ordeals", ordeals.HEADER, ordeals.rows(disturbed, found))
+    publish(page, "hybridtron chaos --ordeals", chosen.page)
+    print(f"both runs took {time.monotonic() - began:.0f} s")
     if wrong or chosen.keep_folder:
         print(f"run folders and logs: {home}")
     else:

@@ -5,8 +5,8 @@
     hung in save    SIGSTOP for a rank while it writes its part of a checkpoint
     lost node       SIGKILL for the supervisor of a rank, whose node a spare node replaces
 
-The run has three supervisors, as srun would start them on three nodes: two with a rank each, and a spare. Faults come
-from a hook inside the rank, so that each comes at a certain point, and once.
+The run has a supervisor for each of several nodes, as srun would start them: two with a rank each, and spares. Faults
+come from a hook inside the rank, so that each comes at a certain point, and once.
 """
 
 from __future__ import annotations
@@ -23,16 +23,14 @@ from hybridtron.train.hooks import Hook, StepContext
 from hybridtron.train.metrics import StepMetrics
 from hybridtron.train.supervisor import faults
 from hybridtron.train.supervisor.faults import RankFault
-from hybridtron.train.supervisor.lines import SILENCE_S
 from hybridtron.train.supervisor.supervisor import SPARES
 
 ORDEALS = ("killed", "hung in step", "hung in save", "lost node")
 VARIABLE = "HYBRIDTRON_ORDEALS"  # environment variable: ordeals and their steps, such as `killed=10,lost node=20`
-TASKS = 3  # supervisors, of which the last one is a spare
+RANKS = 2
 RANK = 1  # the rank at fault
 TIMEOUT_S = 60.0  # run.timeout; a tenth of it is the shortest limit of a section
-LATE_S = 1.0  # seconds by which a hang may be found after its limit
-FOUND_S = 1.0  # seconds until a dead process is found
+LATE_S = 5.0  # seconds in which a dead process is found, and a hang after its section's limit
 HEADER = ("ordeal", "found as", "found after", "limit", "restarted", "repeated", "lost")
 
 
@@ -47,7 +45,7 @@ class OrdealHook(Hook):
         ordeal = self.ordeals.get(context.step)
         if ordeal is not None and context.run.groups.rank == RANK:
             try:
-                (context.run.run_dir / "logs" / f"ordeal {ordeal}").touch(exist_ok=False)
+                marker(context.run.run_dir, ordeal).touch(exist_ok=False)
             except FileExistsError:  # after the restart the step comes again
                 return metrics
             inject(ordeal)
@@ -92,15 +90,20 @@ def placed(ordeals: Sequence[str]) -> dict[str, int]:
     return steps
 
 
-def run_supervised(run: Run, ordeals: Mapping[str, int]) -> list[int]:
+def run_supervised(run: Run, ordeals: Mapping[str, int], spares: int = 1) -> list[int]:
     """Start the run's supervisors once, with these ordeals at these steps, and return their exit codes."""
-    shared = {VARIABLE: ",".join(f"{ordeal}={step}" for ordeal, step in ordeals.items()), SPARES: "1"}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "SLURM_NTASKS": str(TASKS), "SLURM_LOCALID": "0"}
+    shared = {VARIABLE: ",".join(f"{ordeal}={step}" for ordeal, step in ordeals.items()), SPARES: str(spares)}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    shared |= {"SLURM_NTASKS": str(RANKS + spares), "SLURM_LOCALID": "0"}
     supervisors = []
-    for task in range(TASKS):
-        own = {"SLURM_PROCID": str(task), "SLURM_NODEID": str(task), "SLURMD_NODENAME": f"n{task + 1}"}
-        supervisors.append(run.start(f"task-{task}.log", TRAIN, shared | own, own_group=True))
-    return [wait(supervisor) for supervisor in supervisors]
+    try:
+        for task in range(RANKS + spares):
+            own = {"SLURM_PROCID": str(task), "SLURM_NODEID": str(task), "SLURMD_NODENAME": f"n{task + 1}"}
+            supervisors.append(run.start(f"task-{task}.log", TRAIN, shared | own, own_group=True))
+        return [wait(supervisor) for supervisor in supervisors]
+    finally:
+        for supervisor in supervisors:
+            supervisor.kill()  # and the kernel kills its rank
 
 
 def wait(supervisor: subprocess.Popen[bytes]) -> int:
@@ -116,14 +119,13 @@ def wrong(run: Run, ordeals: Mapping[str, int], codes: Sequence[int]) -> list[st
     """Describe what is wrong with a run after its ordeals, apart from its results."""
     found = faults.read(run.folder)
     failures = []
-    expected = [0] * TASKS
-    if "lost node" in ordeals:
-        expected[RANK] = -signal.SIGKILL
-    if list(codes) != expected:
-        failures.append(f"the supervisors ended with {list(codes)} and not {expected}: see {run.home}/task-0.log")
+    killed = int("lost node" in ordeals)
+    if sorted(codes) != [-signal.SIGKILL] * killed + [0] * (len(codes) - killed):
+        failures.append(f"the supervisors ended with {list(codes)}, and not {killed} killed: see {run.home}/task-0.log")
     if [fault.cause for fault in found] != list(ordeals):
         failures.append(f"the faults {list(ordeals)} were found as {[fault.words() for fault in found]}")
-    failures += [f"found late: {fault.words()}" for fault in found if fault.found_s > time_allowed(fault)]
+    late = [fault for fault in found if found_after(run, fault) > time_allowed(fault)]
+    failures += [f"found after {found_after(run, fault):.1f} s: {fault.words()}" for fault in late]
     return failures + [f"another rank is blamed: {fault.words()}" for fault in found if fault.rank != RANK]
 
 
@@ -131,18 +133,26 @@ def time_allowed(fault: RankFault) -> float:
     """Return the seconds within which a fault must be found."""
     if fault.cause.startswith("hung"):
         return fault.limit_s + LATE_S
-    if fault.cause == "lost node":
-        return SILENCE_S + LATE_S
-    return FOUND_S
+    return LATE_S
 
 
-def rows(found: Sequence[RankFault]) -> list[tuple[str, ...]]:
+def found_after(run: Run, fault: RankFault) -> float:
+    """Return the seconds from the injection of a fault until the coordinator named it."""
+    return fault.time - marker(run.folder, fault.cause).stat().st_mtime
+
+
+def marker(run_dir: Path, ordeal: str) -> Path:
+    """Return the path of a file that is created when an ordeal begins."""
+    return run_dir / "logs" / f"ordeal {ordeal}"
+
+
+def rows(run: Run, found: Sequence[RankFault]) -> list[tuple[str, ...]]:
     """Return the report's rows, with the columns of HEADER."""
     return [
         (
             fault.cause,
             fault.detail,
-            f"{fault.found_s:.1f} s",
+            f"{found_after(run, fault):.1f} s",
             f"{fault.limit_s:.1f} s" if fault.cause.startswith("hung") else "",
             f"{fault.restart_s:.1f} s",
             f"{fault.repeated_s:.1f} s",

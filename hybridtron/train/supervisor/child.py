@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from hybridtron.train.outcome import process_fault
-from hybridtron.train.supervisor.sections import VARIABLE, SectionClock, parse
+from hybridtron.train.supervisor.sections import VARIABLE, Section, SectionClock, parse
 
 STACKS = signal.SIGUSR2  # makes a rank write its stacks to logs/stacks-RANK.txt (watchdog.py)
 PR_SET_PDEATHSIG = 1  # of prctl(2)
@@ -31,7 +31,8 @@ class Child:
 
     def __init__(self, clock: SectionClock, variables: Mapping[str, str]) -> None:
         self.clock = clock
-        self.pieces = 0  # number of pieces of work that the rank has announced
+        self.heard = False  # True once the rank has announced work, and so handles STACKS
+        self.pieces = 0  # number of pieces of work that all ranks announce; a rank with fewer pieces lags behind
         self.first_step = 0  # the step from which this start resumed
         reading, writing = os.pipe()
         self.pipe = reading
@@ -56,7 +57,8 @@ class Child:
         first = False
         for line in lines:
             work = parse(line.decode(errors="replace"))
-            self.pieces += 1
+            self.heard = True
+            self.pieces += is_counted(work.section, self.clock.work.section)
             if self.clock.begin(work, now):
                 first = True
                 self.first_step = work.step - 1
@@ -89,6 +91,13 @@ class Child:
 
     def close(self) -> None:
         os.close(self.pipe)
+
+
+def is_counted(section: Section, before: Section) -> bool:
+    """Return True if all ranks announce this piece of work: not within a start, an evaluation or an export."""
+    if section in (Section.start, Section.resume):
+        return False
+    return section is not before or section not in (Section.evaluation, Section.export)
 
 
 def _die_with_parent() -> Any:

@@ -217,7 +217,7 @@ class Supervisor:
         """Describe the child's work; after a hang, the child also writes its stacks."""
         if self.child is None:
             return
-        if why == "hung" and self.child.pieces:  # before its first piece of work it does not handle the signal
+        if why == "hung" and self.child.heard:  # before its first piece of work it does not handle the signal
             self.child.forward(STACKS)
             time.sleep(STACKS_S)
         self._send("work", self.child.report())

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from hybridtron.data.loader import STACKS as LOADER_STACKS
-from hybridtron.train.supervisor.child import STACKS
+from hybridtron.train.supervisor.child import STACKS, is_counted
 from hybridtron.train.supervisor.sections import (
     FACTOR,
     PATIENCE_S,
@@ -92,6 +92,13 @@ def test_work_passes_through_the_pipe() -> None:
 
 def test_rank_without_a_supervisor_announces_nothing() -> None:
     SectionPipe({}).announce(SectionWork(Section.step, 1, "step 2"))
+
+
+def test_counted_work_is_the_same_on_all_ranks() -> None:
+    assert is_counted(Section.step, Section.step)
+    assert is_counted(Section.evaluation, Section.step)
+    assert not is_counted(Section.evaluation, Section.evaluation)  # a rank announces each of its samples
+    assert not is_counted(Section.start, Section.start)  # the first rank also waits for the others to join
 
 
 def test_ranks_and_loader_workers_write_their_stacks_on_the_same_signal() -> None:

@@ -59,6 +59,8 @@ def main(arguments: list[str]) -> int:
         return 0
     try:
         config = load(arguments)
+        if is_supervisor(config.run) and not config.run.plan:
+            return supervise(config.run)
         plan = RunPlan.of(config)
         hooks, named_problems = load_hooks(config.run.hooks)
         named_problems += op_problems(config)
@@ -68,8 +70,6 @@ def main(arguments: list[str]) -> int:
             if problems := named_problems + data_problems(plan):
                 raise ConfigError(problems)
             return 0
-        if is_supervisor(config.run):
-            return supervise(config.run)
         problems = check(plan, launched().world_size) + named_problems
         if problems := problems + lacking_weights(config) + data_problems(plan):
             raise ConfigError(problems)

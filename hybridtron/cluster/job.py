@@ -31,7 +31,7 @@ class SlurmJob:
     name: the run's name
     arguments: arguments for `hybridtron train`
     fitting: node counts with which the layout can run, the smallest first
-    patience: seconds after the first rank's end until srun kills the other ranks; 0: supervisors end them
+    patience: seconds after the first rank's end until srun kills the other ranks; 0: never
     cluster: the section `cluster` in the configuration
     files: the user's own configuration files, which are copied into RUN/code
     """

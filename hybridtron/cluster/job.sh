@@ -27,8 +27,7 @@ everywhere() {  # LOG MODULE ...: run a module on the chosen nodes, one process 
 }
 
 # Get a decision, which follows from the run's history: a word, the nodes that it applies to, the nodes that were just
-# found to be bad, and the number of spare nodes, which are the last ones; a dash means none. The reasons go to this job's
-# log.
+# found to be bad, and the number of spare nodes, which are the last ones. A dash means none. The job's log has reasons.
 ask() {
   read -r word named bad HYBRIDTRON_SPARES < <("${alone[@]}" hybridtron.cluster.attempt "$@" --run "$run" \
     --job "$SLURM_JOB_ID" --restart "${SLURM_RESTART_COUNT:-0}" | tail -n 1)

@@ -66,6 +66,7 @@ from hybridtron.resources import PACKAGE, shipped
 from hybridtron.train.hooks import load_hooks
 from hybridtron.train.jsonl import read_record
 
+TOGETHER_S = 180
 RESTARTS = 3  # a requeued job waits in the queue, so a job first starts its processes again by itself
 NOT_WHOLE = "h100 describes only a GPU: with h100 also set cluster.gpus_per_node and cluster.partition."
 
@@ -157,10 +158,19 @@ def job_of(plan: RunPlan, settings: Sequence[str], nodes: int) -> SlurmJob:
         name=config.run.name,
         arguments=(*(item for item in arguments if not item.startswith("run.dir=")), f"run.dir={config.run.dir}"),
         fitting=(*fitting, nodes),
-        patience=0 if restarts else math.ceil(config.run.timeout) + 60,
+        patience=patience_s(config, restarts),
         cluster=cluster,
         files=tuple(files),
     )
+
+
+def patience_s(config: Config, restarts: int) -> int:
+    """Return the seconds after the first task's end until srun kills the other tasks; 0: never."""
+    if config.cluster.spares:
+        return 0  # the tasks of a lost node end long before the others
+    if restarts:
+        return TOGETHER_S  # supervisors end together
+    return math.ceil(config.run.timeout) + 60
 
 
 def submit(config: Config, job: SlurmJob, chain: int) -> int:

@@ -27,7 +27,7 @@ LOG = logging.getLogger(__name__)
 # Keys that may change without a warning. If `phases.N.export` has changed, this start makes the export.
 FREE = re.compile(
     r"(cluster|parallel)\..*|phases\.\d+\.export"
-    r"|run\.(dir|plan|resume|max_minutes|timeout|log_every|accept_data_changes|tunes|recipe|hooks.*)"
+    r"|run\.(dir|plan|resume|max_minutes|timeout|log_every|restarts|accept_data_changes|tunes|recipe|hooks.*)"
 )
 # Keys that may change with a warning: profiled steps, and the choice between an op's implementations.
 UNUSED = re.compile(r"run\.(profile|force_ops)(\..*)?")

@@ -42,7 +42,7 @@ from hybridtron.train.start import (
     initial_weights,
     shared_starting_point,
 )
-from hybridtron.train.supervisor.sections import START_S, Section, SectionPipe
+from hybridtron.train.supervisor.sections import START_S, Section, SectionPipe, SectionWork
 from hybridtron.train.time_log import TimeLog
 from hybridtron.train.trainer import Trainer
 from hybridtron.train.watchdog import Watchdog
@@ -80,6 +80,7 @@ def run_training(plan: RunPlan, requests: StopRequests, hooks: Sequence[Hook] = 
                     LOG.warning(change)
             if start is not None and start.meta.step >= plan.last_step:
                 check_unchanged(start, plan)
+                pipe.announce(SectionWork(Section.export, start.meta.step, "the repeated exports"))
                 report_finished(start, plan, hooks, groups)
                 return
             initial = initial_weights(config) if start is None else None

@@ -50,8 +50,8 @@ from hybridtron.train.time_log import TimeLog
 from hybridtron.train.watchdog import Watchdog
 
 LOG = logging.getLogger(__name__)
-# section of the time log -> section of a hook's work; in all other sections hooks work as a part of a step
-HOOKS = {"start": Section.start, "evaluation": Section.evaluation, "hooks": Section.export}
+# section of the time log -> section of a hook's work
+HOOKS = {"start": Section.start, "hooks": Section.export}
 
 
 class Trainer:
@@ -265,7 +265,7 @@ class Trainer:
 
     def beat_of_hook(self, doing: str) -> None:
         """Announce the start of a hook's work."""
-        self.watchdog.beat(doing, HOOKS.get(self.time_log.section, Section.step))
+        self.watchdog.beat(doing, HOOKS.get(self.time_log.section, Section.evaluation))
 
     def record_progress(self, metrics: StepMetrics) -> None:
         """Update the progress that outcome.json will report."""
@@ -334,7 +334,6 @@ class Trainer:
 
     def save(self, step: int, loader: Loader, metrics: StepMetrics) -> None:
         """Write the checkpoint of a step. Raises RollbackRequested if a value in the checkpoint is not finite."""
-        self.watchdog.beat(f"the checkpoint of step {step}", Section.save)
         began = time.perf_counter()
         with self.requests.saving(), self.time_log.spent_on("checkpoints"):
             if metrics.validation is None:
@@ -347,6 +346,9 @@ class Trainer:
                 validation = None
             meta = meta_of(self.engine, step, loader.fingerprint, validation, self.skipped_data.all)
             try:
+                self.watchdog.beat("the end of the last checkpoint", Section.settle)
+                self.saver.settle()
+                self.watchdog.beat(f"the checkpoint of step {step}", Section.save)
                 self.saver.save(self.engine, meta, loader.sources.tokenizer_file)
             except NotFinite as fault:
                 raise rollback.not_saved(step, fault) from fault

@@ -17,7 +17,7 @@ from hybridtron.train.supervisor.sections import VARIABLE, Section, SectionClock
 
 STACKS = signal.SIGUSR2  # makes a rank write its stacks to logs/stacks-RANK.txt (watchdog.py)
 PR_SET_PDEATHSIG = 1  # of prctl(2)
-KILL_S = 30.0  # seconds for a killed process to disappear; a stuck driver or disk may keep it
+KILL_S = 15.0  # seconds for a killed process to disappear, less than lines.SILENCE_S; a driver or disk may keep it
 # variables of torchrun that make a rank use torchrun's store, which keeps the keys of an earlier start, and watch
 # torchrun, which the supervisor does
 DROPPED = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID")

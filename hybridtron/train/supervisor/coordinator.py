@@ -5,8 +5,8 @@ launch with this code. Any other end, a hang, or a lost node is a fault:
 
     1. All supervisors describe the work of their ranks, and one rank is named as the cause.
     2. All ranks are ended.
-    3. A lost node is replaced by a spare node, and so is a node with two faults in a row. Then all ranks start again,
-       and resume from the newest checkpoint.
+    3. A lost node is replaced by a spare node, and so is a node with two faults in a row, except the first task's node.
+       Then all ranks start again, and resume from the newest checkpoint.
 
 After `restarts` faults in a row without a newer checkpoint, if the same error comes again, or if a lost node can't be
 replaced, the launch ends with code 1. A job of `hybridtron submit` is then requeued. The same happens if the first
@@ -169,7 +169,7 @@ class Coordinator:
         per_node = max(count.values())
         whole = [node for node in count if count[node] == per_node]
         training = self.plan.tasks // per_node - self.plan.spares
-        if len(whole) < training:
+        if len(whole) < training or self.seats[0].node != whole[0]:  # the first task's node has the ranks' store
             missing = self.plan.tasks - len(self.seats)
             self._finish(1, f"{missing} of {self.plan.tasks} supervisors did not connect within {JOIN_S:.0f} s")
             return
@@ -187,7 +187,7 @@ class Coordinator:
         self.outcome_before = written_at(self.plan.run_dir / OUTCOME)
         order = [seat for node in self.nodes for seat in self._seats_on(node)]
         self.ranks = {seat.task: rank for rank, seat in enumerate(order)}
-        resumes = self.newest > 0
+        resumes = newest_step(self.plan.run_dir) > 0
         port = free_port()
         for seat in order:
             start = {"rank": self.ranks[seat.task], "ranks": len(order), "port": port, "resumes": resumes}
@@ -246,6 +246,8 @@ class Coordinator:
             rank = next((rank for task, rank in self.ranks.items() if task not in self.seats), -1)
             report = next(iter(reports.values()), {})
             return self._fault("lost node", rank, host, "its supervisor is gone", report, step)
+        if not reports:
+            return self._fault("hung", -1, "", "no supervisor has described its rank", {"elapsed": LOOK_S}, step)
         task = min(reports, key=lambda task: _suspicion(reports[task], self.ranks[task]))
         report = reports[task]
         rank = self.ranks[task]
@@ -321,7 +323,7 @@ class Coordinator:
         newest = newest_step(self.plan.run_dir)
         if newest > self.newest:
             self.tries = 0
-        self.newest = newest
+            self.newest = newest
         self.tries += 1
         if self.tries > self.plan.restarts:
             self._finish(1, f"{self.plan.restarts} restarts in a row wrote no newer checkpoint (run.restarts)")
@@ -360,9 +362,15 @@ class Coordinator:
         self.fault.resumed = resumed
         self.fault.restart_s = time.monotonic() - self.found_at
         self.fault.repeated_s *= max(0, self.fault.step - resumed)
-        faults.record(self.plan.run_dir, self.fault)
+        self._record(self.fault)
         self.say(f"trains again from step {resumed}; {self.fault.lost_s:.1f} s were lost")
         self.fault = None
+
+    def _record(self, fault: RankFault) -> None:
+        try:
+            faults.record(self.plan.run_dir, fault)
+        except OSError as error:  # a full disk must not end a healthy run
+            self.say(f"this fault can't be recorded: {error}")
 
     def _finish(self, code: int, why: str) -> None:
         """End the launch."""
@@ -370,7 +378,7 @@ class Coordinator:
         self.code = code
         if self.fault is not None:  # not survived: only its description is known
             self.fault.repeated_s = 0.0
-            faults.record(self.plan.run_dir, self.fault)
+            self._record(self.fault)
         if self.survived:
             self.say(f"time lost by cause: {faults.words(self.survived)}")
         if self.generation > 0 or code not in FINAL:

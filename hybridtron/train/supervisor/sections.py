@@ -1,10 +1,10 @@
 """Sections of a rank's work: the rank announces each section to its supervisor, which limits the section's duration.
 
 A rank announces its work through a pipe, a line for each piece of work. The supervisor measures how long each piece
-takes. Once a section has had MEASURED pieces of work, its time limit is FACTOR times the longest one, at least the
-share LEAST of `run.timeout`, and at most `run.timeout`. Until then `run.timeout` is the limit. So a hang in a step is
-found sooner than a hang in the first checkpoint. The limit of exports is always `run.timeout`, since the work at the
-ends of phases differs too much.
+takes. Once a section in LEAST has had MEASURED pieces of work, its time limit is FACTOR times the longest one, at least
+a share of `run.timeout`, and at most `run.timeout`. Until then, and in all other sections, the limit is `run.timeout`,
+or START_S for a start if that is longer: a start may restore a checkpoint of any size, and the work at the ends of
+phases differs. A rank ends itself at this limit, so its supervisor waits for PATIENCE_S more seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import NamedTuple
 VARIABLE = "HYBRIDTRON_SECTIONS"  # environment variable: the pipe's file descriptor in the rank's process
 FACTOR = 5.0  # nvidia-resiliency-ext multiplies by the same number
 MEASURED = 2  # pieces of work
-LEAST = 0.1  # share of run.timeout; a shared file system or the loader may stall a step for minutes
 START_S = 300.0  # seconds for a start, or run.timeout if that is longer
 PATIENCE_S = 15.0  # seconds after run.timeout in which the rank's own watchdog ends it; its report says more
 STEPS = 64  # number of last steps whose median is the time of a step
@@ -38,6 +37,11 @@ class Section(StrEnum):
     settle = "settle"  # the wait for a checkpoint that is written in the background
     evaluation = "evaluation"
     export = "export"  # exports and other work at the end of a phase or run
+
+
+# section -> shortest time limit, as a share of run.timeout; a file system may stall a step or a save for minutes, and
+# parts of an evaluation differ
+LEAST = {Section.step: 0.1, Section.save: 0.2, Section.evaluation: 0.5}
 
 
 class SectionWork(NamedTuple):
@@ -120,9 +124,9 @@ class SectionClock:
         most = self.timeout_s
         if section in (Section.start, Section.resume):
             most = max(most, START_S)
-        if section is Section.export or self.measured[section] < MEASURED:
+        if section not in LEAST or self.measured[section] < MEASURED:
             return most + PATIENCE_S
-        return min(most + PATIENCE_S, max(LEAST * self.timeout_s, FACTOR * self.longest[section]))
+        return min(most + PATIENCE_S, max(LEAST[section] * self.timeout_s, FACTOR * self.longest[section]))
 
     def give_up(self, now: float) -> None:
         """Count an overdue piece of work as measured. If its limit was too short, the next limit is longer."""

@@ -1,7 +1,7 @@
 """Recovery inside a launch: a process that starts a rank as its child, and starts it again after a fault of any rank.
 
-With `run.restarts` every process that a launcher starts (srun, torchrun, or a shell) is a supervisor. It does not
-import torch. It starts the same command as its child, which trains. All supervisors are connected to the first one,
+With `run.restarts` every process that a launcher starts (srun, torchrun, or a shell) is a supervisor, which needs no
+torch. It starts the same command as its child, which trains. All supervisors are connected to the first one,
 the coordinator (`coordinator.py`), which decides what happens after a fault.
 
 Signals to a supervisor reach its child, so that a preempted run saves. If a supervisor is killed, the kernel kills its
@@ -12,12 +12,13 @@ launcher.GRACE_S seconds to save, as without a supervisor.
 from __future__ import annotations
 
 import os
-import select
+import resource
+import selectors
 import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -25,7 +26,9 @@ from typing import Self
 
 from hybridtron.config.pipeline_layout import launched
 from hybridtron.config.schema import RunConfig
+from hybridtron.problems import ConfigError, Problem
 from hybridtron.train.launcher import GRACE_S, Launcher
+from hybridtron.train.outcome import EXIT_PREEMPTED
 from hybridtron.train.preempt import SIGNALS
 from hybridtron.train.supervisor.child import STACKS, Child
 from hybridtron.train.supervisor.coordinator import Coordinator, LaunchPlan
@@ -39,6 +42,8 @@ LAUNCHER_S = 1.0  # seconds between checks whether torchrun is alive
 GOODBYE_S = 10.0  # seconds for the other supervisors to end
 SPARES = "HYBRIDTRON_SPARES"  # environment variable: number of spare nodes, which the job script sets
 LOCALHOST = "127.0.0.1"
+# description of the work of a rank that was not started
+NOTHING: Message = {"section": "start", "doing": "nothing", "step": 0, "elapsed": 0.0, "limit": 0.0, "step_s": 0.0}
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,9 @@ def is_supervisor(run: RunConfig, environment: Mapping[str, str] = os.environ) -
 def supervise(run: RunConfig) -> int:
     """Start the rank as a child, and again after faults. Returns the exit code of the launch."""
     place = Place.of(os.environ)
+    if problems := launch_problems(run, place, os.environ):
+        raise ConfigError(problems)
+    allow_open_files()
     supervisor = Supervisor(place, SectionClock(run.timeout))
     for number in SIGNALS:
         signal.signal(number, supervisor.on_signal)
@@ -110,10 +118,7 @@ def loop(supervisor: Supervisor, line: MessageLine, hub: Hub | None) -> int:
     """
     goodbye = float("inf")
     while True:
-        waited_for = [line.socket, *supervisor.pipes]
-        if hub is not None:
-            waited_for += hub.sockets
-        select.select(waited_for, [], [], POLL_S)
+        wait_for([line.socket, *supervisor.pipes, *([] if hub is None else hub.sockets)])
         now = time.monotonic()
         if hub is not None:
             hub.tick(now)
@@ -133,6 +138,33 @@ def loop(supervisor: Supervisor, line: MessageLine, hub: Hub | None) -> int:
                 return supervisor.code
 
 
+def launch_problems(run: RunConfig, place: Place, environment: Mapping[str, str]) -> list[Problem]:
+    """List the reasons why this launch can't start its ranks again."""
+    problems = []
+    if run.resume != "auto":
+        cure = "use run.resume=auto, or run.restarts=0"
+        why = f"is {run.restarts}, but run.resume={run.resume} would apply to every restart"
+        problems.append(Problem("run.restarts", "conflict", f"{why}, and so discard this run's steps: {cure}"))
+    if place.tasks > 1 and not environment.get("MASTER_ADDR"):
+        cure = "export the first node's address, or use hybridtron submit, whose script exports it"
+        problems.append(Problem("MASTER_ADDR", "missing", f"is not set, so that ranks can't connect: {cure}"))
+    return problems
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit of open files: the coordinator has a connection to each supervisor."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def wait_for(sources: Sequence[socket.socket | int]) -> None:
+    """Wait up to POLL_S seconds until something can be read from one of these sockets and pipes."""
+    with selectors.DefaultSelector() as selector:
+        for source in sources:
+            selector.register(source, selectors.EVENT_READ)
+        selector.select(POLL_S)
+
+
 class Supervisor:
     """Starts, watches and ends the child of one task.
 
@@ -148,6 +180,7 @@ class Supervisor:
         self.signals: list[int] = []
         self.launcher = Launcher(os.environ)
         self._out: list[Message] = []
+        self._signalled = False  # True once this process was asked to stop
         self._hung = False  # True once a hang of this child was reported
         self._looked = 0.0  # the time of the last check of torchrun
         self._gone_until: float | None = None  # the end of the time to save after torchrun's death
@@ -209,6 +242,9 @@ class Supervisor:
         self.generation = message["generation"]
         self._hung = False
         self.clock.restart(time.monotonic(), message["resumes"])
+        if self._signalled:  # it came after the coordinator had decided to start
+            self._out.append({"kind": "ended", "generation": self.generation, "code": EXIT_PREEMPTED, **NOTHING})
+            return
         variables = {"RANK": message["rank"], "WORLD_SIZE": message["ranks"], "LOCAL_RANK": self.place.local}
         variables |= {"MASTER_ADDR": os.environ.get("MASTER_ADDR", LOCALHOST), "MASTER_PORT": message["port"]}
         self.child = Child(self.clock, {name: str(value) for name, value in variables.items()})
@@ -234,6 +270,8 @@ class Supervisor:
             self.give_up(f"process {child.process.pid} can't be killed, so this node is given up")
             return
         child.listen(time.monotonic())
+        if self._signalled and not self.clock.trained and -code in SIGNALS:  # before the rank handles signals
+            code = EXIT_PREEMPTED
         self._send("ended", {"code": code, **child.report()})
         child.close()
         self.child = None
@@ -245,6 +283,7 @@ class Supervisor:
             self.child = None
 
     def _forward(self, number: int) -> None:
+        self._signalled = True
         if self.child is not None:
             self.child.forward(number)
         self._out.append({"kind": "signal", "number": number})

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from hybridtron.config.schema import RunConfig
 from hybridtron.train.supervisor import faults
+from hybridtron.train.supervisor.supervisor import Place, launch_problems
 from tests.train.conftest import small_run_arguments
 from tests.train.faults import outcome_of, trained
 from tests.train.test_launchers import LONG, TORCHRUN, descendants, started, wait_for_outcome, wait_until_step
@@ -82,6 +84,22 @@ def test_run_whose_torchrun_was_killed_saves_and_ends(counting_folder: Path, tmp
         wait_until_gone(family)
     assert outcome["outcome"] == "preempted"
     assert (run / "checkpoints" / f"step-{outcome['step']:08}").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("run", "variables", "tasks", "key"),
+    [
+        (RunConfig(name="a", restarts=1, resume="never"), {"MASTER_ADDR": "n1"}, 2, "run.restarts"),
+        (RunConfig(name="a", restarts=1), {}, 2, "MASTER_ADDR"),
+        (RunConfig(name="a", restarts=1), {}, 1, None),
+    ],
+    ids=["named start", "no address", "single process"],
+)
+def test_launches_that_can_not_start_again_are_refused(
+    run: RunConfig, variables: dict[str, str], tasks: int, key: str | None
+) -> None:
+    problems = launch_problems(run, Place(0, tasks, 0, 0, "n1"), variables)
+    assert [problem.key for problem in problems] == [key] * (key is not None)
 
 
 def test_refused_configuration_ends_with_2_and_leaves_no_folder(counting_folder: Path, tmp_path: Path) -> None:

@@ -55,10 +55,21 @@ def test_start_and_restored_start_have_limits_of_their_own() -> None:
     assert clock.work.section is Section.start
 
 
-def test_exports_have_the_limit_of_the_run() -> None:
-    clock, now = clock_after((Section.export, 0.01), (Section.export, 0.01))
-    clock.begin(SectionWork(Section.export, 1, ""), now)
+@pytest.mark.parametrize("section", [Section.export, Section.settle])
+def test_work_that_differs_has_the_limit_of_the_run(section: Section) -> None:
+    clock, now = clock_after((section, 0.01), (section, 0.01))
+    clock.begin(SectionWork(section, 1, ""), now)
     assert clock.limit() == 100.0 + PATIENCE_S
+
+
+def test_every_piece_of_a_start_has_the_limit_of_a_start() -> None:
+    clock = SectionClock(1800.0)
+    clock.restart(0.0, resumes=False)
+    pieces = ("the start", "all ranks joining", "the start", "building the model", "step 1")
+    for number, doing in enumerate(pieces):
+        assert clock.limit() == 1800.0 + PATIENCE_S
+        clock.begin(SectionWork(Section.start, 0, doing), float(number))
+    assert clock.limit() == 1800.0 + PATIENCE_S
 
 
 def test_limit_that_was_too_short_grows() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from hybridtron.interop import phase_exports
 from hybridtron.storage.durable import temporary_of
+from hybridtron.train.supervisor.sections import Section
 from hybridtron.train.watchdog import Watchdog
 from tests.train.conftest import Train
 
@@ -73,9 +74,9 @@ def test_each_export_has_the_whole_time_limit(train_small: Train, monkeypatch: p
     beat = Watchdog.beat
     two_exports = PHASES.replace("lr: 1e-3}]", "lr: 1e-3, export: custom}]")
 
-    def noted(watchdog: Watchdog, doing: str, at_least_s: float = 0.0) -> None:
+    def noted(watchdog: Watchdog, doing: str, section: Section, at_least_s: float = 0.0) -> None:
         events.append(doing)
-        beat(watchdog, doing, at_least_s)
+        beat(watchdog, doing, section, at_least_s)
 
     def export(_checkpoint: object, output: Path, _wanted: object) -> None:
         events.append(f"export {output.name}")

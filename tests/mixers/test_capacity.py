@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridtron.architecture.moe import MoESpec
 from hybridtron.architecture.table import architecture
-from hybridtron.config.check import warnings
+from hybridtron.config.check import check
 from hybridtron.config.load import load
 from hybridtron.config.resolve import RunPlan
 from hybridtron.mixers.base import Mixer, MixerOutput
@@ -147,7 +147,8 @@ def test_capacities_that_drop_nothing_are_refused(capacity: float, code: str | N
     assert [(problem.key, problem.code) for problem in refused.value.problems] == [("model.layers.-.capacity", code)]
 
 
-@pytest.mark.parametrize(("documents", "warned"), [("isolate", True), ("join", False)])
-def test_isolated_documents_that_share_a_capacity_are_warned_of(documents: str, warned: bool) -> None:
+@pytest.mark.parametrize(("documents", "refused"), [("isolate", True), ("join", False)])
+def test_isolated_documents_may_not_share_a_capacity(documents: str, refused: bool) -> None:
     settings = ["recipe=moe_laptop", "model.layers.-.capacity=1.25", f"data.documents={documents}"]
-    assert any("capacity is 1.25" in text for text in warnings(RunPlan.of(load(settings)))) == warned
+    problems = {problem.key: problem.code for problem in check(RunPlan.of(load(settings)), 1)}
+    assert (problems == {"model.layers.-.capacity": "needs-other-key"}) == refused

@@ -28,7 +28,7 @@ from hybridtron.engine.routers import move_corrections
 from hybridtron.parallel.blocks import writes
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.mesh import Mesh
-from hybridtron.parallel.pool import Seat
+from hybridtron.parallel.pool import Seat, WorkerError
 from hybridtron.proving.audit.audit import default_dtype
 from hybridtron.proving.audit.cases import EXPERTS
 from tests.distributed import run_distributed
@@ -189,5 +189,7 @@ def test_a_correction_that_a_refused_step_moves_is_noticed(alone: Path, tmp_path
 
 def test_a_weight_that_no_rank_writes_is_noticed(tmp_path: Path) -> None:
     config = configured(LAYOUTS["dp2-ep2"][0], KINDS[0])
-    run_distributed(trained, 2, config, tmp_path / "run", "writer missing")
+    config = replace(config, checkpoint=replace(config.checkpoint, failures=1))
+    with pytest.raises(WorkerError, match=r"written by no process: .*layers\.1\.mixer\.router"):
+        run_distributed(trained, 2, config, tmp_path / "run", "writer missing")
     assert newest(tmp_path / "run") is None

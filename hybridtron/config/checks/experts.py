@@ -29,6 +29,7 @@ def expert_problems(phase: ResolvedPhase) -> Iterator[Problem]:
         return
     yield from _layout(phase.parsed, phase.config.parallel)
     yield from _latent(phase.parsed, phase)
+    yield from _shared_capacity(phase.parsed, phase)
     has = f"but model.pattern has experts ({', '.join(letters)})"
     if phase.config.run.compile:
         message = f"is true, {has}, whose routing can't be compiled: use run.compile=false"
@@ -88,9 +89,20 @@ def _latent(arch: Architecture, phase: ResolvedPhase) -> Iterator[Problem]:
         yield Problem("optim.name", "unsupported", f"{message}: use optim.name=adamw")
 
 
+def _shared_capacity(arch: Architecture, phase: ResolvedPhase) -> Iterator[Problem]:
+    """Report capacities that isolated documents would share: earlier ones would decide what later ones drop."""
+    if phase.documents is not Documents.isolate:
+        return
+    for letter, spec in moe_letters(arch).items():
+        if spec.capacity is not None:
+            message = f"is {spec.capacity}, and all documents in a row share it, but data.documents=isolate"
+            cure = "set data.documents=join, or leave it out"
+            yield Problem(f"model.layers.{letter}.capacity", "needs-other-key", f"{message}: {cure}")
+
+
 def expert_warnings(phases: Sequence[ResolvedPhase]) -> list[str]:
     """Return a sentence for each surprising effect of experts. The phases must have passed `check`."""
-    return [*_ungrouped(phases), *_shared_capacity(phases), *_in_bf16(phases)]
+    return [*_ungrouped(phases), *_in_bf16(phases)]
 
 
 def _in_bf16(phases: Sequence[ResolvedPhase]) -> list[str]:
@@ -101,21 +113,6 @@ def _in_bf16(phases: Sequence[ResolvedPhase]) -> list[str]:
         if moe_letters(phase.arch) and phase.precision.name in FP8_MULTIPLES
     }
     return [f"{key} is {name}, but experts, routed and shared, are computed in bf16" for key, name in names.items()]
-
-
-def _shared_capacity(phases: Sequence[ResolvedPhase]) -> list[str]:
-    """Return a sentence for each capacity that isolated documents share."""
-    keys = {
-        phase.key(f"model.layers.{letter}.capacity"): spec.capacity
-        for phase in phases
-        for letter, spec in moe_letters(phase.arch).items()
-        if spec.capacity is not None and phase.documents is Documents.isolate
-    }
-    return [
-        f"{key} is {value}, and counts the choices of all documents in a row: with data.documents=isolate, earlier "
-        "documents influence which choices of later ones are dropped"
-        for key, value in keys.items()
-    ]
 
 
 def _ungrouped(phases: Sequence[ResolvedPhase]) -> list[str]:

@@ -263,8 +263,8 @@ def hopper_lines(devices: Iterable[str], triton: str | None) -> list[Line]:
         return []
     note = (
         f"before {HOPPER_TRITON}, Triton computes some products of transposed products wrongly on Hopper GPUs "
-        "(github.com/fla-org/flash-linear-attention/issues/640); `hybridtron check gpu` compares Gated DeltaNet and "
-        "KDA with their references"
+        "(github.com/fla-org/flash-linear-attention/issues/640): install a later one, or compare Gated DeltaNet and "
+        "KDA with their references by `hybridtron check gpu`"
     )
     return [Line("warn", "triton on Hopper", triton, note)]
 

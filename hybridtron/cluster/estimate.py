@@ -37,7 +37,7 @@ def estimate(plan: RunPlan, job: SlurmJob, chain: int) -> Iterator[str]:
 
 
 def read_tokens(phase: ResolvedPhase, last_step: int) -> int:
-    """Return how many tokens a phase reads in a run that ends after `last_step`, which `run.max_steps` may set."""
+    """Return the number of tokens that a phase reads in a run up to `last_step`, such as run.max_steps."""
     if last_step >= phase.end_step:
         return phase.tokens
     return phase.phase_tokens_at(max(last_step, phase.start_step))
@@ -67,7 +67,7 @@ def _hours(plan: RunPlan, job: SlurmJob, devices: int, chain: int) -> Iterator[s
 
 
 def _absent(phase: ResolvedPhase, read: int) -> Iterator[str]:
-    """Yield a line for each source whose folder can't be opened here, with its share of the tokens that are read."""
+    """Yield a line for each source whose folder can't be opened here, with its share of `read` tokens."""
     data = phase.data
     if data.source == Source.embedded or not read:
         return  # the embedded text is prepared when the phase opens it

@@ -87,7 +87,7 @@ class ClusterConfig:
     requeue: bool = True  # let jobs requeue themselves; false: use `hybridtron submit --chain`
     # wait: wait in the queue for other nodes; smaller: continue with fewer nodes, if the layout fits on them
     on_lost_node: LostNode = LostNode.wait
-    # nodes that a job has in addition, and that take the place of lost nodes without leaving the job (run.restarts)
+    # additional nodes of a job, which replace lost nodes inside the job (run.restarts)
     spares: Annotated[int, at_least(0)] = 0
     checks: ChecksConfig = field(default_factory=ChecksConfig)
 

@@ -250,8 +250,8 @@ class RunConfig:
     max_minutes: Annotated[float | None, above(0)] = None
     # time limit in seconds for a step, an evaluation, a checkpoint or an export; the run fails at this limit
     timeout: Annotated[float, at_least(1, "and longer than a step takes")] = 1800.0
-    # restarts in a row, without a newer checkpoint, of all processes after a fault of one of them, inside the same
-    # launch; null: 3 in jobs of `hybridtron submit`, else 0
+    # how many times in a row, without a newer checkpoint, all processes start again inside the launch after a fault of
+    # one of them; null: 3 in jobs of `hybridtron submit`, else 0
     restarts: Annotated[int | None, at_least(0)] = None
     deterministic: bool = False  # bit-reproducible on the same layout and machine; slower
     # auto: resume from the newest valid checkpoint; never: start from scratch; or a checkpoint's folder

@@ -1,4 +1,4 @@
-"""Weights that data-parallel ranks hold alike: one rank reads each from a checkpoint, and sends it to the others.
+"""Weights that several data-parallel ranks hold: one rank reads each from a checkpoint, and sends it to the others.
 
 So the bytes that are read from the file system do not depend on the number of replicas. The weights are spread over the
 replicas, so that all of them read at the same time. Moments and fp32 masters need no copies: with the distributed

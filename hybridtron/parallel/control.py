@@ -2,8 +2,8 @@
 
 The group consists of a gloo group for each node's ranks, and a gloo group for the nodes' first ranks, the leaders. A
 message to all ranks goes from a node's ranks to their leader, from leader to leader, and from a leader to its node's
-ranks. So with N nodes of 8 ranks a rank exchanges addresses with 8 ranks, and a leader also with N ranks, where a gloo
-group of all ranks would exchange 8 N addresses with each rank. Training steps send no such messages.
+ranks. So with N nodes of 8 ranks a rank exchanges addresses with the 8 ranks of its node, and a leader also with N
+leaders; in a gloo group of all ranks, each rank would exchange 8 N addresses. Training steps send no such messages.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ T = TypeVar("T")
 class Control:
     """Control group of this rank.
 
+    rank: this rank's global number
     nodes: the global ranks of each node, in the order of their first ranks
     node: index of this rank's node in `nodes`
     ranks_of_node: gloo group for this node's ranks; None if the rank is alone on its node
@@ -95,7 +96,7 @@ class Control:
         if reads:
             try:
                 message = {"value": read()}
-            except Exception as error:  # whatever it is, the other ranks wait for a message
+            except Exception as error:  # after any error the other ranks still wait for a message
                 fault = error
                 message = {"fault": _described(error)}
         if over_all and self.leaders is not None:
@@ -142,7 +143,7 @@ def node_name() -> str:
 
 
 def _names_of_nodes(world_size: int) -> list[int]:
-    """All-gather a digest of the node's name over the group that computes, before the control group exists."""
+    """All-gather digests of the nodes' names over the default group, before the control group exists."""
     own = torch.tensor([int(digest_of(node_name().encode())[:15], 16)], device=compute_device())
     names = [torch.empty_like(own) for _ in range(world_size)]
     dist.all_gather(names, own)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hybridtron.hf.mixers_hybridtron import MIXERS, Heads, ModelSizes, State, StatePart
 
-SIZES = "sizes"  # part of a growing state: how much of every other part is in use
+SIZES = "sizes"  # part of a growing state: the length in use of every other part
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class FixedState:
     """A state whose parts have fixed sizes. `parts` gives each part's shape for one request, and its type."""
 
     parts: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    together: ClassVar[bool] = True  # several requests with equally many tokens are computed by one call of the mixer
+    together: ClassVar[bool] = True  # one call of the mixer computes several requests with equally many tokens
 
     @property
     def bytes(self) -> int:
@@ -82,7 +82,7 @@ class GrowingState(FixedState):
 
 
 def state_of(config: Any, index: int, dtype: torch.dtype, longest: int) -> FixedState:
-    """Return a sub-layer's state. It has no parts if there is nothing to keep but keys and values in pages.
+    """Return a sub-layer's state. It has no parts if a server keeps the sub-layer's keys and values in pages.
 
     dtype: the type of parts for which the mixer declares none
     longest: the largest number of tokens in a request
@@ -129,6 +129,6 @@ def _shapes(parts: dict[str, StatePart], dtype: torch.dtype) -> dict[str, tuple[
     """Return each part's shape and type, wide types first, since servers may pack parts without gaps."""
     shapes = {}
     for name, part in parts.items():
-        shape = cast("tuple[int, ...]", part.shape)  # no axis is without a size, as in parts for a longest request
+        shape = cast("tuple[int, ...]", part.shape)  # every axis has a size, that of the longest request
         shapes[name] = shape, dtype if part.dtype is None else getattr(torch, part.dtype)
     return dict(sorted(shapes.items(), key=lambda item: item[1][1].itemsize, reverse=True))

@@ -30,6 +30,6 @@ class ServedLimits(VerifyAndUpdateConfig):
                     code="unsupported",
                 )
         if vllm_config.cache_config.enable_prefix_caching:
-            # vLLM would copy states at the ends of blocks, by functions that this class does not have
-            logger.warning("hybridtron: prefix caching is off, since states are kept only where a request stands")
+            # vLLM would copy states at the ends of blocks, by functions that ServedForCausalLM does not have
+            logger.warning("hybridtron: prefix caching is off, since states are kept at a request's last token only")
             vllm_config.cache_config.enable_prefix_caching = False

@@ -9,7 +9,7 @@ vLLM computes the tokens of many requests in one step, as one flat tensor. A mix
                         requests together. vLLM keeps the states of the requests, in shapes and types that the mixer
                         declares; they stay in the cache between steps
 
-Attention that vLLM's can't compute (short convolutions, selected blocks, Self-Extend) has a state too: keys, values and
+Attention that vLLM can't compute (short convolutions, selected blocks, Self-Extend) has a state too: keys, values and
 other parts that grow with the request. Each request's state then has room for the longest request.
 
 Recurrences run our ops, since vLLM has none of them on a CPU except those of Mamba-2 and Gated DeltaNet. One process
@@ -44,7 +44,7 @@ from hybridtron.serving.request_states import FixedState, largest_state, state_o
 
 
 class StatesMetadataBuilder(LinearAttentionMetadataBuilder):
-    """Places of the requests' tokens and states. A CUDA graph can't repeat a step, whose host code reads them."""
+    """Places of the requests' tokens and states. A step's host code reads them, so CUDA graphs can't repeat a step."""
 
     _cudagraph_support = AttentionCGSupport.NEVER
 
@@ -117,7 +117,7 @@ class ServedMixer(HybridtronMixer):
         if self.states is None:
             return super().forward(x_BLD, None, seq)
         metadata = get_forward_context().attn_metadata
-        if metadata is None:  # vLLM measures the memory of a step, before it has caches
+        if metadata is None:  # vLLM measures a step's memory before it has caches
             return super().forward(x_BLD, None, seq)
         y_BLD = torch.zeros_like(x_BLD)
         declared = self.states.declared

@@ -22,7 +22,8 @@ def register() -> None:
         from hybridtron.serving.served_config import ServedConfig
         from hybridtron.serving.vllm_limits import ServedLimits
     except ImportError as error:
-        logging.getLogger("vllm.hybridtron").warning("hybridtron: exports with its class are not served: %s", error)
+        message = "hybridtron: exports with this package's class are not served: %s; install the extra `vllm`"
+        logging.getLogger("vllm.hybridtron").warning(message, error)
         return
     AutoConfig.register(ServedConfig.model_type, ServedConfig, exist_ok=True)
     MODELS_CONFIG_MAP[SHIPPED] = ServedLimits

@@ -8,7 +8,8 @@ A file is received under a temporary name, verified, and renamed. An interrupted
 the server confirms that the file is the same. The folder's record, `published.json`, has the URL, size and SHA-256 of
 each finished file. If the Hub's index gives a file's SHA-256, the file must have it. Otherwise the SHA-256 is recorded
 at the first download, and required afterwards. The record also keeps the commit of a repository, so later downloads
-into the folder give the same files. HF_ENDPOINT is the address of another server than the Hub, HF_TOKEN a token for it.
+into the folder give the same files. HF_ENDPOINT is the address of another server than the Hub, and HF_TOKEN is a token
+for the server.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ HUB = "hf:"
 DATA_SETS = "/datasets"  # kinds of repositories on the Hub, by their place in its URLs
 MODELS = "/models"
 TIMEOUT = 60.0  # seconds without data after which an attempt fails
-ATTEMPTS = 5  # attempts in a row that receive nothing new
+ATTEMPTS = 5  # attempts in a row without new bytes, after which a download fails
 PAUSE = 0.5  # seconds before another attempt; doubled for each attempt that receives nothing
-PASSING = (408, 416, 429)  # answers after which another attempt may succeed
+PASSING = (408, 416, 429)  # HTTP status codes after which another attempt may succeed
 PIECE = 2**20  # bytes per read
 MAX_INDEX_BYTES = 2**26
 
@@ -114,9 +115,12 @@ def _of_repository(source: str, record: dict[str, Any], kind: str, suffixes: Seq
         record["commits"][repository] = commit = index["sha"]
         entries = sorted(index["siblings"], key=lambda entry: entry["rfilename"])
     except (OSError, HTTPException) as error:
-        raise DownloadError(f"{place} can't be read: {error}", code="unavailable") from error
+        cure = "check the name, HF_TOKEN and the network"
+        raise DownloadError(f"{place} can't be read: {error}; {cure}", code="unavailable") from error
     except (NotParsed, KeyError, TypeError) as error:
-        raise DownloadError(f"{place} is not an index of the Hub: {error!r}", code="malformed") from error
+        raise DownloadError(
+            f"{place} is not an index of the Hub: {error!r}; check HF_ENDPOINT", code="malformed"
+        ) from error
     prefix = "" if kind == MODELS else kind
     files = []
     for entry in entries:
@@ -173,7 +177,7 @@ def _fetched(published: RemoteFile, folder: Path, record: dict[str, Any], moved:
 
 
 def _check(path: Path, expected: str | None, what: str, cure: str) -> None:
-    """Raise DownloadError if a file has another SHA-256 than expected. With None, any file is right."""
+    """Raise DownloadError if a file has another SHA-256 than expected. With None, every file passes."""
     if expected is not None and (digest := digest_of_file(path)) != expected:
         raise DownloadError(f"{what}: its SHA-256 is {digest}, not {expected}; {cure}", code="changed")
 
@@ -198,7 +202,9 @@ def _receive(published: RemoteFile, partial: Path, moved: Moved) -> None:
             refused = isinstance(error, urllib.error.HTTPError) and error.code < 500 and error.code not in PASSING
             if failures == ATTEMPTS or refused:
                 raise DownloadError(
-                    f"{published.url} can't be downloaded: {error}; repeat the command to continue", code="unavailable"
+                    f"{published.url} can't be downloaded: {error}; check the address and HF_TOKEN, or repeat the "
+                    "command to continue",
+                    code="unavailable",
                 ) from error
             time.sleep(PAUSE * 2**failures)
 

@@ -7,18 +7,18 @@ In a synchronous step all ranks end together, so a slow rank shows only in the t
               two events in its stream
     rest      the rest of the previous step: reductions, the update, and hooks. Most of it is waiting for other ranks
 
-Each rank sends its last step's times with the reduction of the gradient norm (`Engine.step`), in numbers of its own
-that are zero on all other ranks. So the sum is an all-gather that costs no message and no wait.
+The reduction of the gradient norm (`Engine.step`) also sums each rank's times of its last step. Every rank has places
+of its own in the sums, in which the others add zeros. So the sums are an all-gather without another message or wait.
 
 The peers of a rank compute the same work on other data: they have the same place along the tensor, context and pipeline
 dimensions. The rule compares the time for data and passes. For each step, a rank's ratio is its time divided by its
 peers' median. A rank is slow if the median of its last WINDOW ratios exceeds the peers' median by more than FLOOR, and
 by more than SPREADS times the peers' spread (1.48 times the median absolute deviation). At least FEWEST peers are
-needed. In simulated runs with 8 to 512 peers, a rank that takes 20% longer is named within 20 steps, and no quiet run
-of 2,000 steps names a rank, if times vary by 5% from step to step and 2% of them are 1.5 to 4 times as long. Where
-times vary by 8%, the rule names quiet ranks. With tensor, context or pipeline parallelism a slow rank also slows the
-ranks of its replica, which are then named together. With expert parallelism all ranks of a stage exchange tokens in
-their passes and wait for the slowest, so that none may be named.
+needed. The rule was simulated with 8 to 512 peers. If times vary by 5% from step to step, and 2% of them are 1.5 to 4
+times as long, it names a rank that takes 20% longer within 20 steps, and no rank in 2,000 steps without a slow one. If
+times vary by 8%, it also names ranks that are not slow. With tensor, context or pipeline parallelism a slow rank also
+slows the other ranks of its replica, and all of them are named. With expert parallelism all ranks of a stage exchange
+tokens in their passes and wait for the slowest, so that none may be named.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@ weights of a token's experts, the new sub-layer's first output is
 
 So the down projections of copies are divided by the sum that routing by equal scores gives: `scale` with `normalise`,
 else `scale` times `top_k` / `experts` (softmax) or `scale` times `top_k` / 2 (sigmoid). With `normalise`, every token
-has this sum, and the first logits are those of the dense model, apart from rounding. Without, the sum depends on the
-token. The router then starts 100 times smaller than usual, so that all scores are nearly equal, and the first logits
-are near those of the dense model. A new shared expert starts with zeros in its down projection, so it adds nothing.
+has this sum, and the first logits are those of the dense model, apart from rounding. Without it, the sum depends on
+the token. The router then starts 100 times smaller than usual, so that all scores are nearly equal, and the first
+logits are near those of the dense model. A new shared expert starts with zeros in its down projection, so it adds
+nothing.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def as_if_dense(arch: Architecture, layers: list[UpcycledLayer]) -> Architecture
 
 
 def upcycling_lines(layers: list[UpcycledLayer]) -> list[str]:
-    """Return a line for each letter with upcycled sub-layers: what its experts start as."""
+    """Return a line for each letter with upcycled sub-layers: how its experts start."""
     lines = []
     for letter in dict.fromkeys(layer.letter for layer in layers):
         of_letter = [layer for layer in layers if layer.letter == letter]

@@ -244,8 +244,8 @@ def _walk(
 def _group_scores(row: SSDRow, left_BLGN: Tensor, right_BLGN: Tensor) -> Tensor:
     """Return left_i . right_j for every group, and all tokens i and j of the same chunk (B, G, L in full chunks, T).
 
-    The tensor has 4 T bytes for each token and group, and is freed after its only reader. If every head has its own B
-    and C, the kernels compute these products themselves, and the result is a valid pointer that no kernel reads.
+    The tensor has 4 T bytes for each token and group, and is freed after one kernel has read it. If every head has its
+    own B and C, the kernels compute these products themselves, and the result is a valid pointer that no kernel reads.
     """
     length, _, groups = row.lengths()
     if not row.grouped:

@@ -129,8 +129,9 @@ def _over_pairs(
     """Go through a chunk's tokens t, OWN at a time, from the last to the own ones, and store `pairs`.
 
     Return the first own token; dv with the pairs' terms added; the sum of x_o . dy_t E_to s_to over t; dy_o . x_o; and
-    s_oo, with ITSELF. The first own token is the loop's last first token t: addresses that are computed from it need no
-    registers during the loop. A product with a mask sums over later tokens; a cumulative sum would take 400 shuffles.
+    s_oo, with ITSELF. The last block of the loop begins at the first own token: addresses that are computed from the
+    returned value need no registers during the loop. A product with a mask sums over later tokens; a cumulative sum
+    would take 400 shuffles.
     """
     own_O = tl.arange(0, OWN)
     token_O = first_O + own_O
@@ -357,8 +358,8 @@ def _decay_gradients(
     """Return dg_t, the sum of four terms; the arguments `gain_TH`, `loss_TH` and `pairs_TH` are pointers.
 
     `gain` is summed over tokens from t on, and `loss` is summed over tokens before t. `through` is equal for all
-    tokens. `pairs` consists of PARTS partial sums, `apart` elements apart in memory; a part has none for tokens before
-    its own ones.
+    tokens. `pairs` consists of PARTS partial sums, `apart` elements apart in memory; a part has no sum for tokens
+    before its own ones.
     """
     gain_TH = tl.load(gain_TH, mask=there_TH, other=0.0)
     loss_TH = tl.load(loss_TH, mask=there_TH, other=0.0)

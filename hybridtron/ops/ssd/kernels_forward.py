@@ -9,8 +9,9 @@ state before the chunk. Four kernels run one after another:
     group_scores    C_i . B_j, if several heads share B and C
     outputs         y_i = sum_{j <= i} exp(S_i - S_j) (C_i . B_j) v_j + exp(S_i) h C_i + D x_i
 
-`walk` goes through a row's chunks in order, and keeps the state in registers. A row of few heads therefore leaves most
-of a GPU idle, but additions to the state never go through memory.
+`walk` goes through a row's chunks in order, and keeps the state in registers, so additions to the state never go
+through memory. Where few rows and heads would leave most of a GPU idle, a program computes a narrower slice of the
+state (`SSDRow.walk_slices`).
 
 The flag ITSELF is for `decay_scan`. With it, later tokens i > j see token j with the factor delta_j, but token j sees
 itself with another factor, itself_j. So the sum for y_i is over j < i, and D x_i becomes (D + itself_i C_i . B_i) x_i.
@@ -18,8 +19,7 @@ itself with another factor, itself_j. So the sum for y_i is over j < i, and D x_
 A difference between two sums S decides how much a token remembers. In fp32, a few strong decays would make S large, and
 its rounding would hide the small decays after them. `decays` therefore stores each S as two fp32 numbers, high + low,
 and adds such pairs (`add_exactly`). A difference between two such sums has a relative error near fp32's: if the two
-high parts are close, fp32 subtracts them without rounding; if they are not close, the rounding is small relative to the
-difference.
+high parts are close, fp32 subtracts them without rounding; else the rounding is small relative to the difference.
 
 A token sees h only if it belongs to h's document; else exp(S_i) is replaced by 0. The product exp(S_i) h C_i is then
 masked too, since 0 times infinity is NaN. No kernel uses atomics, so results are deterministic. `kernels_backward` has
@@ -58,7 +58,7 @@ def _softplus(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def add_exactly(high: tl.tensor, low: tl.tensor, other_high: tl.tensor, other_low: tl.tensor) -> tuple:
-    """Add two numbers, each given as the sum of two fp32 numbers, high + low. Return the sum's high and low.
+    """Add two numbers, each the sum of two fp32 numbers, high + low. Return the high and low of their sum.
 
     The sum has about 48 correct bits (Knuth's two-sum). Float64 would be exact too, at half of fp32's rate.
     """

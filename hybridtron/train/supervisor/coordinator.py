@@ -12,7 +12,7 @@ After `restarts` faults in a row without a newer checkpoint, if the same error c
 replaced, the launch ends with code 1. A job of `hybridtron submit` is then requeued. The same happens if the first
 task's node is lost, because the coordinator and the ranks' store are there.
 
-This class has no sockets, processes or threads: it gets messages, and collects its answers in `out`.
+`Coordinator` has no sockets, processes or threads: it receives messages, and collects its answers in `out`.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ STOPPED = "is stopped"  # a description of a suspended process begins so
 class SupervisorSeat:
     """A supervisor's place.
 
-    task: its number in this launch
-    node, local: its node's number, and its own number on this node
-    host: its node's name
+    task: the supervisor's number in this launch
+    node, local: the number of the node, and the supervisor's number on the node
+    host: the node's name
     """
 
     task: int
@@ -134,7 +134,7 @@ class Coordinator:
         return messages
 
     def lose(self, task: int, why: str, silent_s: float) -> None:
-        """Give up a supervisor's node, because its connection has ended or was silent for `silent_s` seconds."""
+        """Give up the node of a supervisor whose connection has ended, or was silent for `silent_s` seconds."""
         seat = self.seats.pop(task, None)
         if seat is None or self.state == "over":
             return
@@ -305,7 +305,7 @@ class Coordinator:
         )
 
     def _lose_node(self, node: int) -> None:
-        """Give up a node: its other supervisors end too."""
+        """Give up a node, and end its other supervisors."""
         for seat in self._seats_on(node):
             self.out.append((seat.task, {"kind": "end", "code": 1}))
             del self.seats[seat.task]
@@ -356,7 +356,7 @@ class Coordinator:
         return self.fault.cause == "failed" and (self.fault.detail, self.fault.step) == (before.detail, before.step)
 
     def _trained(self, resumed: int) -> None:
-        """Record the restart's cost: the first step after it has ended."""
+        """Record the cost of a restart, because the first step after it has ended."""
         if self.fault is None:
             return
         self.fault.resumed = resumed

@@ -16,17 +16,17 @@ FILE = "restarts.jsonl"
 class RankFault:
     """A line of logs/restarts.jsonl: one fault, and the restart that followed.
 
-    time: when the fault was found, in seconds since 1970
+    time: the time at which the fault was found, in seconds since 1970
     cause: `killed`, `failed`, `lost node`, or `hung in` with the section
     rank, host: the rank at fault, or -1 if no single rank is, and its host
     detail: what was observed
-    section, doing: the rank's work
+    section, doing: the kind of the rank's work, and its description
     limit_s: the section's time limit in seconds
     step: the last step that was trained
     resumed: the step of the checkpoint from which training continued; None without a restart
     found_s: seconds from the fault until it was found
-    restart_s: seconds from then to the end of the first step
-    repeated_s: seconds for which steps after the checkpoint are trained again
+    restart_s: seconds from the finding until the end of the first step after the restart
+    repeated_s: seconds of the steps that are trained again after the checkpoint
     spare: the host that took over; empty if the rank's own host continued
     """
 
@@ -50,7 +50,7 @@ class RankFault:
         return self.found_s + self.restart_s + self.repeated_s
 
     def words(self) -> str:
-        """Describe the fault, such as `rank 1 on n2 hung in step: is stopped (SIGSTOP)`."""
+        """Describe the fault, such as `rank 1 on n2: hung in step (step 12): is stopped (SIGSTOP)`."""
         who = f"rank {self.rank} on {self.host}" if self.rank >= 0 else "no single rank"
         return f"{who}: {self.cause} ({self.doing}): {self.detail}"
 
@@ -70,7 +70,7 @@ def read(run_dir: Path) -> list[RankFault]:
 
 
 def words(faults: Sequence[RankFault]) -> str:
-    """Return the time lost by cause, such as `12 s killed (found 0, restarted 8, repeated 4; 1 fault)`."""
+    """Return the time lost by cause, such as `12.0 s killed (found 0.0, restarted 8.0, repeated 4.0; 1 fault)`."""
     lost: dict[str, list[RankFault]] = {}
     for fault in faults:
         lost.setdefault(fault.cause, []).append(fault)

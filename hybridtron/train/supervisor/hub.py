@@ -11,8 +11,8 @@ from hybridtron.train.supervisor.lines import TOKEN_S, LineClosed, MeetingPlace,
 class Hub:
     """Passes messages between the coordinator and the supervisors.
 
-    coordinator: it decides
-    listener: None if there is a single supervisor
+    coordinator: decides what the supervisors do
+    listener: accepts the other supervisors' connections; None if there is a single supervisor
     own: the connection to the supervisor in this process, which is task 0
     """
 
@@ -51,7 +51,7 @@ class Hub:
                 self.lines[task].send(message)
 
     def close(self) -> None:
-        """Close all connections, and remove the file with the address."""
+        """Close all connections, and remove the file with the coordinator's address."""
         for line in (*self.lines.values(), *self.strangers):
             line.close()
         if self.listener is not None:

@@ -50,12 +50,12 @@ class MessageLine:
         self.heard = self.said = time.monotonic()
 
     def send(self, message: Message) -> None:
-        """Send a message; what the connection can't take now is sent at the next `tick`."""
+        """Send a message without waiting; `tick` sends the bytes that the connection can't take now."""
         self._unsent += json.dumps(message).encode() + b"\n"
         self._flush()
 
     def receive(self) -> list[Message]:
-        """Return the messages that have arrived. Raises LineClosed if there are none and none can come."""
+        """Return the messages that have arrived. Raises LineClosed if none has arrived and none can come."""
         try:
             while chunk := self.socket.recv(LONGEST_LINE):
                 self._unread += chunk
@@ -95,7 +95,7 @@ class MessageLine:
 
 
 def meeting_file(run_dir: Path, environment: Mapping[str, str]) -> Path:
-    """Return the path of the file with the coordinator's address; its name belongs to this launch."""
+    """Return the path of the file with the coordinator's address, which every launch names differently."""
     if "SLURM_JOB_ID" in environment:
         names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
     else:
@@ -146,8 +146,8 @@ class MeetingPlace:
 def connect(path: Path, hello: Message) -> MessageLine:
     """Connect to the coordinator and send `hello` with the token.
 
-    The file may be missing yet, or belong to a killed launch, so this is repeated for JOIN_S seconds. Then raises
-    LineClosed.
+    The file may not exist yet, or belong to a killed launch, so attempts are repeated. Raises LineClosed after JOIN_S
+    seconds.
     """
     until = time.monotonic() + JOIN_S
     while time.monotonic() < until:

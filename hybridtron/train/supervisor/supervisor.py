@@ -50,9 +50,9 @@ NOTHING: Message = {"section": "start", "doing": "nothing", "step": 0, "elapsed"
 class Place:
     """The place that a launcher has given to this process.
 
-    task, tasks: its number, and the number of processes
-    node, local: its node's number, and its own number on this node
-    host: its node's name
+    task, tasks: the process's number, and the number of processes
+    node, local: the number of the node, and the process's number on the node
+    host: the node's name
     """
 
     task: int
@@ -242,7 +242,7 @@ class Supervisor:
         self.generation = message["generation"]
         self._hung = False
         self.clock.restart(time.monotonic(), message["resumes"])
-        if self._signalled:  # it came after the coordinator had decided to start
+        if self._signalled:  # the signal came after the coordinator had decided to start
             self._out.append({"kind": "ended", "generation": self.generation, "code": EXIT_PREEMPTED, **NOTHING})
             return
         variables = {"RANK": message["rank"], "WORLD_SIZE": message["ranks"], "LOCAL_RANK": self.place.local}

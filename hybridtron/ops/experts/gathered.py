@@ -6,7 +6,7 @@ permutation is a gather by its inverse (equations: `permutation.py`):
     grad x[t] = sum over k of grad rows[place[t, k]]
     grad rows[n] = w[source[n]] grad y[source[n] // K],   grad w[t, k] = grad y[t] . rows[place[t, k]]
 
-An empty place (`capacity.py`) reads some token, whose values are multiplied by 0.
+An empty place (`capacity.py`) reads some token, whose values or weight are replaced by 0.
 
 Legend: T tokens, K experts per token, N = T K choices, D channels.
 """

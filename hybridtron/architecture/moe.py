@@ -30,6 +30,7 @@ are weighted by its number of loss tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -101,6 +102,14 @@ class MoESpec(MixerSpec):
     def matrices(self) -> int:
         """Number of matrices that an expert applies to its input: gate and up, or up alone."""
         return 2 if self.activation == "swiglu" else 1
+
+    def most_of_row(self, tokens: int) -> int:
+        """Return the largest number of a row's choices that an expert computes in training, with a capacity.
+
+        tokens: tokens of the row on all ranks. The number is exact, so it does not depend on how ranks divide the row.
+        """
+        assert self.capacity is not None
+        return math.ceil(Fraction(str(self.capacity)) * tokens * self.top_k / self.experts)
 
     def outer(self, model: ModelSizes) -> int:
         """Return the width of the routed experts' inputs and outputs."""

@@ -11,7 +11,9 @@ sequence parallelism divides. Only the shared expert then gathers all tokens. Wi
 experts, and exchange rows of tokens (`parallel/experts.py`).
 
 A row's capacity counts the choices of all its tokens, also of those that other ranks route. Dropped choices have the
-weight 0. If ranks divide the experts, dropped choices are not sent; otherwise they are computed all the same.
+weight 0. Ranks that divide the experts do not send dropped choices if each routes full rows: they exchange slots. With
+a part of a row, a rank would need slots for the case that all of the part's tokens are kept. So it sends each choice,
+also dropped ones. On ranks with all experts, dropped choices are computed all the same.
 
 Legend: B rows (sequences), L tokens, D width, T = L B tokens, E experts, K experts per token, P latent channels, C
 channels of the shared expert on this rank.
@@ -19,7 +21,6 @@ channels of the shared expert on this rank.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -102,7 +103,7 @@ class MoE(Mixer):
         routing = route(logits_TE, self.correction if self.spec.corrected else None, self.options)
         kept = None
         if self.spec.capacity is not None and seq.key is not None:  # training
-            kept = within_capacity(routing, self.spec.capacity, RowParts(seq, self.tensor))
+            kept = within_capacity(routing, self.spec, RowParts(seq, self.tensor))
             routing = kept.routing
         y_LBD = self._routed_experts(x_TD, routing, kept).view(own_LBD.shape)
         if not self.full_experts:
@@ -125,7 +126,7 @@ class MoE(Mixer):
         if self.expert_ranks.expert.size == 1:
             return experts(inputs)
         slots = None
-        if kept is not None:
+        if kept is not None and kept.has_full_rows:
             slots = kept.slots
         return experts_on_ranks(inputs, self.expert_ranks, slots)
 
@@ -224,12 +225,14 @@ class KeptChoices(NamedTuple):
     kept_TK: True for choices within the capacity
     ranks_TK: number of the row's earlier tokens on this rank that chose the same expert
     sizes: rows, experts, and slots of each expert for each row, for exchanges between ranks
+    has_full_rows: True if this rank routes all tokens of its rows; the layout decides it, so ranks agree
     """
 
     routing: Routing
     kept_TK: Tensor
     ranks_TK: Tensor
     sizes: tuple[int, int, int]
+    has_full_rows: bool
 
     @property
     def slots(self) -> ExpertOrder:
@@ -237,8 +240,8 @@ class KeptChoices(NamedTuple):
         return slot_order(self.routing.experts_TK, self.ranks_TK, self.kept_TK, self.sizes)
 
 
-def within_capacity(routing: Routing, capacity: float, parts: RowParts) -> KeptChoices:
-    """Return the choices within a capacity, which is a multiple of an expert's mean load in a row.
+def within_capacity(routing: Routing, spec: MoESpec, parts: RowParts) -> KeptChoices:
+    """Return the choices within the capacity of a spec, which is a multiple of an expert's mean load in a row.
 
     A choice is kept if fewer earlier tokens of its row chose the same expert than the capacity allows.
     """
@@ -246,12 +249,12 @@ def within_capacity(routing: Routing, capacity: float, parts: RowParts) -> KeptC
     experts_TK = routing.experts_TK
     count = len(routing.loads_E)
     length = len(experts_TK) // rows
-    most = math.ceil(capacity * length * parts.count * experts_TK.shape[1] / count)
+    most = spec.most_of_row(length * parts.count)
     ranks_TK, loads_BE = row_ranks(experts_TK, rows, count)
     earlier = parts.before(loads_BE).flatten()
     kept_TK = ranks_TK + earlier[rows_of(experts_TK, rows) * count + experts_TK] < most
     kept = routing._replace(weights_TK=routing.weights_TK * kept_TK)
-    return KeptChoices(kept, kept_TK, ranks_TK, (rows, count, min(length, most)))
+    return KeptChoices(kept, kept_TK, ranks_TK, (rows, count, most), parts.count == 1)
 
 
 def balance_of_rows(routing: Routing, parts: RowParts) -> Tensor:

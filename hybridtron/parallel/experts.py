@@ -9,8 +9,9 @@ sends the outputs back. The sender weights the outputs and sums them per token:
 The backward pass of an exchange is the exchange in the opposite direction. So all ranks must run the same number of
 forward and backward passes in the same order, even if a rank gets no rows in a pass.
 
-With a capacity, every rank sends the same number of rows to each rank: the slots of its rows (sequences), filled or not
-(`ops/experts/capacity.py`). Then no numbers of rows are exchanged, and the host waits for nothing.
+With a capacity, and ranks that route full rows (sequences), every rank sends the same number of rows to each rank: the
+slots of its sequences, filled or not (`ops/experts/capacity.py`). Then no numbers of rows are exchanged, and the host
+waits for nothing.
 
 A reader (generation, evaluation) gives all ranks the same tokens. Then each rank computes the choices that fell on its
 own experts, and the ranks' results are summed.
@@ -80,8 +81,8 @@ class RowCounts(NamedTuple):
 def experts_on_ranks(inputs: ExpertsInputs, ranks: ExpertRanks, slots: ExpertOrder | None = None) -> Tensor:
     """Return, for each of this rank's tokens, the weighted sum of its experts' outputs (T, D).
 
-    `inputs` has the weights of this rank's experts, and the routing over all experts. With a capacity, `slots` has the
-    order of choices by slots, of which all ranks have the same number.
+    `inputs` has the weights of this rank's experts, and the routing over all experts. `slots` has the order of
+    choices by slots, of which all ranks have the same number; None: each rank sends as many rows as it has choices.
     """
     if ranks.same_tokens:
         return _summed(inputs, ranks.expert)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -58,8 +57,7 @@ def trained(mixer: Mixer, x_LBD: Tensor) -> MixerOutput:
 def by_hand(mixer: MoE, x_LBD: Tensor) -> tuple[Tensor, int]:
     """Return the output, and the number of dropped choices, by a loop over each row's tokens."""
     spec = mixer.spec
-    assert spec.capacity is not None
-    most = math.ceil(spec.capacity * LENGTH * spec.top_k / spec.experts)
+    most = spec.most_of_row(LENGTH)
     correction = mixer.correction.detach() if spec.corrected else None
     rows = []
     dropped = 0
@@ -75,6 +73,12 @@ def by_hand(mixer: MoE, x_LBD: Tensor) -> tuple[Tensor, int]:
                     taken[expert] += 1
         rows.append(brute.mixed(x_LD, chosen, weights, mixer.gate_up, mixer.down, spec.activation))
     return torch.stack(rows, 1), dropped
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(720, 198), (721, 199)])
+def test_the_largest_load_is_exact(tokens: int, most: int) -> None:
+    """Floats give 199 for 1.1 * 720 / 4, but 198 for the same row in three parts, 1.1 * 240 * 3 / 4."""
+    assert MoESpec(experts=4, top_k=1, hidden=8, normalise=False, capacity=1.1).most_of_row(tokens) == most
 
 
 @BOTH

@@ -38,6 +38,7 @@ FAST_CASES = {
     ("falcon-h1", "pp2-virtual2"),
     ("mup", "tp2"),
     ("jamba", "tp2"),
+    ("capacity", "dp2-ep2"),
     ("capacity", "tp2-ep2-et1"),
     ("experts", "tp2-sp"),
     ("experts", "tp2-ep2-et1"),
@@ -49,7 +50,7 @@ FAST_CASES = {
     ("mamba2-attention", "cp2-pp2"),
     ("rwkv6", "cp2-dp2"),
 }
-COVERED_LAYOUTS = {"dp2-ep2", "dp4-ep2", "dp4-ep4", "tp2-dp2-ep2", "tp2-dp2-ep4-et1", "tp2-et1", "cp2-ep2"}
+COVERED_LAYOUTS = {"dp4-ep2", "dp4-ep4", "tp2-dp2-ep2", "tp2-dp2-ep4-et1", "tp2-et1", "cp2-ep2"}
 """Layouts without a fast case: fast cases have the same messages between experts."""
 WITH_EXPERTS = ("jamba", "experts", "capacity")
 FAST_BUGS = {

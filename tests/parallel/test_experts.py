@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,15 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridtron.architecture.base import EXPERTS
+from hybridtron.architecture.base import EXPERTS, ModelSizes
+from hybridtron.architecture.moe import MoESpec
 from hybridtron.architecture.table import architecture
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.data.batch import SeqInfo
 from hybridtron.inference.parallel_reader import training_reader
 from hybridtron.inference.reader import reader
+from hybridtron.mixers.moe import MoE
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel, ModelSlice
 from hybridtron.ops.experts import ExpertOrder, ExpertsInputs, Router, reference, route, row_ranks, slot_order
+from hybridtron.parallel.context import seq_of_shard
 from hybridtron.parallel.experts import experts_on_ranks
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.pool import Seat
@@ -100,8 +106,9 @@ def test_exchanged_rows_give_the_outputs_and_gradients_of_one_process(name: str)
         torch.testing.assert_close(torch.cat([rank[number] for rank in ranks]), whole, rtol=1e-10, atol=1e-10)
 
 
-def with_capacity(seat: Seat, tokens: int) -> tuple[list[Tensor], list[int]]:
-    """Return output and gradients of rows within a capacity, and the numbers of rows in this rank's messages."""
+@contextmanager
+def noted_messages() -> Iterator[list[int]]:
+    """Yield a list that gets the number of rows in each message of an exchange, while the block runs."""
     messages: list[int] = []
     whole = dist.all_to_all_single
 
@@ -109,8 +116,14 @@ def with_capacity(seat: Seat, tokens: int) -> tuple[list[Tensor], list[int]]:
         messages.append(len(sent))
         return whole(received, sent, *sizes, **options)
 
-    with pytest.MonkeyPatch.context() as patch, seat.groups(ParallelConfig(expert=seat.world_size)) as groups:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", noted)
+        yield messages
+
+
+def with_capacity(seat: Seat, tokens: int) -> tuple[list[Tensor], list[int]]:
+    """Return output and gradients of rows within a capacity, and the numbers of rows in this rank's messages."""
+    with noted_messages() as messages, seat.groups(ParallelConfig(expert=seat.world_size)) as groups:
         router, gate_up, down = weights()
         own = [weight.chunk(seat.world_size)[seat.rank].clone().requires_grad_() for weight in (gate_up, down)]
         x_TD = tokens_of(Job((tokens,) * seat.world_size), seat.rank).requires_grad_()
@@ -150,6 +163,34 @@ def test_rows_within_a_capacity_need_no_message_about_their_numbers() -> None:
         assert whole is not None
         torch.testing.assert_close(torch.cat([rank[0][number] for rank in ranks]), whole, rtol=1e-10, atol=1e-10)
     assert [messages for _, messages in ranks] == [[2 * COUNT * MOST] * 4] * 2
+
+
+def messages_of_mixer(seat: Seat, parallel: ParallelConfig) -> list[int]:
+    """Return the numbers of rows in a rank's messages of a forward pass in training, of two rows with 12 tokens."""
+    spec = MoESpec(experts=COUNT, top_k=2, hidden=HIDDEN, capacity=1.25)
+    with noted_messages() as messages, seat.groups(parallel) as groups:
+        mixer = MoE(spec, ModelSizes(WIDTH, 1), groups.tensor).double()
+        for weight in mixer.parameters():
+            torch.nn.init.normal_(weight)
+        seq = replace(SeqInfo.stream(2, 12), key=1)
+        if groups.context.size > 1:
+            seq = seq_of_shard(seq, groups.context)
+        tokens = 12 // (parallel.context * parallel.tensor)
+        mixer(torch.randn(tokens, 2, WIDTH, dtype=torch.float64), None, seq)
+    return messages
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("layout", ["ep2", "cp2-ep2", "tp2-ep2-et1"])
+def test_slots_are_sent_by_ranks_with_full_rows_alone(layout: str) -> None:
+    """Slots are for 4 tokens of each of 2 rows and each expert. With parts of rows, numbers and choices are sent."""
+    _, parallel = LAYOUTS[layout]
+    for messages in run_distributed(messages_of_mixer, 2, parallel):
+        if layout == "ep2":
+            assert messages == [2 * COUNT * 4] * 2
+        else:
+            assert len(messages) == 3
+            assert messages[:2] == [2, 2 * 6 * 2]
 
 
 def place(seat: Seat, parallel: ParallelConfig) -> tuple[int, int, int]:

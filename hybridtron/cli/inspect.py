@@ -437,7 +437,7 @@ def _fit_table(config: Config, gpus: int, fitting: list[FittingLayout]) -> Table
 
 def _left_out(arch: Architecture, fitting: list[FittingLayout]) -> list[str]:
     """Return lines about layouts that were not tried. If no layout fits, add a line with advice."""
-    reasons = {tensor: "; ".join(uncuttable(arch, tensor)) for tensor in TENSOR_SIZES}
+    reasons = {tensor: "; ".join(uncuttable(arch, tensor, full_experts=True)) for tensor in TENSOR_SIZES}
     lines = [f"not tried: parallel.tensor={tensor}, since {reason}" for tensor, reason in reasons.items() if reason]
     if fitting:
         return lines

@@ -106,8 +106,8 @@ def _layouts(run_plan: RunPlan, gpus: int) -> Iterator[ParallelConfig]:
     shortest = min(phase.seq_len for phase in config.phases)
     contexts = [size for size in _CONTEXT_SIZES if size == 1 or shortest // size >= _LEAST_SHARE]
     for tensor in TENSOR_SIZES:
-        if uncuttable(run_plan.arch, tensor):
-            continue
+        if uncuttable(run_plan.arch, tensor, full_experts=True):
+            continue  # `_is_refused` skips layouts in which the ranks can't divide the experts' inner channels
         pipelines = range(1, min(layers, gpus // tensor, _MAX_PIPELINE) + 1)
         for pipeline, context in itertools.product(pipelines, contexts):
             if gpus % (tensor * pipeline * context):

@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 
 from hybridtron.architecture.table import architecture
+from hybridtron.cli.inspect import _left_out
 from hybridtron.config.check import check
 from hybridtron.config.checks.experts import moe_letters
 from hybridtron.config.choices import StateMode
@@ -414,6 +415,14 @@ def test_layouts_that_a_rule_refuses_are_not_proposed():
     for compiled, contexts in (("false", {1, 2}), ("true", {1})):
         layouts = fit(RunPlan.of(load(["recipe=samba_421m", f"run.compile={compiled}"])), 2, 80e9)
         assert {layout.parallel.context for layout in layouts} == contexts
+
+
+def test_inner_channels_of_full_experts_need_not_be_divisible():
+    settings = ["recipe=moe_laptop", "model.layers.-.hidden=129"]
+    run_plan = RunPlan.of(load(settings))
+    layouts = fit(run_plan, 2, 80e9)
+    assert {layout.parallel.expert_tensor for layout in layouts if layout.parallel.tensor == 2} == {1}
+    assert not any("parallel.tensor=2" in line for line in _left_out(run_plan.arch, layouts))
 
 
 @pytest.mark.parametrize("shares", [1, 2, 4])

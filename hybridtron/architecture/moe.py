@@ -111,6 +111,13 @@ class MoESpec(MixerSpec):
         assert self.capacity is not None
         return math.ceil(Fraction(str(self.capacity)) * tokens * self.top_k / self.experts)
 
+    def slots_per_token(self, tokens: int) -> Fraction:
+        """Return the rows that ranks exchange per token in slots: as many as an expert may compute, for each expert.
+
+        tokens: tokens of a row
+        """
+        return Fraction(self.experts * self.most_of_row(tokens), tokens)
+
     def outer(self, model: ModelSizes) -> int:
         """Return the width of the routed experts' inputs and outputs."""
         return self.latent or model.width

@@ -39,6 +39,7 @@ from hybridtron.config.load import choices_of, load
 from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.evaluate.pictures import require_format
 from hybridtron.limits import path_of
+from hybridtron.planning.activations import loads_change_memory
 from hybridtron.planning.memory import fullest_phase
 from hybridtron.planning.rates import GPUS
 from hybridtron.problems import CommandParser, Unusable
@@ -114,10 +115,10 @@ def main(arguments: list[str]) -> int:
         )
     if chosen.capture and chosen.imbalance != 1.0:
         raise Unusable("--capture counts no memory, on which --imbalance acts: leave one of them out", code="conflict")
-    require_imbalance(chosen.imbalance, config.parallel.expert)
+    phase, _ = fullest_phase(run_plan, world)
+    require_imbalance(chosen.imbalance, phase)
     for warning in warnings(run_plan):
         print(f"note: {warning}", file=sys.stderr)
-    phase, _ = fullest_phase(run_plan, world)
     if chosen.rank == "all":
         ranks = rehearsal.different_ranks(config.parallel, world)
     else:
@@ -147,14 +148,21 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def require_imbalance(imbalance: float, expert_ranks: int) -> None:
+def require_imbalance(imbalance: float, phase: ResolvedPhase) -> None:
     """Raise Unusable if the experts of a rank can't get this multiple of the rows of even loads."""
+    expert_ranks = phase.config.parallel.expert
     if imbalance == 1.0:
         return
     if expert_ranks == 1:
         raise Unusable(
             f"--imbalance is {imbalance:g}, but no ranks divide experts, so a rank's memory does not depend on their "
             "loads: set parallel.expert, or leave --imbalance out",
+            code="no-effect",
+        )
+    if not loads_change_memory(phase):
+        raise Unusable(
+            f"--imbalance is {imbalance:g}, but with a capacity ranks exchange equally many rows whatever the loads: "
+            "leave --imbalance out",
             code="no-effect",
         )
     if not 0 <= imbalance <= expert_ranks:

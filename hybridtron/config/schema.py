@@ -184,6 +184,11 @@ class ParallelConfig:
         return self.expert_tensor
 
     @property
+    def routes_full_rows(self) -> bool:
+        """True if each rank routes all tokens of its rows to experts; otherwise several ranks route parts of a row."""
+        return self.context == 1 and self.expert_tensor_ranks == self.tensor
+
+    @property
     def model_ranks(self) -> int:
         """Number of ranks in one model replica. All ranks of a replica work on the same rows."""
         return self.tensor * self.pipeline * self.context

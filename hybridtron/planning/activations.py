@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from hybridtron.architecture.adapters import adapter_key
 from hybridtron.architecture.base import MixerSpec, ModelSizes, Parameter
@@ -144,13 +145,33 @@ def _adapted_values(layer: int, phase: ResolvedPhase, table: Mapping[str, Parame
     return more
 
 
-def with_imbalance(uses: Sequence[SublayerUse], phase: ResolvedPhase, imbalance: float) -> tuple[SublayerUse, ...]:
-    """Return `uses` of a rank whose experts get `imbalance` times as many rows as with even loads.
+def uses_slots(spec: MoESpec, phase: ResolvedPhase) -> bool:
+    """Return whether ranks exchange slots, whose number a capacity decides, not the loads of experts."""
+    parallel = phase.config.parallel
+    return spec.capacity is not None and parallel.expert > 1 and parallel.routes_full_rows
 
-    A rank saves the input and the inner channels of each row, and its passes hold a row's input and output twice.
+
+def rows_per_token(spec: MoESpec, phase: ResolvedPhase) -> Fraction:
+    """Return the rows that a rank sends to experts, per token that it routes: slots, or choices."""
+    if uses_slots(spec, phase):
+        return spec.slots_per_token(phase.settings.seq_len)
+    return Fraction(spec.top_k)
+
+
+def loads_change_memory(phase: ResolvedPhase) -> bool:
+    """Return whether a rank's memory depends on the loads of experts."""
+    specs = [spec for spec in phase.arch.specs if isinstance(spec, MoESpec)]
+    return phase.config.parallel.expert > 1 and not all(uses_slots(spec, phase) for spec in specs)
+
+
+def with_rows(uses: Sequence[SublayerUse], phase: ResolvedPhase, imbalance: float) -> tuple[SublayerUse, ...]:
+    """Return `uses` of a rank with the rows that its experts get, instead of as many as it has choices.
+
+    A rank saves the input and the inner channels of each row, and its passes hold a row's input and output twice. Of
+    slots, it also saves the outputs that return.
+
+    imbalance: rows that the experts get, divided by the rows with even loads; slots do not depend on it
     """
-    if imbalance == 1.0:
-        return tuple(uses)
     parallel = phase.config.parallel
     sharing = parallel.tensor // parallel.expert_tensor_ranks  # ranks that route different tokens of the same row
     changed = []
@@ -158,9 +179,14 @@ def with_imbalance(uses: Sequence[SublayerUse], phase: ResolvedPhase, imbalance:
         if isinstance(spec, MoESpec):
             outer = spec.outer(phase.arch.sizes)
             inner = shared((spec.matrices + 1) * spec.hidden, parallel.expert_tensor_ranks)
-            rows = (imbalance - 1.0) * spec.top_k / sharing
             again = is_recomputed(spec, phase.arch.sizes, parallel.recompute)
-            use = use.with_more(round(rows * (outer + inner)), again)
+            if uses_slots(spec, phase):
+                rows = float(rows_per_token(spec, phase) - spec.top_k)
+                kept = 2 * outer + inner
+            else:
+                rows = (imbalance - 1.0) * spec.top_k / sharing
+                kept = outer + inner
+            use = use.with_more(round(rows * kept), again)
             use = use.with_more(round(rows * (2 * outer + inner // 2)), True)
         changed.append(use)
     return tuple(changed)

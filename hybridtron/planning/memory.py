@@ -42,13 +42,14 @@ from hybridtron.planning.activations import (
     SublayerUse,
     chunks_run_again,
     held_micro_batches,
+    loads_change_memory,
     sent_values,
     shared,
     stream_values,
     sublayer_uses,
     with_frozen,
-    with_imbalance,
     with_offload,
+    with_rows,
     working_values,
 )
 from hybridtron.planning.context_traffic import sent_by_layers, with_received
@@ -150,7 +151,7 @@ def fullest_phase(run_plan: RunPlan, world_size: int) -> tuple[ResolvedPhase, Pl
 def imbalance_that_fits(phase: ResolvedPhase, world_size: int, memory_bytes: float) -> float | None:
     """Return how many times as many rows as with even loads a rank's experts can get, so that it fits into memory.
 
-    None means that it fits with all rows, or that no ranks divide the experts. The result is rounded down to
+    None means that it fits with all rows, or that its memory does not depend on loads. The result is rounded down to
     hundredths, and below 1 if a rank does not even fit with even loads.
     """
     most = phase.config.parallel.expert
@@ -158,7 +159,7 @@ def imbalance_that_fits(phase: ResolvedPhase, world_size: int, memory_bytes: flo
     def fits(imbalance: float) -> bool:
         return plan(phase, world_size, imbalance).fullest.memory.total <= memory_bytes
 
-    if most == 1 or fits(most):
+    if not loads_change_memory(phase) or fits(most):
         return None
     if not fits(1.0):
         return 0.0
@@ -214,7 +215,7 @@ def plan(phase: ResolvedPhase, world_size: int, imbalance: float = 1.0) -> Plan:
         chunks=tuple(
             PlannedStage(index, stage, sum(costs[stage.start : stage.stop])) for index, stage in enumerate(stages)
         ),
-        uses=with_imbalance(with_received(with_frozen(sublayer_uses(phase), phase, table), phase), phase, imbalance),
+        uses=with_rows(with_received(with_frozen(sublayer_uses(phase), phase, table), phase), phase, imbalance),
         exchanged=exchanged_values(phase),
         exchanged_rows=exchanged_rows(phase),
         carried=carried_bytes(phase),

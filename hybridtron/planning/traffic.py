@@ -30,7 +30,13 @@ from dataclasses import dataclass
 from hybridtron.architecture.base import EXPERTS, MixerSpec, ModelSizes, Parameter
 from hybridtron.architecture.moe import MoESpec
 from hybridtron.config.resolve import ResolvedPhase
-from hybridtron.planning.activations import chunks_run_again, gathers_in_backward, is_recomputed, is_row_parallel
+from hybridtron.planning.activations import (
+    chunks_run_again,
+    gathers_in_backward,
+    is_recomputed,
+    is_row_parallel,
+    rows_per_token,
+)
 from hybridtron.planning.count import gradient_bytes
 from hybridtron.planning.weights import local_size
 
@@ -56,7 +62,8 @@ class Traffic:
 def exchanged_rows(phase: ResolvedPhase) -> tuple[int, ...]:
     """Return, for each sub-layer, the elements per token that a rank sends to ranks with other experts.
 
-    The loads are taken as even. Tokens are those of the rank's part of rows, before sequence parallelism divides them.
+    The loads are taken as even; they do not matter to slots (a capacity). Tokens are those of the rank's part of rows,
+    before sequence parallelism divides them.
     """
     parallel = phase.config.parallel
     return tuple(_rows_sent(spec, phase) if parallel.expert > 1 else 0 for spec in phase.arch.specs)
@@ -67,9 +74,9 @@ def _rows_sent(spec: MixerSpec, phase: ResolvedPhase) -> int:
         return 0
     parallel = phase.config.parallel
     again = is_recomputed(spec, phase.arch.sizes, parallel.recompute) + chunks_run_again(phase)
-    values = 2 * (2 + again) * spec.top_k * spec.outer(phase.arch.sizes)
+    values = 2 * (2 + again) * rows_per_token(spec, phase) * spec.outer(phase.arch.sizes)
     sharing = parallel.tensor // parallel.expert_tensor_ranks  # ranks that route different tokens of the same row
-    return values * (parallel.expert - 1) // (parallel.expert * sharing)
+    return int(values * (parallel.expert - 1) / (parallel.expert * sharing))
 
 
 def exchanged_values(phase: ResolvedPhase) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from hybridtron.config.checks.experts import expert_problems
 from hybridtron.config.checks.parallel import parallel_problems
 from hybridtron.config.checks.precision import precision_problems
 from hybridtron.config.resolve import ResolvedPhase
+from hybridtron.planning.activations import loads_change_memory
 from hybridtron.planning.memory import imbalance_line, imbalance_that_fits
 from hybridtron.planning.rates import UNSEEN
 from hybridtron.rehearse.rehearsal import Rehearsed
@@ -165,8 +166,8 @@ def print_tables(rehearsals: Sequence[Rehearsed]) -> None:
 
 
 def load_lines(rehearsed: Rehearsed) -> list[str]:
-    """Return a line about uneven loads of experts, if ranks divide the experts: does the rank fit on the GPU?"""
-    if rehearsed.phase.config.parallel.expert == 1:
+    """Return a line about uneven loads of experts, if memory depends on them: does the rank fit on the GPU?"""
+    if not loads_change_memory(rehearsed.phase):
         return []
     memory = rehearsed.gpu.memory
     peak = rehearsed.step.peak

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridtron.architecture.moe import MoESpec
 from hybridtron.config.resolve import ResolvedPhase
+from hybridtron.config.schema import Documents
 from hybridtron.device import free_memory_gib
+from hybridtron.planning.activations import uses_slots
 from hybridtron.planning.count import VALUE_BYTES
 from hybridtron.train.hooks import Hook, StepContext
 from hybridtron.train.metrics import StepMetrics
@@ -34,12 +36,14 @@ class Reported:
     entropy: float = 1.0
     rank: float = 1.0
 
-    def grown(self, router: Mapping[str, float]) -> bool:
-        """Return True if the layer has become clearly worse, and remember its values then."""
+    def grown(self, router: Mapping[str, float], rank: float) -> bool:
+        """Return True if the layer has become clearly worse, and remember its values then.
+
+        rank: the largest number of rows that a rank computes, divided by the mean
+        """
         load = router["load_max_over_mean"]
         idle = router["idle"]
         entropy = router["entropy"]
-        rank = router["rank_max_over_mean"]
         worse = (
             load >= max(LOAD, WORSE * self.load),
             idle >= max(1, WORSE * self.idle),
@@ -71,8 +75,11 @@ class RouterLoads(Hook):
         """Yield a sentence for each layer whose loads have become clearly worse."""
         specs = {f"layers.{index}": spec for index, spec in enumerate(phase.arch.specs) if isinstance(spec, MoESpec)}
         for layer, router in routers.items():
-            if self.reported.setdefault(layer, Reported()).grown(router):
-                yield f"{layer}: {numbers(router)}{memory(router['rank_max_over_mean'], specs[layer], phase)}"
+            rank = router["rank_max_over_mean"]
+            if uses_slots(specs[layer], phase):
+                rank = 1.0
+            if self.reported.setdefault(layer, Reported()).grown(router, rank):
+                yield f"{layer}: {numbers(router)}{memory(rank, specs[layer], phase)}"
 
 
 def numbers(router: Mapping[str, float]) -> str:
@@ -84,11 +91,11 @@ def numbers(router: Mapping[str, float]) -> str:
 
 
 def memory(ratio: float, spec: MoESpec, phase: ResolvedPhase) -> str:
-    """Return a clause about the rank with the largest load, or nothing if no load changes a rank's memory.
+    """Return a clause about the rank with the largest load, or nothing if its load is near the mean.
 
     ratio: the rank's load, divided by the mean
     """
-    if ratio < RANK or spec.capacity is not None:
+    if ratio < RANK:
         return ""
     even = saved_gib(spec, phase)
     clause = f"; a rank has {ratio:.1f} times its mean rows: about {ratio * even:.2f} GiB for a micro-batch in this "
@@ -97,8 +104,16 @@ def memory(ratio: float, spec: MoESpec, phase: ResolvedPhase) -> str:
     if free is None:
         return clause
     if free < (ratio - 1) * even:
-        return f"{clause}, with {free:.2f} GiB free: this may not fit, use a capacity or a smaller micro_batch"
+        return f"{clause}, with {free:.2f} GiB free: this may not fit, use {cure(spec, phase)}"
     return f"{clause}, with {free:.2f} GiB free"
+
+
+def cure(spec: MoESpec, phase: ResolvedPhase) -> str:
+    """Return what to use for less memory on the rank with the largest load: a capacity only where it bounds rows."""
+    bounded = replace(spec, capacity=1.0)
+    if phase.documents is not Documents.isolate and uses_slots(bounded, phase):
+        return "a capacity or a smaller micro_batch"
+    return "a smaller micro_batch"
 
 
 def saved_gib(spec: MoESpec, phase: ResolvedPhase) -> float:

@@ -6,7 +6,7 @@ import pytest
 
 from hybridtron.cli.rehearse import require_imbalance
 from hybridtron.config.load import load
-from hybridtron.config.resolve import RunPlan
+from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.parallel.mesh import RankGroup
 from hybridtron.planning.memory import imbalance_line, imbalance_that_fits, plan
 from hybridtron.problems import Unusable
@@ -49,11 +49,45 @@ def test_loads_of_full_experts_change_no_memory() -> None:
     assert imbalance_that_fits(phase, 8, 1e9) is None
 
 
+BOUNDED = ["model.layers.-.capacity=1.25", "data.documents=join"]
+
+
+def laptop(*settings: str) -> ResolvedPhase:
+    return RunPlan.of(load(["recipe=moe_laptop", "phases.0.micro_batch=1", *settings])).phases[0]
+
+
 @pytest.mark.parametrize(
-    ("imbalance", "ranks", "code"), [(1.5, 1, "no-effect"), (4.5, 4, "out-of-range"), (-1.0, 4, "out-of-range")]
+    ("parallel", "slots"),
+    [
+        (["parallel.expert=2"], True),
+        (["parallel.expert=2", "parallel.context=2"], False),
+        (["parallel.expert=2", "parallel.tensor=2", "parallel.sequence=true", "parallel.expert_tensor=1"], False),
+    ],
 )
-def test_impossible_loads_are_refused(imbalance: float, ranks: int, code: str) -> None:
+def test_loads_change_no_memory_of_slots(parallel: list[str], slots: bool) -> None:
+    phase = laptop(*parallel, *BOUNDED)
+    totals = [plan(phase, 4, imbalance).fullest.memory.total for imbalance in (1.0, 2.0)]
+    assert (totals[0] == totals[1]) == slots
+    assert (imbalance_that_fits(phase, 4, totals[0]) is None) == slots
+    dropless = plan(laptop(*parallel), 4).fullest
+    bounded = plan(phase, 4).fullest
+    assert (bounded.memory.total > dropless.memory.total) == slots
+    assert bounded.traffic.experts == dropless.traffic.experts * (1.25 if slots else 1)
+
+
+@pytest.mark.parametrize(
+    ("imbalance", "settings", "code"),
+    [
+        (1.5, ["parallel.expert=1"], "no-effect"),
+        (1.5, ["parallel.expert=2", *BOUNDED], "no-effect"),
+        (4.5, ["parallel.expert=4"], "out-of-range"),
+        (-1.0, ["parallel.expert=4"], "out-of-range"),
+    ],
+)
+def test_impossible_loads_are_refused(imbalance: float, settings: list[str], code: str) -> None:
+    phase = laptop(*settings)
     with pytest.raises(Unusable) as refused:
-        require_imbalance(imbalance, ranks)
+        require_imbalance(imbalance, phase)
     assert refused.value.code == code
-    require_imbalance(1.0, ranks)
+    require_imbalance(1.0, phase)
+    require_imbalance(1.5, laptop("parallel.expert=2", "parallel.context=2", *BOUNDED))

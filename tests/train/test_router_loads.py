@@ -14,6 +14,9 @@ from hybridtron.train.router_loads import RouterLoads
 EVEN = {"load_max_over_mean": 1.1, "idle": 0, "entropy": 0.9, "dropped": 0.0, "rank_max_over_mean": 1.0}
 
 
+FULL_EXPERTS = ("parallel.tensor=2", "parallel.sequence=true", "parallel.expert_tensor=1")
+
+
 def phase_of(*settings: str) -> ResolvedPhase:
     return RunPlan.of(load(["recipe=moe_laptop", "parallel.expert=2", *settings])).phases[0]
 
@@ -63,6 +66,29 @@ def test_a_load_that_may_not_fit_is_said(free: float | None, said: str, monkeypa
     assert ("may not fit" in text) == (said == "may not fit")
 
 
-def test_a_capacity_keeps_the_memory_of_ranks() -> None:
-    (text,) = texts(RouterLoads(), phase_of("model.layers.-.capacity=1.5"), rank_max_over_mean=2.0, idle=1)
-    assert "GiB" not in text
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["model.layers.-.capacity=1.5"], False),
+        (["model.layers.-.capacity=1.5", "parallel.context=2"], True),
+        (["model.layers.-.capacity=1.5", *FULL_EXPERTS], True),
+    ],
+)
+def test_a_capacity_keeps_the_memory_of_ranks_with_full_rows(settings: list[str], said: bool) -> None:
+    phase = phase_of("data.documents=join", *settings)
+    (text,) = texts(RouterLoads(), phase, rank_max_over_mean=2.0, idle=1)
+    assert ("GiB" in text) == said
+    assert len(texts(RouterLoads(), phase, rank_max_over_mean=2.0)) == said
+
+
+@pytest.mark.parametrize(
+    ("settings", "helps"),
+    [(["data.documents=join"], True), (["data.documents=isolate"], False), (["parallel.context=2"], False)],
+)
+def test_a_capacity_is_advised_only_if_it_bounds_rows(
+    settings: list[str], helps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_loads, "free_memory_gib", lambda: 0.001)
+    (text,) = texts(RouterLoads(), phase_of("data.documents=join", *settings), rank_max_over_mean=2.0)
+    assert ("use a capacity or" in text) == helps
+    assert "a smaller micro_batch" in text

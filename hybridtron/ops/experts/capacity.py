@@ -61,6 +61,6 @@ def slot_order(experts_TK: Tensor, ranks_TK: Tensor, kept_TK: Tensor, sizes: tup
     choice_N = torch.arange(place_TK.numel(), device=place_TK.device)
     source_N = torch.full((count + 1,), place_TK.numel(), device=place_TK.device)
     source_N = source_N.scatter(0, place_TK.flatten(), choice_N)
-    source_N[-1] = place_TK.numel()
+    source_N[count:].fill_(place_TK.numel())  # an assignment of a number would copy it from the host
     ends_E = torch.arange(1, experts + 1, dtype=torch.int32, device=place_TK.device) * (rows * slots)
     return ExpertOrder(source_N, place_TK, ends_E, has_slots=True)

@@ -51,6 +51,8 @@ MAMBA2 = {  # as transformers' Mamba2ForCausalLM counts its own with these sizes
     "mamba2_hybrid_2.7b": 2_697_590_880,
 }
 
+NEMOTRON = {"nemotron_3_nano_4b": 3_973_556_832}  # as Megatron Bridge's verification card counts its weights
+
 HYBRIDS = {  # by hand below
     "gdn_hybrid_412m": 412_136_096,
     "gdn_hybrid_1.3b": 1_285_944_608,
@@ -109,7 +111,7 @@ def recipe_config(name: str) -> Config:
     return load([f"recipe={name}"])
 
 
-@pytest.mark.parametrize(("recipe", "parameters"), (EXACT | MAMBA2).items())
+@pytest.mark.parametrize(("recipe", "parameters"), (EXACT | MAMBA2 | NEMOTRON).items())
 def test_published_models_have_their_exact_parameters(recipe, parameters):
     model = recipe_config(recipe).model
     assert count(architecture(model), 4096).parameters == parameters

@@ -375,6 +375,8 @@ def _expanded(options: dict[str, Any], width: int) -> dict[str, Any]:
 
     Qwen3.5 4B expands keys by 0.8, which only some widths allow.
     """
+    if options["kind"] == "attention":
+        return options
     heads = {"expand_k": options.get("key_heads") or options.get("heads", 1), "expand_v": options.get("heads", 1)}
     uneven = [name for name, count in heads.items() if width * options.get(name, 1) % count]
     return {**options, **dict.fromkeys(uneven, 1.0)}
@@ -389,9 +391,13 @@ def shrunk(config: Config, data: int) -> Config:
     for letter, options in config.model.layers.items():
         smaller = SHRUNK.get(options["kind"], {})
         letters[letter] = {k: smaller.get(k, v) if v is not None else None for k, v in options.items()}
-    heads = [options["heads"] for options in letters.values() if "heads" in options]
-    # The width gives each head a multiple of four channels. Rotary positions need an even number of channels, and with
-    # expand_k=0.75, three quarters of the channels must be an integer.
+    heads = [
+        options["heads"]
+        for options in letters.values()
+        if "heads" in options and not (options["kind"] == "attention" and options.get("head_dim"))
+    ]
+    # The width gives each head a multiple of four channels, but not attention's with `head_dim`. Rotary positions need
+    # an even number of channels, and with expand_k=0.75, three quarters of the channels must be an integer.
     width = 4 * math.lcm(1, *heads)
     width *= math.ceil(32 / width)
     letters = {letter: _expanded(options, width) for letter, options in letters.items()}

@@ -152,7 +152,7 @@ def uses_slots(spec: MoESpec, phase: ResolvedPhase) -> bool:
 
 
 def rows_per_token(spec: MoESpec, phase: ResolvedPhase) -> Fraction:
-    """Return the rows that a rank sends to experts, per token that it routes: slots, or choices."""
+    """Return how many rows a rank sends to experts for each of its tokens: slots, or choices."""
     if uses_slots(spec, phase):
         return spec.slots_per_token(phase.settings.seq_len)
     return Fraction(spec.top_k)

@@ -19,7 +19,7 @@ def step(norm: float, silent: float = 1.0) -> Step:
     """A step with two gradients: (norm, 1) and (silent)."""
     weights = {"norm.weight": torch.ones(CONFIG.model.width)}
     gradients = {"norm.weight": torch.tensor([norm, 1.0]), "head.weight": torch.tensor([silent])}
-    return Step(2.0, 1.0, 1.9, gradients, weights, {}, {})
+    return Step(2.0, 1.0, 1.9, gradients, weights, {}, {}, {})
 
 
 def failing(truth: Step, actual: Step, precision: AuditPrecision, *moved: Step) -> list[str]:

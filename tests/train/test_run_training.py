@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -316,9 +317,9 @@ def test_weight_decay_follows_the_learning_rate(train_small: Train, monkeypatch:
     taken = []
     step = Engine.step
 
-    def recorded(engine: Engine, lr: float, weight_decay: float) -> tuple[float, bool]:
+    def recorded(engine: Engine, lr: float, weight_decay: float, numbers: Sequence[float]) -> tuple[float, bool]:
         taken.append((lr, weight_decay))
-        return step(engine, lr, weight_decay)
+        return step(engine, lr, weight_decay, numbers)
 
     monkeypatch.setattr(Engine, "step", recorded)
     settings = ("phases.0.lr=2e-3", "optim.weight_decay=0.5", "optim.weight_decay_schedule=lr")

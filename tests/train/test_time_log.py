@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -130,11 +131,11 @@ def test_a_run_that_was_killed_counts_its_repeated_steps(
     original = Engine.step
     trained: list[float] = []
 
-    def killed(self: Engine, lr: float, decay: float) -> tuple[float, bool]:
+    def killed(self: Engine, lr: float, decay: float, numbers: Sequence[float]) -> tuple[float, bool]:
         trained.append(lr)
         if len(trained) == 9:
             raise KeyboardInterrupt
-        return original(self, lr, decay)
+        return original(self, lr, decay, numbers)
 
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "step", killed)

@@ -202,8 +202,11 @@ class Engine:
         squared_norm, number_sums = self.optimizer.squared_norm(numbers)
         scalars = (squared_norm, self._loss.total, self._loss.tokens, *added.values())
         values = [value.reshape(1).double() for value in scalars]
+        values += counted.flat
+        if numbers:
+            values.append(number_sums.double())
         # the only point in a step at which the host waits for the device
-        squares, total, tokens, *rest = torch.cat([*values, *counted.flat, number_sums.double()]).tolist()
+        squares, total, tokens, *rest = torch.cat(values).tolist()
         self.number_sums = rest[len(rest) - len(numbers) :]
         rest = rest[: len(rest) - len(numbers)]
         sums = rest[: len(added)]

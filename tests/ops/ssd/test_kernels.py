@@ -99,6 +99,17 @@ def test_triton_ssd_copies_inputs_whose_offsets_exceed_int32() -> None:
     assert readable_tokens(beyond).is_contiguous()
 
 
+def test_triton_ssd_equals_the_reference_with_narrow_slices_of_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two heads are few programs, so that a state of 40 entries is divided among four."""
+    from hybridtron.ops.ssd import kernels_row
+
+    cut_in(monkeypatch, 16, tokens=8, inner=32, outer=32)
+    monkeypatch.setattr(kernels_row, "MIN_WALK", 16)
+    inputs = ssd_inputs(1, 20, 2, 3, 1, 40, torch.float32)
+    assert kernels_row.SSDRow(*inputs, None, None).readable().walk_slices() == (16, 4)
+    assert_right(inputs)
+
+
 @pytest.mark.parametrize(("heads", "groups"), [slow(1, 1), (3, 1), (2, 2)])
 @pytest.mark.usefixtures("small_tiles")
 def test_triton_ssd_equals_the_reference_with_groups_of_heads(heads: int, groups: int) -> None:

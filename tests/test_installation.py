@@ -37,15 +37,17 @@ def pip(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
-def wanted() -> list[str]:
-    """The dependencies, those of every extra, and the torch that `make` installs.
+SEPARATE = {*COMPILED, "vllm"}
+"""Extras that tests/test_extras.py resolves alone: compiled packages can't be resolved for another Python, and vLLM
+takes only a transformers older than that of `export`."""
 
-    Extras with packages that are compiled are left out: another Python can't be asked (tests/test_extras.py).
-    """
+
+def wanted() -> list[str]:
+    """The dependencies, those of every extra that is not SEPARATE, and the torch that `make` installs."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = declared["project"]
     extras = [
-        text for name, texts in project["optional-dependencies"].items() if name not in COMPILED for text in texts
+        text for name, texts in project["optional-dependencies"].items() if name not in SEPARATE for text in texts
     ]
     torch = re.search(r"^TORCH \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert torch is not None

@@ -315,7 +315,10 @@ def _op_error(op: Op, inputs: Any, device: torch.device) -> float:
 
     def result(function: Callable[..., Any], prepared: Callable[[Tensor], Tensor]) -> list[Tensor]:
         copies = tree_map_only(Tensor, lambda x: prepared(x).detach().clone().requires_grad_(x.requires_grad), inputs)
-        outputs = [tensor for tensor in _tensors(function(copies)) if tensor.is_floating_point()]
+        tensors = list(_tensors(function(copies)))
+        outputs = [tensor for tensor in tensors if tensor.is_floating_point()]
+        if not outputs:  # the op chooses, such as experts for tokens, and choices must be equal
+            return [tensor.float() for tensor in tensors]
         if op.name == "angles":  # angles may differ by full rotations, so their cosines and sines are compared
             outputs = [part for angle in outputs for part in (angle.cos(), angle.sin())]
         leaves = [tensor for tensor in _tensors(copies) if tensor.requires_grad]

@@ -56,6 +56,8 @@ _Dumper: Any = type("_Dumper", (getattr(yaml, "CSafeDumper", yaml.SafeDumper),),
 ALIASES = {"checkpoint.async": "checkpoint.asynchronous"}  # `async` is a Python keyword, so no field can have this name
 CONFIGS = shipped("configs")
 NO_NAME = ": write `run: {name: NAME}` into the recipe, or set run.name=NAME; NAME also names the run's folder"
+LETTERS = re.compile(r"(model|phases\.\d+)\.layers")  # keys whose entries are letters of the pattern
+LETTER = re.compile(LETTERS.pattern + r"\.")
 FREE_NAMES = ("cluster.environment.", "run.force_ops.")  # dictionaries with arbitrary keys
 RENAMED = {"of_weights": "from_checkpoint"}  # former name of a choice -> present name
 
@@ -208,7 +210,7 @@ def _recipe_meant(configs: Path, text: str) -> str | None:
 def _set(config: DictConfig, key: str, text: str) -> Problem | None:
     """Apply one `key=value` to the configuration. Returns a problem if the key or the value is wrong, else None."""
     _begin_sections(config, key.rpartition(".")[0])
-    open_ended = any(part in key for part in (".layers.", ".mixture")) or f"{key}.".startswith(FREE_NAMES)
+    open_ended = ".mixture" in key or bool(LETTER.match(key)) or f"{key}.".startswith(FREE_NAMES)
     if not open_ended and (problem := unknown_key(config, key)):
         return problem
     try:
@@ -219,7 +221,7 @@ def _set(config: DictConfig, key: str, text: str) -> Problem | None:
         mixture, separator, entry = key.partition(".mixture")
         if separator:
             _mix(config, mixture + separator, entry.strip("."), value)
-        elif key.endswith(".layers") and isinstance(value, dict):
+        elif LETTERS.fullmatch(key) and isinstance(value, dict):
             for letter, options in value.items():
                 _set_letter(config, f"{key}.{letter}", options)
         elif re.fullmatch(r"model\.layers\.[^.]+", key):

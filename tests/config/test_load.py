@@ -399,3 +399,10 @@ def test_urls_with_passwords_are_refused_in_every_key(url: str, monkeypatch: pyt
         assert leaking == {"checkpoint.mirror", "data.path", "run.wandb"}
     else:
         assert leaking == set()
+
+
+@pytest.mark.parametrize("setting", ["phases.0.states.layers={a: 1}", "phases.0.states.layers.a=1"])
+def test_layers_of_carried_states_are_no_letters(setting: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load([setting])
+    assert [problem.key for problem in refused.value.problems] == [setting.partition("=")[0]]

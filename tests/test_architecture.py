@@ -21,6 +21,7 @@ ORDER = [
     "problems",
     "limits",
     "own_folders",
+    "listening",
     "compiled",
     "device",
     "determinism",
@@ -79,7 +80,7 @@ OWNERS = {
 }
 STUBBED = ("rehearse/package_stubs.py", "rehearse/signatures.py")
 TORCH_FREE = (
-    *("safe_open", "nested", "file_errors", "problems", "limits", "own_folders", "compiled"),
+    *("safe_open", "nested", "file_errors", "problems", "limits", "own_folders", "listening", "compiled"),
     *("architecture", "optimizers", "config", "planning", "tasks"),
 )
 GENERATED = "mixers_hybridtron"  # made by interop/shipped_code

@@ -18,7 +18,7 @@ from hybridtron.config.units import readable
 from hybridtron.data.folder import FolderError, TokenFolder
 from hybridtron.data.mixture_spec import named_sources
 from hybridtron.storage.remote import is_url
-from hybridtron.train.phase_table import MFU, flops
+from hybridtron.train.phase_table import MFU, device_hours, flops
 
 
 def estimate(plan: RunPlan, job: SlurmJob, chain: int) -> Iterator[str]:
@@ -48,10 +48,10 @@ def _hours(plan: RunPlan, job: SlurmJob, devices: int, chain: int) -> Iterator[s
     peak = cluster.peak_tflops
     assert peak is not None
     amounts = (flops(phase) * read_tokens(phase, plan.last_step) / phase.tokens for phase in plan.phases)
-    device_hours = sum(amounts) / (MFU * peak * 1e12) / 3600
-    hours = device_hours / devices
+    gpu_hours = device_hours(sum(amounts), peak)
+    hours = gpu_hours / devices
     yield (
-        f"about {readable(hours)} hours, {readable(device_hours)} GPU-hours, "
+        f"about {readable(hours)} hours, {readable(gpu_hours)} GPU-hours, "
         f"at {MFU:.0%} of {peak:g} TFLOP/s (a guess), without saves and restarts"
     )
     limit = scheduler.seconds(cluster.time)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import socket
 import sys
 from collections.abc import Mapping
@@ -12,9 +11,9 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from hybridtron.config.pipeline_layout import ProcessLaunch
+from hybridtron.listening import LOCALHOST, listen_at
 from hybridtron.problems import ConfigError, Problem
 
-LOCALHOST = "127.0.0.1"
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 TOKEN = "HYBRIDTRON_RUN_TOKEN"
 """Environment variable with a random text that all ranks of one start share."""
@@ -73,12 +72,8 @@ def store_of_start(environment: Mapping[str, str], launch: ProcessLaunch, timeou
 
 def _listening(address: str, port: int) -> socket.socket:
     """Return a socket that listens at an IP address, or on all interfaces if the address is a name."""
-    own = interface_of(address)
     try:
-        if own is None:
-            return socket.create_server(("", port), backlog=socket.SOMAXCONN)
-        family = socket.AF_INET6 if ":" in own else socket.AF_INET
-        return socket.create_server((own, port), family=family, backlog=socket.SOMAXCONN)
+        return listen_at(address, port)
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             why = f"is {address}, which is no address of the machine with rank 0"
@@ -86,13 +81,3 @@ def _listening(address: str, port: int) -> socket.socket:
             raise ConfigError([Problem("MASTER_ADDR", "unavailable", f"{why}: {cure}")]) from error
         # no ConfigError: another start, which draws another port, may succeed
         raise RuntimeError(f"rank 0 can't listen at {address}:{port} ({error.strerror}): use another port") from error
-
-
-def interface_of(address: str) -> str | None:
-    """Return the address of the one interface on which a store listens for MASTER_ADDR; None for all interfaces."""
-    if address == "localhost":
-        return LOCALHOST
-    try:
-        return str(ipaddress.ip_address(address))
-    except ValueError:
-        return None

@@ -54,6 +54,11 @@ def flops(phase: ResolvedPhase) -> float:
     return count(phase.arch, phase.settings.seq_len).flops_per_token * phase.tokens
 
 
+def device_hours(flops: float, peak_tflops: float) -> float:
+    """Return how many hours one device needs for these FLOPs, at the assumed MFU."""
+    return flops / (MFU * peak_tflops * 1e12) / 3600
+
+
 def cost(plan: RunPlan) -> Iterator[str]:
     """Yield a line with a run's FLOPs, and a line with estimated GPU-hours if the device's peak FLOP/s are known."""
     cluster = plan.config.cluster
@@ -61,7 +66,7 @@ def cost(plan: RunPlan) -> Iterator[str]:
     total = sum(flops(phase) for phase in plan.phases)
     yield f"{total:.3g} FLOPs over all phases"
     if peak is not None:
-        hours = total / (MFU * peak * 1e12) / 3600
+        hours = device_hours(total, peak)
         yield f"about {readable(hours)} GPU-hours on {cluster.name}, at {MFU:.0%} of {peak:g} TFLOP/s (a guess)"
 
 
@@ -91,7 +96,7 @@ def phase_table(plan: RunPlan) -> Table:
             " to ".join(map(_rate, rates_of(plan.phases, phase))),
             readable(amount / phase.tokens),
             f"{amount:.3g}",
-            *(() if peak is None else (readable(amount / (MFU * peak * 1e12) / 3600),)),
+            *(() if peak is None else (readable(device_hours(amount, peak)),)),
         )
     return table
 

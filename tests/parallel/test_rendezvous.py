@@ -11,7 +11,8 @@ import pytest
 from torch.distributed import Store, TCPStore
 
 from hybridtron.config.pipeline_layout import ProcessLaunch
-from hybridtron.parallel.rendezvous import LOOPBACK, TOKEN, Rendezvous, interface_of, store_of_start
+from hybridtron.listening import interface_of
+from hybridtron.parallel.rendezvous import LOOPBACK, TOKEN, Rendezvous, store_of_start
 from hybridtron.problems import ConfigError
 
 

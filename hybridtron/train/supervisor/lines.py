@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hybridtron.listening import listen_at
 from hybridtron.train.jsonl import read_record
 from hybridtron.train.launcher import GRACE_S
 
@@ -110,12 +111,7 @@ class MeetingPlace:
     def __init__(self, path: Path, address: str) -> None:
         self.path = path
         self.token = secrets.token_hex(16)
-        host = socket.gethostbyname(address)
-        # a node's own name may mean the loopback interface in its /etc/hosts, so only a plain address is bound
-        own = ""
-        if address in (host, "localhost"):
-            own = host
-        self.socket = socket.create_server((own, 0), backlog=socket.SOMAXCONN)
+        self.socket = listen_at(address, 0)
         self.socket.setblocking(False)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")

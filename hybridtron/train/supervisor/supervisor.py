@@ -26,6 +26,7 @@ from typing import Self
 
 from hybridtron.config.pipeline_layout import launched
 from hybridtron.config.schema import RunConfig
+from hybridtron.listening import LOCALHOST
 from hybridtron.problems import ConfigError, Problem
 from hybridtron.train.launcher import GRACE_S, Launcher
 from hybridtron.train.outcome import EXIT_PREEMPTED
@@ -41,7 +42,6 @@ STACKS_S = 0.5  # seconds for a rank to write its stacks
 LAUNCHER_S = 1.0  # seconds between checks whether torchrun is alive
 GOODBYE_S = 10.0  # seconds for the other supervisors to end
 SPARES = "HYBRIDTRON_SPARES"  # environment variable: number of spare nodes, which the job script sets
-LOCALHOST = "127.0.0.1"
 # description of the work of a rank that was not started
 NOTHING: Message = {"section": "start", "doing": "nothing", "step": 0, "elapsed": 0.0, "limit": 0.0, "step_s": 0.0}
 

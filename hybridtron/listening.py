@@ -1,4 +1,4 @@
-"""Sockets that listen on one interface if the address is an IP address, so that other networks cannot reach them."""
+"""Listening sockets of the ranks' store and of supervisors: on one interface for an IP address, else on all."""
 
 from __future__ import annotations
 

@@ -72,8 +72,9 @@ def _absent(phase: ResolvedPhase, read: int) -> Iterator[str]:
     if data.source == Source.embedded or not read:
         return  # the embedded text is prepared when the phase opens it
     folders = [entry.path or data.path for entry in data.mixture.values()] or [data.path]
+    absent = {folder for folder in set(folders) if not is_url(folder) and not _opens(folder)}
     for (name, _, share), folder in zip(named_sources(data), folders, strict=True):
-        if is_url(folder) or _opens(folder):
+        if folder not in absent:
             continue
         tokens = f"{readable(share * read)} tokens"
         if name:

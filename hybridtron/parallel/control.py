@@ -144,9 +144,9 @@ def node_name() -> str:
 
 def _names_of_nodes(world_size: int) -> list[int]:
     """All-gather digests of the nodes' names over the default group, before the control group exists."""
-    own = torch.tensor([int(digest_of(node_name().encode())[:15], 16)], device=compute_device())
-    names = [torch.empty_like(own) for _ in range(world_size)]
-    dist.all_gather(names, own)
+    digest = torch.tensor([int(digest_of(node_name().encode())[:15], 16)], device=compute_device())
+    names = [torch.empty_like(digest) for _ in range(world_size)]
+    dist.all_gather(names, digest)
     return torch.cat(names).tolist()
 
 

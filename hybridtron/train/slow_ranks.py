@@ -76,7 +76,7 @@ class RankTimes:
 
     def __init__(self, groups: Groups) -> None:
         self.rank = groups.rank
-        self.own = [0.0] * len(SECTIONS)
+        self.seconds = [0.0] * len(SECTIONS)
         self.asked: float | None = None  # time at which the last step's data was requested
         self.warns = groups.is_first
         place = [node_name(), [groups.tensor.rank, groups.context.rank, groups.pipeline.rank]]
@@ -99,16 +99,16 @@ class RankTimes:
         if not self.compared:
             return []
         if self.asked is not None:
-            self.own[2] = max(0.0, asked - self.asked - self.own[0] - self.own[1])
+            self.seconds[2] = max(0.0, asked - self.asked - self.seconds[0] - self.seconds[1])
         self.asked = asked
         values = [0.0] * (len(SECTIONS) * len(self.hosts))
         first = self.rank * len(SECTIONS)
-        values[first : first + len(SECTIONS)] = self.own
+        values[first : first + len(SECTIONS)] = self.seconds
         return values
 
     def record(self, data: float, passes: float) -> None:
         """Set the seconds that this rank's last step took for data and passes."""
-        self.own = [data, passes, 0.0]
+        self.seconds = [data, passes, 0.0]
 
     def take(self, sums: Sequence[float]) -> None:
         """Take all ranks' times, and warn of ranks that have become slow."""

@@ -148,11 +148,7 @@ def main(arguments: list[str]) -> int:
     wrong = [*result.failures, *result.differences]
     report(chosen, fault_run.faults, [*summary, *wrong])
     print(f"all runs took {time.monotonic() - began:.0f} s")
-    if wrong or chosen.keep_folder:
-        print(f"run folders and logs: {home}")
-    else:
-        shutil.rmtree(home)
-    return 1 if wrong else 0
+    return close(home, wrong, chosen.keep_folder)
 
 
 def pass_ordeals(chosen: argparse.Namespace) -> int:
@@ -165,7 +161,8 @@ def pass_ordeals(chosen: argparse.Namespace) -> int:
     steps = ordeals.placed(ordeals.ORDEALS)
     length = max(steps.values()) + SAVE_EVERY
     arguments = ordeals.arguments(home / "data", length)
-    clean, disturbed = (Run(home / name, arguments, length) for name in ("peace", "ordeals"))
+    clean = Run(home / "peace", arguments, length)
+    disturbed = Run(home / "ordeals", arguments, length)
     began = time.monotonic()
     failures = []
     for run, its_ordeals in ((clean, {}), (disturbed, steps)):
@@ -175,14 +172,19 @@ def pass_ordeals(chosen: argparse.Namespace) -> int:
     result = ChaosResult(failures)
     if not failures:
         result = ChaosResult(differences=unequal(clean, disturbed))
-    found = faults.read(disturbed.folder)
+    recorded = faults.read(disturbed.folder)
     wrong = [*result.failures, *result.differences]
     note = f"run.timeout is {ordeals.TIMEOUT_S:g} s; a checkpoint every {SAVE_EVERY} steps; {length} steps"
-    page = BenchReport("Ordeals", notes=[note, f"time lost by cause: {faults.words(found)}", result.verdict, *wrong])
-    page.table("ordeals", ordeals.HEADER, ordeals.rows(disturbed, found))
+    page = BenchReport("Ordeals", notes=[note, f"time lost by cause: {faults.words(recorded)}", result.verdict, *wrong])
+    page.table("ordeals", ordeals.HEADER, ordeals.rows(disturbed, recorded))
     publish(page, "hybridtron chaos --ordeals", chosen.page)
     print(f"both runs took {time.monotonic() - began:.0f} s")
-    if wrong or chosen.keep_folder:
+    return close(home, wrong, chosen.keep_folder)
+
+
+def close(home: Path, wrong: Sequence[str], keeps_folder: bool) -> int:
+    """Remove the run folders, or print where they are if something was wrong. Return the exit code."""
+    if wrong or keeps_folder:
         print(f"run folders and logs: {home}")
     else:
         shutil.rmtree(home)

@@ -98,8 +98,8 @@ def run_supervised(run: Run, ordeals: Mapping[str, int], spares: int = 1) -> lis
     supervisors = []
     try:
         for task in range(RANKS + spares):
-            own = {"SLURM_PROCID": str(task), "SLURM_NODEID": str(task), "SLURMD_NODENAME": f"n{task + 1}"}
-            supervisors.append(run.start(f"task-{task}.log", TRAIN, shared | own, own_group=True))
+            place = {"SLURM_PROCID": str(task), "SLURM_NODEID": str(task), "SLURMD_NODENAME": f"n{task + 1}"}
+            supervisors.append(run.start(f"task-{task}.log", TRAIN, shared | place, own_group=True))
         return [wait(supervisor) for supervisor in supervisors]
     finally:
         for supervisor in supervisors:
@@ -117,16 +117,16 @@ def wait(supervisor: subprocess.Popen[bytes]) -> int:
 
 def wrong(run: Run, ordeals: Mapping[str, int], codes: Sequence[int]) -> list[str]:
     """Describe what is wrong with a run after its ordeals, apart from its results."""
-    found = faults.read(run.folder)
+    recorded = faults.read(run.folder)
     failures = []
     killed = int("lost node" in ordeals)
     if sorted(codes) != [-signal.SIGKILL] * killed + [0] * (len(codes) - killed):
         failures.append(f"the supervisors ended with {list(codes)}, and not {killed} killed: see {run.home}/task-0.log")
-    if [fault.cause for fault in found] != list(ordeals):
-        failures.append(f"the faults {list(ordeals)} were found as {[fault.words() for fault in found]}")
-    late = [fault for fault in found if found_after(run, fault) > time_allowed(fault)]
+    if [fault.cause for fault in recorded] != list(ordeals):
+        failures.append(f"the faults {list(ordeals)} were found as {[fault.words() for fault in recorded]}")
+    late = [fault for fault in recorded if found_after(run, fault) > time_allowed(fault)]
     failures += [f"found after {found_after(run, fault):.1f} s: {fault.words()}" for fault in late]
-    return failures + [f"another rank is blamed: {fault.words()}" for fault in found if fault.rank != RANK]
+    return failures + [f"another rank is blamed: {fault.words()}" for fault in recorded if fault.rank != RANK]
 
 
 def time_allowed(fault: RankFault) -> float:
@@ -146,7 +146,7 @@ def marker(run_dir: Path, ordeal: str) -> Path:
     return run_dir / "logs" / f"ordeal {ordeal}"
 
 
-def rows(run: Run, found: Sequence[RankFault]) -> list[tuple[str, ...]]:
+def rows(run: Run, recorded: Sequence[RankFault]) -> list[tuple[str, ...]]:
     """Return the report's rows, with the columns of HEADER."""
     return [
         (
@@ -158,5 +158,5 @@ def rows(run: Run, found: Sequence[RankFault]) -> list[tuple[str, ...]]:
             f"{fault.repeated_s:.1f} s",
             f"{fault.lost_s:.1f} s",
         )
-        for fault in found
+        for fault in recorded
     ]

@@ -79,9 +79,9 @@ def words(faults: Sequence[RankFault]) -> str:
 
 
 def _words(cause: str, faults: Sequence[RankFault]) -> str:
-    found = sum(fault.found_s for fault in faults)
-    restarted = sum(fault.restart_s for fault in faults)
-    repeated = sum(fault.repeated_s for fault in faults)
-    parts = f"found {found:.1f}, restarted {restarted:.1f}, repeated {repeated:.1f}"
+    found_s = sum(fault.found_s for fault in faults)
+    restart_s = sum(fault.restart_s for fault in faults)
+    repeated_s = sum(fault.repeated_s for fault in faults)
+    parts = f"found {found_s:.1f}, restarted {restart_s:.1f}, repeated {repeated_s:.1f}"
     count = f"{len(faults)} fault{'s' * (len(faults) > 1)}"
-    return f"{found + restarted + repeated:.1f} s {cause} ({parts}; {count})"
+    return f"{found_s + restart_s + repeated_s:.1f} s {cause} ({parts}; {count})"

@@ -65,8 +65,14 @@ class Place:
     def of(cls, environment: Mapping[str, str]) -> Self:
         """Read the place from the variables of torchrun or srun."""
         launch = launched(environment)
-        names = ("GROUP_RANK", "LOCAL_RANK") if "RANK" in environment else ("SLURM_NODEID", "SLURM_LOCALID")
-        node, local = (int(environment.get(name, "0")) for name in names)
+        if "RANK" in environment:
+            node_name = "GROUP_RANK"
+            local_name = "LOCAL_RANK"
+        else:
+            node_name = "SLURM_NODEID"
+            local_name = "SLURM_LOCALID"
+        node = int(environment.get(node_name, "0"))
+        local = int(environment.get(local_name, "0"))
         host = environment.get("SLURMD_NODENAME", socket.gethostname())
         return cls(launch.rank, launch.world_size, node, local, host)
 

@@ -102,7 +102,9 @@ def test_work_passes_through_the_pipe() -> None:
 
 
 def test_rank_without_a_supervisor_announces_nothing() -> None:
-    SectionPipe({}).announce(SectionWork(Section.step, 1, "step 2"))
+    pipe = SectionPipe({})
+    pipe.announce(SectionWork(Section.step, 1, "step 2"))
+    assert pipe.file is None
 
 
 def test_counted_work_is_the_same_on_all_ranks() -> None:

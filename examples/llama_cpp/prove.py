@@ -32,18 +32,21 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.cli.arguments import checkpoints_at
-from hybridtron.cli.main import main as hybridtron
+from examples.serving_proof import (
+    MAMBA2,
+    NEW_TOKENS,
+    TEXTS,
+    model_of,
+    parse,
+    require,
+    tokenizer_of,
+    trained_and_exported,
+)
 from hybridtron.data.batch import SeqInfo
 from hybridtron.data.pre_tokenizers import PATTERNS, pre_tokenizer
-from hybridtron.data.tokenizer_file import read_tokenizer
 from hybridtron.inference.generate import generate
-from hybridtron.interop.verify import whole_model
 
-NEW_TOKENS = 64
 OTHER_SIDE = Path(__file__).with_name("greedy.py")
-MAMBA2 = "model.layers.M={kind: mamba2, state: 32, head_dim: 32, groups: 2}"
 GRANITE = (
     "recipe=laptop",
     "model.width=128",
@@ -71,46 +74,25 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "falcon_h1_norm": ("recipe=falcon_h1_laptop", "model.layers.M.norm=true", "model.layers.M.groups=2"),
 }
 """Name of a run -> its settings."""
-SHORT = ("run.max_steps=60", "run.eval_every=60", "checkpoint.every=60", "run.sample_tokens=0")
-TEXTS = (
-    "The ",
-    "import os",
-    "def main(arguments: list[str]) -> int:\n    ",
-    "In 1984 there were 12345 of them, weren't there?",
-    "class Reader:\n    '''Reads\ttabs, and  spaces.'''\n\n    def __init__(self):",
-    "Ein Satz mit Umlauten: äöü, 数字 and 🚀.",
-    "for number in range(100):\n    print(number)\n" * 4,
-    "The module provides a function that returns the value of the given argument. " * 6,
-)
 
 
 def main() -> int:
     """Prove every family. Returns the exit code."""
-    parser = argparse.ArgumentParser(description="Compare llama.cpp with this package.")
-    parser.add_argument("folder", type=Path, help="folder for runs, exports and GGUF files")
-    parser.add_argument("--python", required=True, help="interpreter of an environment with llama-cpp-python")
-    parser.add_argument("--only", action="append", choices=list(FAMILIES), help="this family; may be repeated")
-    chosen = parser.parse_args()
-    equal = [prove(name, chosen.folder, chosen.python) for name in chosen.only or FAMILIES]
+    chosen = parse("llama.cpp", "llama-cpp-python", FAMILIES)
+    equal = [prove(name, chosen.folder, chosen.python) for name in chosen.only]
     equal += [prove_tokenizer(name, chosen.folder, chosen.python) for name in PATTERNS]
     return 0 if all(equal) else 1
 
 
 def prove(name: str, folder: Path, python: str) -> bool:
     """Compare a family's model in both programs. Returns True if all tokens are equal."""
-    run = folder / "runs" / name
-    export = folder / f"{name}-hf"
+    run, export = trained_and_exported(name, FAMILIES[name], folder, "--target", "native")
     file = folder / f"{name}.gguf"
-    if not (run / "checkpoints").is_dir():
-        require(["train", *FAMILIES[name], f"run.name={name}", f"run.dir={run}", *SHORT])
-    if not export.exists():
-        require(["export", str(run), "--output", str(export), "--target", "native"])
     file.unlink(missing_ok=True)
     require(["gguf", str(export), "--output", str(file)])
     theirs = answers_of(file, python, TEXTS, NEW_TOKENS)
-    checkpoint = Checkpoint.open(checkpoints_at(run)[-1])
-    tokenizer = read_tokenizer((export / "tokenizer.json").read_bytes())
-    model = whole_model(checkpoint).float().eval()
+    tokenizer = tokenizer_of(export)
+    model = model_of(run)
     num_equal = 0
     largest = 0.0
     for text, answer in zip(TEXTS, theirs, strict=True):
@@ -152,12 +134,6 @@ def prove_tokenizer(splits_by: str, folder: Path, python: str) -> bool:
     num_equal = sum(tokenizer.encode(text).ids == ids for text, ids in zip(texts, theirs, strict=True))
     print(f"{splits_by}: {num_equal} of {len(texts)} texts have equal ids")
     return num_equal == len(texts)
-
-
-def require(arguments: list[str]) -> None:
-    """Run a command of hybridtron. Ends the program if it fails."""
-    if (code := hybridtron(arguments)) != 0:
-        sys.exit(code)
 
 
 @torch.no_grad()

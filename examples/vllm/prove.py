@@ -17,7 +17,6 @@ Exit codes: 0 all tokens are equal, 1 some differ or a model was not served.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -28,19 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # also where none 
 
 import torch
 
-from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.cli.arguments import checkpoints_at
-from hybridtron.cli.main import main as hybridtron
-from hybridtron.data.tokenizer_file import read_tokenizer
+from examples.serving_proof import MAMBA2, NEW_TOKENS, TEXTS, model_of, parse, tokenizer_of, trained_and_exported
 from hybridtron.inference.generate import generate
-from hybridtron.interop.verify import whole_model
 
-NEW_TOKENS = 64
 AT_ONCE = 5
 TOKENS_A_STEP = 48
 OTHER_SIDE = Path(__file__).with_name("greedy.py")
 MLP = "model.layers.-={kind: swiglu, hidden: 256}"
-MAMBA2 = "model.layers.M={kind: mamba2, state: 32, head_dim: 32, groups: 2}"
 ATTENTION = "kind: attention, heads: 4, kv_heads: 2"
 FAMILIES: dict[str, tuple[str, ...]] = {
     "samba": (MLP, f"model.layers.W={{{ATTENTION}, window: 48}}"),
@@ -82,44 +75,24 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }
 """Name of a run -> its settings."""
 COMMON = ("recipe=laptop", "model.width=128", "phases.0.lr=1e-3")
-SHORT = ("run.max_steps=60", "run.eval_every=60", "checkpoint.every=60", "run.sample_tokens=0")
-TEXTS = (
-    "The ",
-    "import os",
-    "def main(arguments: list[str]) -> int:\n    ",
-    "In 1984 there were 12345 of them, weren't there?",
-    "class Reader:\n    '''Reads\ttabs, and  spaces.'''\n\n    def __init__(self):",
-    "Ein Satz mit Umlauten: äöü, 数字 and 🚀.",
-    "for number in range(100):\n    print(number)\n" * 4,
-    "The module provides a function that returns the value of the given argument. " * 6,
-)
 
 
 def main() -> int:
     """Prove every family. Returns the exit code."""
-    parser = argparse.ArgumentParser(description="Compare vLLM with this package.")
-    parser.add_argument("folder", type=Path, help="folder for runs and exports")
-    parser.add_argument("--python", required=True, help="interpreter of an environment with vLLM and this package")
-    parser.add_argument("--only", action="append", choices=list(FAMILIES), help="this family; may be repeated")
-    chosen = parser.parse_args()
-    equal = [prove(name, chosen.folder.resolve(), chosen.python) for name in chosen.only or FAMILIES]
+    chosen = parse("vLLM", "vLLM and this package", FAMILIES)
+    equal = [prove(name, chosen.folder, chosen.python) for name in chosen.only]
     return 0 if all(equal) else 1
 
 
 def prove(name: str, folder: Path, python: str) -> bool:
     """Compare a family's model in both programs. Returns True if all tokens are equal."""
-    run = folder / "runs" / name
-    export = folder / f"{name}-hf"
-    if not (run / "checkpoints").is_dir():
-        require(["train", *COMMON, *FAMILIES[name], f"run.name={name}", f"run.dir={run}", *SHORT])
-    if not export.exists():
-        require(["export", str(run), "--output", str(export)])
-    tokenizer = read_tokenizer((export / "tokenizer.json").read_bytes())
+    run, export = trained_and_exported(name, (*COMMON, *FAMILIES[name]), folder)
+    tokenizer = tokenizer_of(export)
     prompts = [tokenizer.encode(text).ids for text in TEXTS]
     theirs = answers_of(export, python, prompts)
     if theirs is None:
         return False
-    model = whole_model(Checkpoint.open(checkpoints_at(run)[-1])).float().eval()
+    model = model_of(run)
     num_equal = 0
     for text, ids, answer in zip(TEXTS, prompts, theirs, strict=True):
         ours = generate(model, torch.tensor([ids]), NEW_TOKENS, 0, 0)[0].tolist()
@@ -130,12 +103,6 @@ def prove(name: str, folder: Path, python: str) -> bool:
     kinds = json.loads((export / "config.json").read_text())["architectures"][0]
     print(f"{name} ({kinds}): {num_equal} of {len(TEXTS)} prompts of {lengths} have {NEW_TOKENS} equal greedy tokens")
     return num_equal == len(TEXTS)
-
-
-def require(arguments: list[str]) -> None:
-    """Run a command of hybridtron. Ends the program if it fails."""
-    if (code := hybridtron(arguments)) != 0:
-        sys.exit(code)
 
 
 def answers_of(export: Path, python: str, prompts: list[list[int]]) -> list[list[int]] | None:

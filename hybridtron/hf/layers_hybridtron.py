@@ -326,3 +326,12 @@ class HybridtronLayer(GradientCheckpointingLayer):
         if self.norm is not None and self.place.norm_after:
             y_BLD = self.norm(y_BLD)
         return x_BLD + multiply(y_BLD, self.multiplier), None, normed_BLD
+
+
+def sublayers(config: PreTrainedConfig, layer_class: type[HybridtronLayer]) -> list[HybridtronLayer]:
+    """Return all sub-layers; each gets the mixer of its letter's first sub-layer, whose weights it may share."""
+    layers: list[HybridtronLayer] = []
+    for index in range(config.num_hidden_layers):
+        first = config.pattern.index(config.pattern[index])
+        layers.append(layer_class(config, index, layers[first].mixer if first < index else None))
+    return layers

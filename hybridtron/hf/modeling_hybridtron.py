@@ -33,7 +33,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_hybridtron import HybridtronConfig
-from .layers_hybridtron import HybridtronLayer, SeqOnDevices, start_weights
+from .layers_hybridtron import HybridtronLayer, SeqOnDevices, start_weights, sublayers
 from .mixers_hybridtron import RMSNorm, SeqInfo, State, at_least_fp32, multiply
 
 Names = list[str] | set[str] | None
@@ -164,10 +164,7 @@ class HybridtronModel(HybridtronPreTrainedModel):
     def __init__(self, config: HybridtronConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        layers: list[HybridtronLayer] = []
-        for index in range(config.num_hidden_layers):
-            first = config.pattern.index(config.pattern[index])
-            layers.append(HybridtronLayer(config, index, layers[first].mixer if first < index else None))
+        layers = sublayers(config, HybridtronLayer)
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False

@@ -38,7 +38,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.linear_attn import LinearAttentionBackend, LinearAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-from hybridtron.hf.layers_hybridtron import HybridtronLayer, HybridtronMixer, SeqOnDevices
+from hybridtron.hf.layers_hybridtron import HybridtronLayer, HybridtronMixer, SeqOnDevices, sublayers
 from hybridtron.hf.mixers_hybridtron import Heads, RMSNorm, SeqInfo, State, at_least_fp32, multiply
 from hybridtron.serving.request_states import FixedState, largest_state, state_of
 
@@ -166,11 +166,7 @@ class ServedModel(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
-        layers: list[ServedLayer] = []
-        for index in range(config.num_hidden_layers):
-            first = config.pattern.index(config.pattern[index])
-            layers.append(ServedLayer(config, index, layers[first].mixer if first < index else None))
-        self.layers = nn.ModuleList(layers)
+        self.layers = nn.ModuleList(sublayers(config, ServedLayer))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from hybridtron.planning.count import count
 from studies.experts.runs import DENSE, QUICK, ROUTED, STUDY, averaged, final_load, part_of
 from studies.experts.study import NAMES, draw, judged, main
 from studies.judge import Said
+from tests.studies.quick import assert_nothing_is_left, written_quickly
 
 CURVE = [[10.0, 3.0, 2.0], [20.0, 1.2, 1.4]]
 
@@ -22,16 +23,12 @@ CURVE = [[10.0, 3.0, 2.0], [20.0, 1.2, 1.4]]
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_quick_study_is_written_and_resumes(tmp_path: Path) -> None:
-    kept = tmp_path / "results"
-    where = ["--output", str(tmp_path / "out"), "--results", str(kept), "--jobs", "1"]
-    assert main(["--quick", "--runs", str(tmp_path / "runs"), *where]) == 0
-    times = {path: path.stat().st_mtime_ns for path in kept.iterdir()}
+    times = written_quickly(main, tmp_path, "--jobs", "1")
     assert len(times) == len(NAMES) * len(QUICK.seeds)
     reported = (tmp_path / "out/experts.md").read_text()
     assert (tmp_path / "out/experts.png").stat().st_size > 1000
     assert reported.count("too few seeds") >= 3
-    assert main(["--quick", "--runs", str(tmp_path / "elsewhere"), *where]) == 0  # has nothing left to train
-    assert {path: path.stat().st_mtime_ns for path in kept.iterdir()} == times
+    assert_nothing_is_left(main, tmp_path, times, "--jobs", "1")
 
 
 def test_models_have_equal_flops_a_token_and_differ_in_their_mlps_only() -> None:

@@ -12,6 +12,7 @@ from hybridtron.sweep.carry_out import Folder
 from studies.grown.runs import QUICK, STUDY, TUNED, part_of
 from studies.grown.study import main, page
 from studies.study import with_starts
+from tests.studies.quick import assert_nothing_is_left, written_quickly
 
 VARIANTS = ["base", "mamba", "hax", "mamba-needles", "hax-needles"]
 
@@ -19,14 +20,10 @@ VARIANTS = ["base", "mamba", "hax", "mamba-needles", "hax-needles"]
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_quick_study_is_written_and_resumes(tmp_path: Path) -> None:
-    kept = tmp_path / "results"
-    where = ["--output", str(tmp_path / "out"), "--results", str(kept)]
-    assert main(["--quick", "--runs", str(tmp_path / "runs"), *where]) == 0
-    times = {path: path.stat().st_mtime_ns for path in kept.iterdir()}
+    times = written_quickly(main, tmp_path)
     assert len(times) == len(VARIANTS)
     reported = (tmp_path / "out/grown.md").read_text().splitlines()
-    assert main(["--quick", "--runs", str(tmp_path / "elsewhere"), *where]) == 0  # has nothing left to train
-    assert {path: path.stat().st_mtime_ns for path in kept.iterdir()} == times
+    assert_nothing_is_left(main, tmp_path, times)
     again = (tmp_path / "out/grown.md").read_text().splitlines()
     rows = [line for line in reported if line.startswith(("| Mamba,", "| +HAX,"))]
     assert len(rows) == len(VARIANTS)

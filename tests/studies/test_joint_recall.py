@@ -24,6 +24,7 @@ from studies.joint_recall.runs import (
 )
 from studies.joint_recall.study import main, page
 from studies.results import Results
+from tests.studies.quick import assert_nothing_is_left, written_quickly
 
 SEEING_ALL = {"mamba+full", "mamba2+full"}
 OTHER_BUDGETS = {"mamba+KS-8", "mamba+HAX-32"}
@@ -34,14 +35,10 @@ SHARED = {"mamba2+full-shared", "mamba2+KS-shared", "mamba2+HAX-shared"}
 @pytest.mark.timeout(900)
 def test_a_quick_study_is_written_and_resumes(tmp_path: Path) -> None:
     """Three models from one seed, then two of them from two more."""
-    kept = tmp_path / "results"
-    where = ["--output", str(tmp_path / "out"), "--results", str(kept)]
-    assert main(["--quick", "--runs", str(tmp_path / "runs"), *where]) == 0
-    times = {path: path.stat().st_mtime_ns for path in kept.iterdir()}
+    times = written_quickly(main, tmp_path)
     assert len(times) == 3 + 2 * 2
     reported = (tmp_path / "out/joint_recall.md").read_text()
-    assert main(["--quick", "--runs", str(tmp_path / "elsewhere"), *where]) == 0  # has nothing left to train
-    assert {path: path.stat().st_mtime_ns for path in kept.iterdir()} == times
+    assert_nothing_is_left(main, tmp_path, times)
     again = (tmp_path / "out/joint_recall.md").read_text().splitlines()
     rows = [line for line in reported.splitlines() if line.startswith("| mamba")]
     assert len(rows) == 3 + 1 + 1 + 3  # accuracies, a pair, the order, goals

@@ -14,23 +14,18 @@ from hybridtron.proving.measuring import Timing
 from studies.long_text import Curve
 from studies.mixers.runs import QUICK, STUDY, part_of
 from studies.mixers.study import Found, draw, main, page
+from tests.studies.quick import assert_nothing_is_left, written_quickly
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_quick_study_is_written_and_resumes(tmp_path: Path) -> None:
-    kept = tmp_path / "results"
-    where = ["--output", str(tmp_path / "out"), "--results", str(kept)]
-    arguments = ["--quick", "--runs", str(tmp_path / "runs"), *where]
-    assert main(arguments) == 0
+    times = written_quickly(main, tmp_path)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"mixers.md", "mixers.png"}
     reported = (tmp_path / "out/mixers.md").read_text()
     assert "| gla | 267,680 |" in reported
-    times = {path: path.stat().st_mtime_ns for path in kept.iterdir()}
     assert len(times) == 2 + 4  # text; two lengths of rows
-    carried_on = ["--quick", "--runs", str(tmp_path / "elsewhere"), *where]
-    assert main(carried_on) == 0  # has nothing left to train or to measure
-    assert {path: path.stat().st_mtime_ns for path in kept.iterdir()} == times
+    assert_nothing_is_left(main, tmp_path, times)
     assert not (tmp_path / "elsewhere/text").exists()
     again = (tmp_path / "out/mixers.md").read_text()
     assert "results of earlier runs, by commits: " in again

@@ -30,16 +30,14 @@ from studies.optimizers.runs import (
 from studies.optimizers.study import ModelResults, draw, main, page
 from studies.results import Results
 from studies.welch import of_two, quantile, two_sided
+from tests.studies.quick import assert_nothing_is_left, written_quickly
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_quick_study_is_written_and_resumes(tmp_path: Path) -> None:
     """After four steps, the highest rate is the best: each optimizer gets the third, and then two seeds there."""
-    kept = tmp_path / "results"
-    where = ["--output", str(tmp_path / "out"), "--results", str(kept), "--jobs", "1"]
-    assert main(["--quick", "--runs", str(tmp_path / "runs"), *where]) == 0
-    times = {path: path.stat().st_mtime_ns for path in kept.iterdir()}
+    times = written_quickly(main, tmp_path, "--jobs", "1")
     assert sorted(path.name.partition("-")[0] for path in times) == [
         *["rates"] * 6,
         "speed",
@@ -49,8 +47,7 @@ def test_a_quick_study_is_written_and_resumes(tmp_path: Path) -> None:
     reported = (tmp_path / "out/optimizers.md").read_text()
     assert (tmp_path / "out/optimizers.png").stat().st_size > 1000
     assert "| mamba2 | Muon | " in reported
-    assert main(["--quick", "--runs", str(tmp_path / "elsewhere"), *where]) == 0  # has nothing left to train
-    assert {path: path.stat().st_mtime_ns for path in kept.iterdir()} == times
+    assert_nothing_is_left(main, tmp_path, times, "--jobs", "1")
     rows = [line for line in reported.splitlines() if line.startswith("| mamba2")]
     assert len(rows) == 2 + 1 + 2  # comparisons, times, rates
     assert set(rows) <= set((tmp_path / "out/optimizers.md").read_text().splitlines())

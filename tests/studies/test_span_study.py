@@ -25,20 +25,17 @@ from studies.span_study.cost import Cost, step_times
 from studies.span_study.pages import page
 from studies.span_study.runs import ALONE, BASE, QUICK, REPEATED, ROWS, STUDY, part_of
 from studies.span_study.study import main
+from tests.studies.quick import assert_nothing_is_left, written_quickly
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_quick_study_is_written_and_resumes(tmp_path: Path) -> None:
-    kept = tmp_path / "results"
-    where = ["--output", str(tmp_path / "out"), "--results", str(kept)]
-    assert main(["--quick", "--runs", str(tmp_path / "runs"), *where]) == 0
+    times = written_quickly(main, tmp_path)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"span_study.md", "span_study.png"}
-    times = {path: path.stat().st_mtime_ns for path in kept.iterdir()}
     assert len(times) == len(QUICK.variants or ())
     reported = (tmp_path / "out/span_study.md").read_text().splitlines()
-    assert main(["--quick", "--runs", str(tmp_path / "elsewhere"), *where]) == 0  # has nothing left to train
-    assert {path: path.stat().st_mtime_ns for path in kept.iterdir()} == times
+    assert_nothing_is_left(main, tmp_path, times)
     again = (tmp_path / "out/span_study.md").read_text().splitlines()
     rows = [line for line in reported if line.startswith(("| base ", "| full ", "| SW ", "| SE ", "| 2(a) "))]
     assert len(rows) == 2 * 4 + 2 * 2 + 4 + 2  # all, those with another attention, needles; claims

@@ -232,8 +232,9 @@ def _scan(steps: CompiledDecode, mixer: Mamba, state: State) -> SubLayerTask:
     )  # fmt: skip
     if mixer.spec.inner_norm != "none":
         task.inner_eps = mixer.spec.norm_eps
-        parts = ((mixer.dt_norm, mixer.rank), (mixer.B_norm, mixer.state), (mixer.C_norm, mixer.state))
-        task.dt_norm, task.B_norm, task.C_norm = (steps.at(_scale(norm, size, A_NE.dtype)) for norm, size in parts)
+        task.dt_norm = steps.at(_scale(mixer.dt_norm, mixer.rank, A_NE.dtype))
+        task.B_norm = steps.at(_scale(mixer.B_norm, mixer.state, A_NE.dtype))
+        task.C_norm = steps.at(_scale(mixer.C_norm, mixer.state, A_NE.dtype))
     return task
 
 

@@ -66,8 +66,8 @@ class RouterLoads(Hook):
         self.reported: dict[str, Reported] = {}
 
     def on_step(self, context: StepContext, metrics: StepMetrics) -> StepMetrics:
-        if context.run.groups.is_first:
-            for text in self.grown(metrics.routers or {}, context.phase):
+        if context.run.groups.is_first and metrics.routers:
+            for text in self.grown(metrics.routers, context.phase):
                 LOG.warning("step %d: %s", metrics.step, text)
         return metrics
 

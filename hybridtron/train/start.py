@@ -81,14 +81,14 @@ def shared_starting_point(config: Config, control: Control) -> Checkpoint | None
     """
     opened: list[Checkpoint] = []
 
-    def found() -> list[str] | None:
+    def folder_and_manifest() -> list[str] | None:
         checkpoint = starting_point(config)
         if checkpoint is None:
             return None
         opened.append(checkpoint)
         return [str(checkpoint.folder), stored_in(checkpoint.folder).decode()]
 
-    answer = control.once(found)
+    answer = control.once(folder_and_manifest)
     if answer is None:
         return None
     if opened:

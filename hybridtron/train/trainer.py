@@ -400,7 +400,12 @@ class Trainer:
         data = self.groups.data
         control = self.groups.control
         build = partial(build_loader, phase, data.rank, data.size, self.groups.shard_index)
-        turn = 0 if self.groups.is_first else 1 if control.leads else 2
+        if self.groups.is_first:
+            turn = 0
+        elif control.leads:
+            turn = 1
+        else:
+            turn = 2
         loader = None
         for number in range(3):
             if number == turn:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybridtron.device import compute_device
 from hybridtron.ops.dispatch import force
-from hybridtron.ops.experts import Router, experts_mlp, route
+from hybridtron.ops.experts import RouteInputs, Router, experts_mlp, route
 from hybridtron.ops.product import LinearInputs, linear
 from hybridtron.ops.swiglu import SwiGLUInputs, swiglu
 from hybridtron.proving.measuring import BenchReport, difference
@@ -62,7 +62,8 @@ def passes(tokens: int, width: int, hidden: int, dtype: torch.dtype) -> dict[str
     grad_TD = drawn(tokens, width).detach()
 
     def mixture() -> tuple[Tensor, ...]:
-        routing = route(F.linear(x_TD.float(), router_ED), None, Router(TOP_K, normalise=True))
+        logits_TE = F.linear(x_TD.float(), router_ED)
+        routing = route(RouteInputs(logits_TE, None, Router(TOP_K, normalise=True)))
         y_TD = experts_mlp(x_TD, routing, gate_up_EFD, down_EDH, "swiglu")
         return y_TD, *torch.autograd.grad(y_TD, (x_TD, router_ED, gate_up_EFD, down_EDH), grad_TD)
 

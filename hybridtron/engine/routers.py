@@ -18,7 +18,7 @@ Legend: E experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,22 +50,21 @@ def auxiliary_names(phase: ResolvedPhase) -> list[str]:
 
 def no_choices(routers: Mapping[int, MoESpec], device: torch.device) -> dict[int, Routed]:
     """Return counts of zero for every router in the model."""
-    return {
-        index: Routed(
-            torch.zeros(spec.experts, dtype=torch.int64, device=device),
-            torch.zeros((), dtype=torch.float64, device=device),
-            torch.zeros((), dtype=torch.int64, device=device),
-        )
-        for index, spec in routers.items()
-    }
+    sizes = [spec.experts + 1 for spec in routers.values()]
+    counts = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+    entropies = torch.zeros(len(sizes), dtype=torch.float64, device=device)
+    return _by_index(routers, counts, entropies, sizes)
 
 
 def add_choices(sums: Mapping[int, Routed], new: Mapping[int, Routed]) -> None:
-    """Add the counts of a forward pass, whose layers are those of one pipeline stage, to `sums` in place."""
-    for index, routed in new.items():
-        sums[index].loads_E.add_(routed.loads_E)
-        sums[index].entropy.add_(routed.entropy)
-        sums[index].dropped.add_(routed.dropped)
+    """Add the counts of a forward pass, whose layers are those of one pipeline stage, to `sums` in place.
+
+    One launch on a GPU adds the counts of many layers.
+    """
+    if not new:
+        return
+    for kind in range(len(Routed._fields)):
+        torch._foreach_add_([sums[index][kind] for index in new], [routed[kind] for routed in new.values()])
 
 
 def reduce_choices(sums: Mapping[int, Routed], groups: Groups) -> dict[int, Routed]:
@@ -80,9 +79,15 @@ def reduce_choices(sums: Mapping[int, Routed], groups: Groups) -> dict[int, Rout
     for ranks in with_other_tokens:
         dist.all_reduce(counts, group=ranks.group)
         dist.all_reduce(entropies, group=ranks.group)
-    parts = counts.split([len(routed.loads_E) + 1 for routed in sums.values()])
+    return _by_index(sums, counts, entropies, [len(routed.loads_E) + 1 for routed in sums.values()])
+
+
+def _by_index(indices: Iterable[int], counts: Tensor, entropies: Tensor, sizes: Sequence[int]) -> dict[int, Routed]:
+    """Return each router's part of flat tensors; `counts` has its loads, then its dropped choices."""
+    parts = counts.split(list(sizes))
     return {
-        index: Routed(part[:-1], entropy, part[-1]) for index, part, entropy in zip(sums, parts, entropies, strict=True)
+        index: Routed(part[:-1], entropy, part[-1])
+        for index, part, entropy in zip(indices, parts, entropies.unbind(), strict=True)
     }
 
 

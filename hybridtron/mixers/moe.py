@@ -34,12 +34,14 @@ from hybridtron.mixers.base import Mixer, MixerOutput, Routed, State
 from hybridtron.ops.experts import (
     ExpertOrder,
     ExpertsInputs,
+    RouteInputs,
     Router,
     Routing,
     experts,
     route,
     row_ranks,
     rows_of,
+    shares,
     slot_order,
     z_loss,
 )
@@ -55,8 +57,6 @@ from hybridtron.parallel.linear import (
     row_parallel,
     sum_output,
 )
-
-TINY = 1e-20  # added to a sum of scores that may all be 0
 
 
 class MoE(Mixer):
@@ -100,7 +100,10 @@ class MoE(Mixer):
             own_LBD = x_LBD
         x_TD = own_LBD.flatten(0, 1)
         logits_TE = F.linear(at_least_fp32(x_TD), at_least_fp32(self.router))
-        routing = route(logits_TE, self.correction if self.spec.corrected else None, self.options)
+        correction_E = None
+        if self.spec.corrected:
+            correction_E = self.correction
+        routing = route(RouteInputs(logits_TE, correction_E, self.options))
         kept = None
         if self.spec.capacity is not None and seq.key is not None:  # training
             kept = within_capacity(routing, self.spec, RowParts(seq, self.tensor))
@@ -154,25 +157,20 @@ class MoE(Mixer):
         losses = {}
         rows = RowParts(seq, self.tensor)
         if self.spec.balance == "auxiliary":
-            losses["balance"] = self.spec.coefficient * balance_of_rows(routing, rows)
+            losses["balance"] = balance_of_rows(routing, self.spec, rows)
         if self.spec.z_loss:
             losses["router_z"] = self.spec.z_loss * z_loss_of_rows(logits_TE, rows)
+        if self.ranks == 1:
+            return losses
         return {name: loss / self.ranks + (loss - loss / self.ranks).detach() for name, loss in losses.items()}
 
 
 def routed(routing: Routing, kept: KeptChoices | None) -> Routed:
     """Return the loads of a forward pass, the sum over tokens of the entropy of the scores, and the dropped choices."""
-    scores_TE = shares(routing.scores_TE.detach())
-    entropy = -torch.xlogy(scores_TE, scores_TE).sum(dtype=torch.float64)
     dropped = routing.loads_E.new_zeros(())
     if kept is not None:
         dropped = (~kept.kept_TK).sum()
-    return Routed(routing.loads_E, entropy, dropped)
-
-
-def shares(scores_TE: Tensor) -> Tensor:
-    """Return the scores divided by their sum over experts, which is 1 for softmax already."""
-    return scores_TE / (scores_TE.sum(-1, keepdim=True) + TINY)
+    return Routed(routing.loads_E, routing.entropy, dropped)
 
 
 class RowParts(NamedTuple):
@@ -257,21 +255,24 @@ def within_capacity(routing: Routing, spec: MoESpec, parts: RowParts) -> KeptCho
     return KeptChoices(kept, kept_TK, ranks_TK, (rows, count, most), parts.count == 1)
 
 
-def balance_of_rows(routing: Routing, parts: RowParts) -> Tensor:
-    """Return E sum_e f_e p_e of each row (B,), over all tokens of the row, on every rank that has some of them.
+def balance_of_rows(routing: Routing, spec: MoESpec, parts: RowParts) -> Tensor:
+    """Return each row's balance loss (B,), over all tokens of the row, on every rank that has some of them.
 
-    f_e is the fraction of choices that fell on expert e, p_e the mean of the scores' shares. A loss of each row is
-    independent of the layout: it does not matter which rows share a micro-batch or a rank.
+    The loss is coefficient E sum_e f_e p_e. f_e is the fraction of choices that fell on expert e, p_e the mean of the
+    scores' shares. A loss of each row is independent of the layout: it does not matter which rows share a micro-batch
+    or a rank.
     """
-    shares_BLE = parts.of_rows(shares(routing.scores_TE))
+    shares_TE = routing.scores_TE
+    if spec.scores != "softmax":  # whose scores are shares
+        shares_TE = shares(shares_TE)
+    shares_BLE = parts.of_rows(shares_TE)
     length = shares_BLE.shape[1] * parts.count
     sums_BE = parts.summed(shares_BLE.sum(1))
     chosen_BN = parts.of_rows(routing.experts_TK).flatten(1)
     ones_BN = torch.ones_like(chosen_BN, dtype=sums_BE.dtype)
     loads_BE = parts.summed(torch.zeros_like(sums_BE).scatter_add(1, chosen_BN, ones_BN))
-    top_k = routing.experts_TK.shape[1]
-    count = sums_BE.shape[1]
-    return count * (loads_BE * sums_BE).sum(1) / (length * length * top_k)
+    factor = spec.coefficient * spec.experts / (length * length * spec.top_k)
+    return factor * (loads_BE * sums_BE).sum(1)
 
 
 def z_loss_of_rows(logits_TE: Tensor, parts: RowParts) -> Tensor:

@@ -21,6 +21,7 @@ from hybridtron.ops.experts import (
     experts,
     from_experts,
     mlp_of_rows,
+    route,
     to_experts,
 )
 from hybridtron.ops.gated_norm import gated_norm, gated_scale, gated_squares, norm_before_gate
@@ -46,8 +47,8 @@ OPS: dict[str, Op[Any, Any]] = {
         add_rms_norm, angles, apply_rope, attention, causal_conv, cross_entropy, decay_scan, delta_gates, delta_scan,
         dropout, expert_choice, expert_linear, expert_order, experts, from_experts, gated_norm, gated_scale,
         gated_squares, geglu, gla_gates, gla_scan, linear, linear_cross_entropy, matrix_product, mlp_of_rows,
-        norm_before_gate, rms_norm, selective_scan, softmax_gradients, softmax_sums, span_attention, sparse_attention,
-        ssd_scan, swiglu, to_experts, token_mix, turn_pairs,
+        norm_before_gate, rms_norm, route, selective_scan, softmax_gradients, softmax_sums, span_attention,
+        sparse_attention, ssd_scan, swiglu, to_experts, token_mix, turn_pairs,
     )
 }  # fmt: skip
 

@@ -22,7 +22,16 @@ from hybridtron.inference.reader import reader
 from hybridtron.mixers.moe import MoE
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel, ModelSlice
-from hybridtron.ops.experts import ExpertOrder, ExpertsInputs, Router, reference, route, row_ranks, slot_order
+from hybridtron.ops.experts import (
+    ExpertOrder,
+    ExpertsInputs,
+    RouteInputs,
+    Router,
+    reference,
+    route,
+    row_ranks,
+    slot_order,
+)
 from hybridtron.parallel.context import seq_of_shard
 from hybridtron.parallel.experts import experts_on_ranks
 from hybridtron.parallel.groups import Groups
@@ -75,7 +84,7 @@ def inputs_of(x_TD: Tensor, job: Job, router: Tensor, gate_up: Tensor, down: Ten
     logits_TE = x_TD @ router.T
     if job.only is not None:
         logits_TE = logits_TE + 100 * (torch.arange(COUNT) == job.only)
-    return ExpertsInputs(x_TD, route(logits_TE, None, ROUTER), gate_up, down, "swiglu")
+    return ExpertsInputs(x_TD, route(RouteInputs(logits_TE, None, ROUTER)), gate_up, down, "swiglu")
 
 
 def sent(seat: Seat, job: Job) -> list[Tensor]:

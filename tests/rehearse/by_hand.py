@@ -21,7 +21,7 @@ from torch.nn import functional  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from hybridtron.ops.experts import Router, experts_mlp, route  # noqa: E402
+from hybridtron.ops.experts import RouteInputs, Router, experts_mlp, route  # noqa: E402
 from hybridtron.ops.norm import RMSNormInputs, rms_norm  # noqa: E402
 from hybridtron.rehearse.census import Census  # noqa: E402
 from hybridtron.rehearse.fake_cuda import COMPOSITE  # noqa: E402
@@ -69,7 +69,7 @@ def grouped() -> None:
     x = tensor(16, 24, dtype=torch.bfloat16, grad=True)
     gate_up = tensor(4, 2 * 40, 24, dtype=torch.bfloat16, grad=True)
     down = tensor(4, 24, 40, dtype=torch.bfloat16, grad=True)
-    routing = route(tensor(16, 4, grad=True), None, Router(2, normalise=True))
+    routing = route(RouteInputs(tensor(16, 4, grad=True), None, Router(2, normalise=True)))
     experts_mlp(x, routing, gate_up, down, "swiglu").backward(tensor(16, 24, dtype=torch.bfloat16))
 
 

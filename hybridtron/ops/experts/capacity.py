@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtron.ops.experts.mlp import loads_of
 from hybridtron.ops.experts.parts import expert_order
 from hybridtron.ops.experts.permutation import ExpertOrder, ExpertOrderInputs
+from hybridtron.ops.experts.routing import loads_of
 
 
 class RowRanks(NamedTuple):

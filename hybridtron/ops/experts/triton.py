@@ -1,18 +1,20 @@
-"""The router's choice, and rows to and from experts, by our own Triton kernels (`kernels_choice`, `kernels`).
+"""Routing, the order of choices, and rows to and from experts, by our own Triton kernels (`kernels*.py`).
 
 The kernels have run in Triton's interpreter only.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hybridtron.ops.dispatch import left_to_torch_compile
-from hybridtron.ops.experts.permutation import FromExpertsInputs, ToExpertsInputs
-from hybridtron.ops.experts.reference import ChoiceInputs
+from hybridtron.ops.experts.permutation import ExpertOrderInputs, FromExpertsInputs, ToExpertsInputs
 from hybridtron.ops.kernel_launch import own_kernels
 
 MOST_CHANNELS = 2**14  # a program has all channels of a token
+MOST_EXPERTS = 2**10  # a program counts the choices of all experts
 
 
 def _reason(channels: int) -> str | None:
@@ -21,9 +23,13 @@ def _reason(channels: int) -> str | None:
     return left_to_torch_compile()
 
 
-def _choice_unsupported(inputs: ChoiceInputs) -> str | None:
-    if inputs.scores_TE.dtype != torch.float32:
-        return "the kernel takes scores in fp32"
+def _route_unsupported(inputs: Any) -> str | None:
+    return left_to_torch_compile()
+
+
+def _order_unsupported(inputs: ExpertOrderInputs) -> str | None:
+    if len(inputs.loads_E) > MOST_EXPERTS:
+        return f"the kernels take at most {MOST_EXPERTS} experts"
     return left_to_torch_compile()
 
 
@@ -37,6 +43,7 @@ def _to_unsupported(inputs: ToExpertsInputs) -> str | None:
     return _reason(inputs.x_TD.shape[1])
 
 
-CHOICE = own_kernels("hybridtron.ops.experts.kernels_choice:expert_choice", _choice_unsupported)
+ROUTE = own_kernels("hybridtron.ops.experts.kernels_route:route", _route_unsupported)
+ORDER = own_kernels("hybridtron.ops.experts.kernels_order:expert_order", _order_unsupported)
 TO = own_kernels("hybridtron.ops.experts.kernels:to_experts", _to_unsupported)
 FROM = own_kernels("hybridtron.ops.experts.kernels:from_experts", _from_unsupported)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hybridtron.engine.routers import move_corrections
 from hybridtron.mixers.base import Routed
 from hybridtron.mixers.moe import MoE
-from hybridtron.ops.experts import ExpertsInputs, Router, Routing, experts, loads_of, route
+from hybridtron.ops.experts import ExpertsInputs, RouteInputs, Routing, experts, loads_of, route
 from hybridtron.ops.precision import at_least_fp32
 from hybridtron.proving.audit.expert_parallel_bugs import EXPERT_PARALLEL_BUGS
 from hybridtron.proving.audit.layer_bugs import Bug, Replaced, marked
@@ -61,11 +61,11 @@ def _weighted_behind_the_sum(inputs: ExpertsInputs) -> Tensor:
     return y_TD
 
 
-def _counted_at_every_pass(logits_TE: Tensor, correction_E: Tensor | None, options: Router) -> Routing:
+def _counted_at_every_pass(inputs: RouteInputs) -> Routing:
     """Route tokens, and add the loads to a counter of the module, which has the options."""
-    routing = route(logits_TE, correction_E, options)
-    before_E = getattr(options, COUNTER, torch.zeros_like(routing.loads_E))
-    object.__setattr__(options, COUNTER, before_E + routing.loads_E)
+    routing = route(inputs)
+    before_E = getattr(inputs.options, COUNTER, torch.zeros_like(routing.loads_E))
+    object.__setattr__(inputs.options, COUNTER, before_E + routing.loads_E)
     return routing
 
 

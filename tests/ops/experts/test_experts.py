@@ -9,7 +9,7 @@ from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridtron.ops.dispatch import force, force_on_all_threads
-from hybridtron.ops.experts import ExpertActivation, Router, Routing, experts_mlp, loads_of, route
+from hybridtron.ops.experts import ExpertActivation, RouteInputs, Router, Routing, experts_mlp, loads_of, route
 from tests.ops.experts import brute
 
 FORMS = pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def fixed(chosen: list[list[int]]) -> Routing:
     """Return a routing with these experts and random weights."""
     experts = torch.tensor(chosen, dtype=torch.int64).reshape(len(chosen), -1)
     factors = torch.randn(experts.shape, dtype=torch.float64, requires_grad=True)
-    return Routing(experts, factors, loads_of(experts, EXPERTS), torch.empty(len(chosen), EXPERTS))
+    return Routing(experts, factors, loads_of(experts, EXPERTS), torch.empty(len(chosen), EXPERTS), torch.zeros(()))
 
 
 CASES = {
@@ -78,7 +78,7 @@ def test_zero_tokens_give_gradients_of_zero(form: dict[str, str], activation: Ex
     logits = torch.randn(0, EXPERTS, dtype=torch.float64, requires_grad=True)
     x = torch.randn(0, WIDTH, dtype=torch.float64, requires_grad=True)
     with force_on_all_threads(form):
-        y = experts_mlp(x, route(logits, None, Router(2)), gate_up, down, activation)
+        y = experts_mlp(x, route(RouteInputs(logits, None, Router(2))), gate_up, down, activation)
         grads = torch.autograd.grad(y.sum(), (x, logits, gate_up, down))
     assert y.shape == (0, WIDTH)
     assert [g.shape for g in grads] == [x.shape, logits.shape, gate_up.shape, down.shape]
@@ -93,7 +93,7 @@ def test_gradients_through_the_router_are_the_slopes(form: dict[str, str], activ
     x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
 
     def y(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        return experts_mlp(x, route(logits, None, Router(2, normalise=True)), gate_up, down, activation)
+        return experts_mlp(x, route(RouteInputs(logits, None, Router(2, normalise=True))), gate_up, down, activation)
 
     with force_on_all_threads(form):
         assert gradcheck(y, (x, logits, gate_up, down))
@@ -117,7 +117,7 @@ def written(tokens: int) -> int:
     x = torch.randn(tokens, WIDTH, dtype=torch.float64, requires_grad=True)
     logits = torch.randn(tokens, EXPERTS, dtype=torch.float64, requires_grad=True)
     with force(experts="ordered"), _Written() as count:
-        experts_mlp(x, route(logits, None, Router(2)), gate_up, down, "swiglu").sum().backward()
+        experts_mlp(x, route(RouteInputs(logits, None, Router(2))), gate_up, down, "swiglu").sum().backward()
     return count.elements
 
 

@@ -15,17 +15,29 @@ from hybridtron.ops.experts import (
     ExpertOrder,
     ExpertOrderInputs,
     FromExpertsInputs,
+    RouteInputs,
     Router,
+    Routing,
     ToExpertsInputs,
     expert_choice,
     expert_order,
     from_experts,
     loads_of,
+    route,
     to_experts,
 )
 from tests.ops.compiling import compile_calls
 
 pytestmark = pytest.mark.usefixtures("interpreter")
+
+OPTIONS = [
+    Router(1),
+    Router(4, normalise=True, scale=2.5),
+    Router(12, "sigmoid", normalise=True),
+    Router(3, "sigmoid", groups=4, group_limit=2),
+    Router(4, groups=12, group_limit=5, scale=0.5),
+    Router(2, groups=3, group_limit=1),
+]
 
 
 def order_of(tokens: int, top_k: int) -> ExpertOrder:
@@ -62,28 +74,78 @@ def test_triton_rows_equal_the_reference(
         assert (ours.cpu().double() - theirs).norm() <= close * theirs.norm()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [Router(1), Router(4), Router(12), Router(3, groups=4, group_limit=2), Router(4, groups=12, group_limit=5),
-     Router(2, groups=3, group_limit=1)],
-    ids=repr,
-)  # fmt: skip
+def routed(form: str, logits: Tensor, correction: Tensor | None, options: Router) -> tuple[Routing, Tensor]:
+    """Return the routing, and the gradient of the logits for fixed slopes of weights and scores."""
+    logits = logits.detach().requires_grad_()
+    routing = route.named(form).function(RouteInputs(logits, correction, options))
+    slopes = torch.linspace(-1, 2, routing.weights_TK.numel(), device=logits.device).view_as(routing.weights_TK)
+    of_scores = torch.linspace(1, -1, logits.numel(), device=logits.device).view_as(logits)
+    loss = (routing.weights_TK * slopes).sum() + (routing.scores_TE * of_scores).sum()
+    return routing, torch.autograd.grad(loss, logits)[0]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=repr)
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("tokens", [0, 1, 300])
+def test_triton_routing_equals_the_reference(options: Router, corrected: bool, tokens: int) -> None:
+    logits = 3 * torch.randn(tokens, 12)
+    correction = torch.randn(12) if corrected else None
+    device = compute_device()
+    on_device = None if correction is None else correction.to(device)
+    ours, our_gradient = routed("triton", logits.to(device), on_device, options)
+    theirs, their_gradient = routed("reference", logits.double(), correction, options)
+    assert torch.equal(ours.experts_TK.cpu(), theirs.experts_TK)
+    assert torch.equal(ours.loads_E.cpu(), theirs.loads_E)
+    assert [value.dtype for value in ours] == [torch.int64, torch.float32, torch.int64, torch.float32, torch.float64]
+    torch.testing.assert_close(ours.weights_TK.cpu().double(), theirs.weights_TK, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(ours.scores_TE.cpu().double(), theirs.scores_TE, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(ours.entropy.cpu(), theirs.entropy, rtol=1e-6, atol=0)
+    torch.testing.assert_close(our_gradient.cpu().double(), their_gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_triton_routing_has_gradients_of_weights_or_scores_alone() -> None:
+    logits = torch.randn(20, 12, device=compute_device(), requires_grad=True)
+    options = Router(3, "sigmoid", normalise=True, scale=2.5)
+    for output in ("weights_TK", "scores_TE"):
+        gradients = []
+        for form in ("triton", "reference"):
+            routing = route.named(form).function(RouteInputs(logits, None, options))
+            gradients += torch.autograd.grad(getattr(routing, output).square().sum(), logits)
+        torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=repr)
 @pytest.mark.parametrize("values", [2, 1000])
 def test_triton_choice_equals_the_reference_at_ties_too(options: Router, values: int) -> None:
-    scores = torch.randint(values, (300, 12)).float() / values
+    """Equal logits have equal scores in either form; the reference chooses from the kernel's scores."""
+    logits = torch.randint(values, (300, 12)).float() / values
     for correction in (None, torch.randint(-values, values, (12,)).float() / values):
-        expected = expert_choice.reference.function(ChoiceInputs(scores, correction, options))
         device = compute_device()
-        correction_on_device = None if correction is None else correction.to(device)
-        actual = expert_choice.named("triton").function(ChoiceInputs(scores.to(device), correction_on_device, options))
-        assert torch.equal(actual.cpu(), expected)
+        on_device = None if correction is None else correction.to(device)
+        routing = route.named("triton").function(RouteInputs(logits.to(device), on_device, options))
+        expected = expert_choice.reference.function(ChoiceInputs(routing.scores_TE.cpu(), correction, options))
+        assert torch.equal(routing.experts_TK.cpu(), expected)
 
 
-def test_triton_choice_of_values_that_are_no_numbers_stays_among_experts() -> None:
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_triton_choice_of_values_that_are_no_numbers_stays_among_experts(scores: Any) -> None:
     values = torch.tensor([1.0, torch.inf, -torch.inf, torch.nan])
-    scores = values[torch.randint(0, 4, (200, 5))].to(compute_device())
-    chosen = expert_choice.named("triton").function(ChoiceInputs(scores, None, Router(5)))
+    logits = values[torch.randint(0, 4, (200, 5))].to(compute_device())
+    chosen = route.named("triton").function(RouteInputs(logits, None, Router(5, scores))).experts_TK
     assert (chosen.sort(1).values.cpu() == torch.arange(5)).all()
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(0, 2, 5), (1, 1, 1), (9, 2, 6), (700, 3, 7), (300, 1, 1024)])
+def test_triton_order_equals_the_reference(tokens: int, top_k: int, experts: int) -> None:
+    """700 tokens: several parts; one expert without a choice, and one with many."""
+    chosen = torch.randint(experts, (tokens, top_k)) // 2
+    inputs = ExpertOrderInputs(chosen, loads_of(chosen, experts))
+    device = compute_device()
+    actual = expert_order.named("triton").function(ExpertOrderInputs(*(value.to(device) for value in inputs)))
+    expected = expert_order.reference.function(inputs)
+    for ours, theirs in zip(actual[:3], expected[:3], strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours.cpu(), theirs)
 
 
 def test_each_pass_launches_one_kernel_for_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,9 +185,15 @@ def shipped() -> None:
             order = ExpertOrder(places.flatten(), places, torch.empty(8, dtype=torch.int32))
             x = torch.empty(tokens, channels, dtype=torch.bfloat16, requires_grad=True)
             weights = torch.empty(tokens, top_k, requires_grad=True)
-            scores = torch.empty(tokens, 128)
-            for options in (Router(top_k), Router(top_k, groups=8, group_limit=4)):
-                expert_choice.named("triton").function(ChoiceInputs(scores, torch.empty(128), options))
+            for experts, scores in ((8, "softmax"), (128, "sigmoid"), (512, "softmax")):
+                logits = torch.empty(tokens, experts, requires_grad=True)
+                for options in (Router(top_k, scores, True), Router(top_k, scores, groups=8, group_limit=4)):
+                    inputs = RouteInputs(logits, torch.empty(experts), options)
+                    routing = route.named("triton").function(inputs)
+                    torch.autograd.backward(
+                        [routing.weights_TK, routing.scores_TE], [torch.empty(tokens, top_k), torch.empty_like(logits)]
+                    )
+                expert_order.named("triton").function(ExpertOrderInputs(places, routing.loads_E))
             rows = to_experts.named("triton").function(ToExpertsInputs(x, order))
             y = from_experts.named("triton").function(FromExpertsInputs(rows, weights, order))
             torch.autograd.backward(y, torch.empty_like(x))
@@ -135,6 +203,8 @@ def shipped() -> None:
 @pytest.mark.timeout(600)  # a compiler's minute, and several on a busy machine
 def test_compiled_kernels_fit_an_h100() -> None:
     launches, _ = compile_calls(__name__, "shipped")
-    assert {launch.kernel for launch in launches} == {"_choose", "_copy", "_add", "_spread"}
+    assert {launch.kernel for launch in launches} == {
+        "_choose", "_total", "_choose_gradients", "_count", "_starts", "_place", "_copy", "_add", "_spread",
+    }  # fmt: skip
     assert [fault for launch in launches for fault in launch.faults()] == []
     assert not any(launch.instructions["atom"] + launch.instructions["red"] for launch in launches)

@@ -5,7 +5,7 @@ import torch
 from torch.autograd import gradcheck
 
 from hybridtron.ops.dispatch import force
-from hybridtron.ops.experts import ChoiceInputs, Router, balance_loss, expert_choice, route, z_loss
+from hybridtron.ops.experts import ChoiceInputs, RouteInputs, Router, balance_loss, expert_choice, route, z_loss
 from tests.ops.experts import brute
 
 FORMS = pytest.mark.parametrize("form", ["reference", "native"])
@@ -27,13 +27,15 @@ def test_route_equals_a_loop(form: str, options: Router, corrected: bool, tokens
     logits = 2 * torch.randn(tokens, 8, dtype=torch.float64)
     correction = torch.randn(8, dtype=torch.float64) if corrected else None
     with force(expert_choice=form):
-        routing = route(logits, correction, options)
+        routing = route(RouteInputs(logits, correction, options))
     chosen, weights = brute.routed(logits, correction, options)
     assert routing.experts_TK.tolist() == chosen
     expected = torch.tensor(weights, dtype=torch.float64).reshape(tokens, options.top_k)
     torch.testing.assert_close(routing.weights_TK, expected, rtol=0, atol=1e-12)
     assert routing.loads_E.tolist() == [sum(row.count(e) for row in chosen) for e in range(8)]
     assert routing.loads_E.dtype == routing.experts_TK.dtype == torch.int64
+    shares = routing.scores_TE / routing.scores_TE.sum(1, keepdim=True)
+    torch.testing.assert_close(routing.entropy, torch.special.entr(shares).sum())
 
 
 @FORMS
@@ -42,7 +44,7 @@ def test_equal_scores_choose_the_first_expert(form: str, scores: str) -> None:
     logits = torch.randint(0, 2, (200, 64), dtype=torch.float64)
     for options in (Router(6, scores), Router(6, scores, groups=8, group_limit=3)):
         with force(expert_choice=form):
-            routing = route(logits, None, options)
+            routing = route(RouteInputs(logits, None, options))
         assert routing.experts_TK.tolist() == brute.routed(logits, None, options)[0]
 
 
@@ -63,7 +65,7 @@ def test_weights_and_scores_have_the_slopes_as_gradients(options: Router) -> Non
     correction = torch.randn(8, dtype=torch.float64, requires_grad=True)
 
     def outputs(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        routing = route(logits, correction, options)
+        routing = route(RouteInputs(logits, correction, options))
         return routing.weights_TK, routing.scores_TE
 
     assert gradcheck(outputs, (logits,))
@@ -72,8 +74,8 @@ def test_weights_and_scores_have_the_slopes_as_gradients(options: Router) -> Non
 
 def test_narrow_logits_are_routed_in_fp32() -> None:
     logits = torch.randn(20, 8, dtype=torch.bfloat16)
-    routing = route(logits, None, ROUTERS[2])
-    wide = route(logits.float(), None, ROUTERS[2])
+    routing = route(RouteInputs(logits, None, ROUTERS[2]))
+    wide = route(RouteInputs(logits.float(), None, ROUTERS[2]))
     assert routing.weights_TK.dtype == torch.float32
     assert all(torch.equal(a, b) for a, b in zip(routing, wide, strict=True))
 

@@ -40,4 +40,4 @@ class SquaredReLUSpec(MixerSpec):
         return {"up_proj.weight": ("up.weight",), "down_proj.weight": ("down.weight",)}
 
     def activation_values(self, model: ModelSizes) -> int:
-        return 2 * self.hidden  # relu(up(u)), and its square
+        return 2 * self.hidden  # up(u) or its ReLU, and the square

@@ -46,6 +46,7 @@ from hybridtron.ops.experts import (
     z_loss,
 )
 from hybridtron.ops.precision import at_least_fp32
+from hybridtron.ops.squared_relu import SquaredReLUInputs, squared_relu
 from hybridtron.ops.swiglu import SwiGLUInputs, swiglu
 from hybridtron.parallel.context import all_reduce_shards
 from hybridtron.parallel.experts import experts_on_ranks
@@ -142,7 +143,7 @@ class MoE(Mixer):
         if self.spec.activation == "swiglu":
             inner_LBC = swiglu(SwiGLUInputs(up_LBC, 1.0))
         else:
-            inner_LBC = F.relu(up_LBC).square()
+            inner_LBC = squared_relu(SquaredReLUInputs(up_LBC))
         if self.spec.shared_gate:
             inner_LBC = inner_LBC * torch.sigmoid(F.linear(x_LBD, self.shared_gate))
         return self.shared_down(inner_LBC)

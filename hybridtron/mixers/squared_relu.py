@@ -5,13 +5,13 @@ Legend: B rows (sequences), L tokens, D width, E inner channels on this rank.
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.squared_relu import SquaredReLUSpec
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, MixerOutput, State
+from hybridtron.ops.squared_relu import SquaredReLUInputs, squared_relu
 from hybridtron.parallel.linear import TensorGroup, column_parallel, project_all, row_parallel
 
 
@@ -26,4 +26,4 @@ class SquaredReLU(Mixer):
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> MixerOutput:
         (up_LBE,) = project_all(x_LBD, self.tensor, self.up)
-        return MixerOutput(self.down(F.relu(up_LBE).square()), {}, {})
+        return MixerOutput(self.down(squared_relu(SquaredReLUInputs(up_LBE))), {}, {})

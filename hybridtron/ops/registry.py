@@ -36,6 +36,7 @@ from hybridtron.ops.scan import selective_scan
 from hybridtron.ops.softmax import softmax_gradients, softmax_sums
 from hybridtron.ops.span import span_attention
 from hybridtron.ops.sparse import sparse_attention
+from hybridtron.ops.squared_relu import squared_relu
 from hybridtron.ops.ssd import decay_scan, ssd_scan
 from hybridtron.ops.swiglu import swiglu
 from hybridtron.ops.token_mix import token_mix
@@ -48,7 +49,7 @@ OPS: dict[str, Op[Any, Any]] = {
         dropout, expert_choice, expert_linear, expert_order, experts, from_experts, gated_norm, gated_scale,
         gated_squares, geglu, gla_gates, gla_scan, linear, linear_cross_entropy, matrix_product, mlp_of_rows,
         norm_before_gate, rms_norm, route, selective_scan, softmax_gradients, softmax_sums, span_attention,
-        sparse_attention, ssd_scan, swiglu, to_experts, token_mix, turn_pairs,
+        sparse_attention, squared_relu, ssd_scan, swiglu, to_experts, token_mix, turn_pairs,
     )
 }  # fmt: skip
 

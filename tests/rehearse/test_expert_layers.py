@@ -40,7 +40,7 @@ BUDGETS = [
     LayerBudget("coefficient: 0.01", 1, 41),
     LayerBudget("shared: 512, shared_gate: true, scores: sigmoid, balance: bias, z_loss: 0.001", 1, 67),
     LayerBudget(
-        "activation: squared_relu, shared: 512, scores: sigmoid, groups: 4, group_limit: 2, balance: bias", 1, 48
+        "activation: squared_relu, shared: 512, scores: sigmoid, groups: 4, group_limit: 2, balance: bias", 1, 40
     ),
     LayerBudget("coefficient: 0.01", 2, 58),
     LayerBudget("shared: 512, scores: sigmoid, balance: bias", 2, 57),

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtron.ops.precision import at_least_fp32
+from hybridtron.ops.squared_relu import SquaredReLUInputs, squared_relu
 from hybridtron.ops.swiglu import SwiGLUInputs, swiglu
 
 ExpertActivation = Literal["swiglu", "squared_relu"]
@@ -128,5 +129,5 @@ def experts(inputs: ExpertsInputs) -> Tensor:
 def activated(hidden_NF: Tensor, activation: ExpertActivation) -> Tensor:
     """Return the activation (N, H) of an expert's first projection (N, F)."""
     if activation == "squared_relu":
-        return F.relu(hidden_NF).square()
+        return squared_relu(SquaredReLUInputs(hidden_NF))
     return swiglu(SwiGLUInputs(hidden_NF))

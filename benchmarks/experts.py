@@ -25,6 +25,7 @@ TOP_K = 2
 MOST = {torch.float32: 1.1, torch.bfloat16: 1.3}
 """Goals: the largest time over the dense MLP's, by dtype."""
 TORCH = {
+    "route": "reference",
     "expert_choice": "reference",
     "expert_order": "reference",
     "to_experts": "gathered",

@@ -59,7 +59,7 @@ def no_choices(routers: Mapping[int, MoESpec], device: torch.device) -> dict[int
 def add_choices(sums: Mapping[int, Routed], new: Mapping[int, Routed]) -> None:
     """Add the counts of a forward pass, whose layers are those of one pipeline stage, to `sums` in place.
 
-    One launch on a GPU adds the counts of many layers.
+    On a GPU, one launch each adds the loads, the entropies and the dropped choices of many layers.
     """
     if not new:
         return

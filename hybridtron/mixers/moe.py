@@ -264,7 +264,7 @@ def balance_of_rows(routing: Routing, spec: MoESpec, parts: RowParts) -> Tensor:
     or a rank.
     """
     shares_TE = routing.scores_TE
-    if spec.scores != "softmax":  # whose scores are shares
+    if spec.scores != "softmax":  # softmax's scores sum to 1 already
         shares_TE = shares(shares_TE)
     shares_BLE = parts.of_rows(shares_TE)
     length = shares_BLE.shape[1] * parts.count

@@ -12,7 +12,6 @@ Legend: B rows (sequences), L tokens, D width. On this rank: E inner channels an
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridtron.architecture.base import ModelSizes
@@ -20,6 +19,7 @@ from hybridtron.architecture.rwkv6_channel_mix import RWKV6ChannelMixSpec
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, MixerOutput, State
 from hybridtron.mixers.token_shift import tokens_at_ends
+from hybridtron.ops.squared_relu import SquaredReLUInputs, squared_relu
 from hybridtron.ops.token_mix import TokenMixInputs, token_mix
 from hybridtron.parallel.linear import (
     TensorGroup,
@@ -49,5 +49,5 @@ class RWKV6ChannelMix(Mixer):
         key_LBD, receptance_LBD = token_mix(TokenMixInputs(x_LBD, mix_SD, None, first_BD, seq.documents_BL))
         k_LBE = self.key(key_LBD)
         r_LBC = self.receptance(receptance_LBD)
-        value_LBC = self.value(F.relu(k_LBE).square())
+        value_LBC = self.value(squared_relu(SquaredReLUInputs(k_LBE)))
         return MixerOutput(gather_output(torch.sigmoid(r_LBC) * value_LBC, self.tensor), {"shift": last_BD}, {})

@@ -80,6 +80,10 @@ LOOPS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], list[int]]] = {
     "scan.walk_back": lambda named, _: _tiles(named),
     "scan.chain": lambda named, _: [-(-named["parts"] // named["STEPS"])],
     "scan.gradients": lambda named, _: [named["N"]],
+    "experts.choose": lambda named, _: [named["GROUPS"], named["LIMIT"]] if named["LIMIT"] < named["GROUPS"] else [],
+    "experts.total": lambda named, _: [-(-named["tiles"] // named["TILES"])],
+    "experts.count": lambda named, _: [named["ROUNDS"]],
+    "experts.starts": lambda named, _: [-(-named["parts"] // named["PARTS"])],
     "conv.backward": lambda named, _: [named["TOKENS"] + named["WIDTH"] - 1],
     "norm.backward": lambda named, grid: [-(-named["rows"] // (named["ROWS"] * grid[0]))],
     **dict.fromkeys(

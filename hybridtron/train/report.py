@@ -39,7 +39,6 @@ from hybridtron.ops.experts import (
     expert_order,
     from_experts,
     mlp_of_rows,
-    route,
     to_experts,
 )
 from hybridtron.ops.loss import linear_cross_entropy
@@ -49,8 +48,8 @@ from hybridtron.ops.softmax import softmax_gradients, softmax_sums
 from hybridtron.train.outcome import Progress, clock
 from hybridtron.train.time_log import TimeSpent
 
-# the ops that mixers with experts call besides the op `experts`
-EXPERTS = (expert_choice, expert_linear, expert_order, from_experts, mlp_of_rows, route, to_experts)
+# the ops that routing and the op `experts` call
+EXPERTS = (expert_choice, expert_linear, expert_order, from_experts, mlp_of_rows, to_experts)
 LOSS = (linear_cross_entropy, softmax_sums, softmax_gradients)  # the ops that compute the loss
 SAMPLING = Sampling(temperature=0.8, seed=0)
 LOG = logging.getLogger(__name__)

@@ -20,6 +20,7 @@ from hybridtron.rehearse.rehearsal import RehearsalProcess
 
 PATTERNS = ("WE", "WEE")
 PARTS = ("forward", "backward")
+MOVES = ("experts.copy", "experts.add", "experts.spread")
 
 
 def counted(process: RehearsalProcess, settings: list[str], gpus: int) -> tuple[Counter[str], Counter[tuple[str, str]]]:
@@ -32,7 +33,7 @@ def counted(process: RehearsalProcess, settings: list[str], gpus: int) -> tuple[
     copied: Counter[tuple[str, str]] = Counter()
     for operation in step.passes_of_many.operations:
         launches[operation.part] += 1
-        if operation.name.startswith("experts."):
+        if operation.name in MOVES:
             copied[operation.part, operation.name] += operation.bytes
     return launches, copied
 

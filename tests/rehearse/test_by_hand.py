@@ -74,13 +74,20 @@ def test_rows_to_and_from_experts_are_read_and_written_once(seen: dict[str, Seen
     rows = 2 * 32 * 24
     places = 8 * 32
     weights = 4 * 32
+    scores = 4 * 16 * 4  # of one tile of tokens
+    loads = 4 * 4
     kernels = [op[:3] for op in seen["grouped"]["operations"] if op[1].startswith("experts.")]
     assert kernels == [
-        ["forward", "experts.choose", 4 * 16 * 4 + places],
+        ["forward", "experts.choose", 2 * scores + places + weights + loads + 4],  # and one entropy
+        ["forward", "experts.total", loads + 4 + 2 * loads + 8],
+        ["forward", "experts.count", places + places // 2 + loads],
+        ["forward", "experts.starts", loads + 2 * loads + loads],
+        ["forward", "experts.place", places + places // 2 + loads + 2 * places],
         ["forward", "experts.copy", x + rows + places],
         ["forward", "experts.add", x + rows + places + weights],
         ["backward", "experts.spread", x + 2 * rows + places + 2 * weights],
         ["backward", "experts.add", x + rows + places],
+        ["backward", "experts.logit_gradients", 2 * scores + places + weights],
     ]
 
 

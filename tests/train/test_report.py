@@ -29,7 +29,7 @@ def test_the_report_lists_ops_of_the_model(pattern: str, expected: set[str]) -> 
 
 def test_the_report_lists_ops_of_routing_and_experts() -> None:
     listed = ops_of(architecture(load(["recipe=moe_laptop"]).model))
-    assert listed >= {"experts", "expert_choice", "expert_order", "to_experts", "mlp_of_rows", "from_experts"}
+    assert listed >= {"experts", "route", "expert_choice", "expert_order", "to_experts", "mlp_of_rows", "from_experts"}
     assert "expert_linear" in listed
 
 

@@ -1,6 +1,10 @@
 """Triton kernels of the router: scores, choice, weights, loads and entropy, and the gradients of the logits.
 
-`reference.py` has the rules, and `routing.py` the gradients. A program has some tokens with the scores of all experts,
+`reference.py` has the rules, and `routing.py` the gradients of the chosen scores. From the gradient g of all scores s,
+
+    softmax: grad z = s (g - sum over e of g_e s_e),   sigmoid: grad z = g s (1 - s)
+
+A program has some tokens with the scores of all experts,
 and takes the largest score K times; torch would sort all scores. It stores the loads and the entropy of its tile, and a
 second kernel adds those of all tiles in a fixed order, without atomics. For the choice, NaN counts as infinity, unlike
 in the reference; a step with NaN is refused anyway. The kernels have run in Triton's interpreter only.
@@ -85,7 +89,7 @@ class _Route(torch.autograd.Function):
         tokens, experts = scores_TE.shape
         rows, block, warps = tile_of_rows(experts, ELEMENTS, WARP_ELEMENTS)
         launch(
-            _choose_gradients, (ceil_div(tokens, rows),), scores_TE, experts_TK, _side_by_side(of_weights_TK),
+            _logit_gradients, (ceil_div(tokens, rows),), scores_TE, experts_TK, _side_by_side(of_weights_TK),
             _side_by_side(of_scores_TE), of_logits_TE, tokens, experts, options.scale, options.top_k,
             options.scores == "softmax", options.normalise, rows, block, warps=warps,
         )  # fmt: skip
@@ -138,7 +142,7 @@ def _scores(logits: tl.tensor, is_expert: tl.tensor, SOFTMAX: tl.constexpr) -> t
         powers = tl.exp(logits - tl.max(logits, 1)[:, None])
         scores = powers / tl.sum(powers, 1)[:, None]
     else:
-        scores = 1.0 / (1.0 + tl.exp(-logits))
+        scores = tl.sigmoid(logits)
     return scores
 
 
@@ -204,7 +208,7 @@ def _total(
 
 
 @triton.jit
-def _choose_gradients(
+def _logit_gradients(
     scores_TE: tl.tensor, experts_TK: tl.tensor, of_weights_TK: tl.tensor, of_scores_TE: tl.tensor,
     of_logits_TE: tl.tensor, tokens: int, experts: int, scale: float, K: tl.constexpr, SOFTMAX: tl.constexpr,
     NORMALISE: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,

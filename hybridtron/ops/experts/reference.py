@@ -58,7 +58,7 @@ class Routing(NamedTuple):
     weights_TK   their weights, in fp32 (float64 for float64 logits), differentiable in the logits
     loads_E      number of tokens that each expert gets, in int64
     scores_TE    all scores, without correction, differentiable in the logits
-    entropy      sum over tokens of the entropy of the scores, divided by their sum, in float64 and nats
+    entropy      sum over tokens of the entropy of a token's shares (scores / their sum), in float64 and nats
     """
 
     experts_TK: Tensor

@@ -13,8 +13,8 @@ from hybridtron.ops.dispatch import left_to_torch_compile
 from hybridtron.ops.experts.permutation import ExpertOrderInputs, FromExpertsInputs, ToExpertsInputs
 from hybridtron.ops.kernel_launch import own_kernels
 
-MOST_CHANNELS = 2**14  # a program has all channels of a token
-MOST_EXPERTS = 2**10  # a program counts the choices of all experts
+MOST_CHANNELS = 2**14  # a program has all channels, or the scores of all experts, of a token
+MOST_EXPERTS = 2**10  # a program counts the choices of all experts; with a capacity, of all experts in each row
 
 
 def _reason(channels: int) -> str | None:
@@ -24,12 +24,14 @@ def _reason(channels: int) -> str | None:
 
 
 def _route_unsupported(inputs: Any) -> str | None:
+    if inputs.logits_TE.shape[1] > MOST_CHANNELS:
+        return f"the kernels take at most {MOST_CHANNELS} experts"
     return left_to_torch_compile()
 
 
 def _order_unsupported(inputs: ExpertOrderInputs) -> str | None:
     if len(inputs.loads_E) > MOST_EXPERTS:
-        return f"the kernels take at most {MOST_EXPERTS} experts"
+        return f"the kernels count for at most {MOST_EXPERTS} experts, or pairs of a row and an expert"
     return left_to_torch_compile()
 
 

@@ -317,16 +317,15 @@ def _op_error(op: Op, inputs: Any, device: torch.device) -> float:
         copies = tree_map_only(Tensor, lambda x: prepared(x).detach().clone().requires_grad_(x.requires_grad), inputs)
         tensors = list(_tensors(function(copies)))
         outputs = [tensor for tensor in tensors if tensor.is_floating_point()]
-        if not outputs:  # the op chooses, such as experts for tokens, and choices must be equal
-            return [tensor.float() for tensor in tensors]
+        chosen = [tensor.float() for tensor in tensors if not tensor.is_floating_point()]  # such as experts for tokens
         if op.name == "angles":  # angles may differ by full rotations, so their cosines and sines are compared
             outputs = [part for angle in outputs for part in (angle.cos(), angle.sin())]
         leaves = [tensor for tensor in _tensors(copies) if tensor.requires_grad]
         results = [tensor for tensor in outputs if tensor.requires_grad]
         if not leaves:
-            return outputs
+            return [*chosen, *outputs]
         gradients = torch.autograd.grad(_some_sum(results), leaves, allow_unused=True)
-        return [*outputs, *(gradient for gradient in gradients if gradient is not None)]
+        return [*chosen, *outputs, *(gradient for gradient in gradients if gradient is not None)]
 
     ours = result(op, lambda tensor: tensor.to(device))
     exact = result(op.reference.function, lambda tensor: tensor.float() if tensor.is_floating_point() else tensor)

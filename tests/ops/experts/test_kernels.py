@@ -74,6 +74,15 @@ def test_triton_rows_equal_the_reference(
         assert (ours.cpu().double() - theirs).norm() <= close * theirs.norm()
 
 
+@pytest.fixture
+def kernels_of_few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let kernels add two parts or tiles at a time, so that small inputs take several rounds."""
+    from hybridtron.ops.experts import kernels_order, kernels_route  # not above: imported again for the interpreter
+
+    monkeypatch.setattr(kernels_order, "PARTS_TOGETHER", 2)
+    monkeypatch.setattr(kernels_route, "TILES_TOGETHER", 2)
+
+
 def routed(form: str, logits: Tensor, correction: Tensor | None, options: Router) -> tuple[Routing, Tensor]:
     """Return the routing, and the gradient of the logits for fixed slopes of weights and scores."""
     logits = logits.detach().requires_grad_()
@@ -87,7 +96,10 @@ def routed(form: str, logits: Tensor, correction: Tensor | None, options: Router
 @pytest.mark.parametrize("options", OPTIONS, ids=repr)
 @pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 300])
-def test_triton_routing_equals_the_reference(options: Router, corrected: bool, tokens: int) -> None:
+def test_triton_routing_equals_the_reference(
+    options: Router, corrected: bool, tokens: int, kernels_of_few_parts: None
+) -> None:
+    """300 tokens: three tiles, which a program adds in two rounds."""
     logits = 3 * torch.randn(tokens, 12)
     correction = torch.randn(12) if corrected else None
     device = compute_device()
@@ -136,8 +148,8 @@ def test_triton_choice_of_values_that_are_no_numbers_stays_among_experts(scores:
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "experts"), [(0, 2, 5), (1, 1, 1), (9, 2, 6), (700, 3, 7), (300, 1, 1024)])
-def test_triton_order_equals_the_reference(tokens: int, top_k: int, experts: int) -> None:
-    """700 tokens: several parts; one expert without a choice, and one with many."""
+def test_triton_order_equals_the_reference(tokens: int, top_k: int, experts: int, kernels_of_few_parts: None) -> None:
+    """700 tokens: several parts, which a program adds in several rounds. Some experts have no choice."""
     chosen = torch.randint(experts, (tokens, top_k)) // 2
     inputs = ExpertOrderInputs(chosen, loads_of(chosen, experts))
     device = compute_device()
@@ -178,7 +190,7 @@ def test_repeated_calls_give_equal_bits() -> None:
 
 
 def shipped() -> None:
-    """Launch the kernels at a laptop's sizes, at those of a 30B model, and with the most channels."""
+    """Launch the kernels at a laptop's sizes, at those of a 30B model, and with the most channels and experts."""
     with torch.device("meta"):
         for tokens, top_k, channels in ((4096, 2, 192), (8192, 6, 2688), (512, 2, 2**14)):
             places = torch.empty(tokens, top_k, dtype=torch.int64)
@@ -194,6 +206,11 @@ def shipped() -> None:
                         [routing.weights_TK, routing.scores_TE], [torch.empty(tokens, top_k), torch.empty_like(logits)]
                     )
                 expert_order.named("triton").function(ExpertOrderInputs(places, routing.loads_E))
+            for experts in (1, 60, 1024):
+                logits = torch.empty(tokens, experts, requires_grad=True)
+                routing = route.named("triton").function(RouteInputs(logits, None, Router(1)))
+                torch.autograd.backward(routing.weights_TK, torch.empty(tokens, 1))
+                expert_order.named("triton").function(ExpertOrderInputs(places[:, :1], routing.loads_E))
             rows = to_experts.named("triton").function(ToExpertsInputs(x, order))
             y = from_experts.named("triton").function(FromExpertsInputs(rows, weights, order))
             torch.autograd.backward(y, torch.empty_like(x))
@@ -204,7 +221,7 @@ def shipped() -> None:
 def test_compiled_kernels_fit_an_h100() -> None:
     launches, _ = compile_calls(__name__, "shipped")
     assert {launch.kernel for launch in launches} == {
-        "_choose", "_total", "_choose_gradients", "_count", "_starts", "_place", "_copy", "_add", "_spread",
+        "_choose", "_total", "_logit_gradients", "_count", "_starts", "_place", "_copy", "_add", "_spread",
     }  # fmt: skip
     assert [fault for launch in launches for fault in launch.faults()] == []
     assert not any(launch.instructions["atom"] + launch.instructions["red"] for launch in launches)

@@ -28,13 +28,15 @@ import sys
 from pathlib import Path
 
 from hybridtron.cli.arguments import not_there_yet, positive, progress_bar
+from hybridtron.cli.downloads import file_with_progress
 from hybridtron.file_errors import in_words
 from hybridtron.limits import path_of
 from hybridtron.problems import CommandParser, Unusable
+from hybridtron.storage.published import DownloadError
 from hybridtron.tasks import GROUPS, TASKS
 from hybridtron.tasks.base import MAX_TOKENS, Task, TaskError
-from hybridtron.tasks.download import FOLDER, PUBLISHED, download
 from hybridtron.tasks.options import all_named, named, options_of
+from hybridtron.tasks.ruler.data_sets import FOLDER, PUBLISHED
 from hybridtron.tasks.tokens import BYTES, ByteTokens, open_tokens
 from hybridtron.tasks.write import WrittenSet, write
 
@@ -148,7 +150,7 @@ def prepare_main(arguments: list[str]) -> int:
 def download_main(arguments: list[str]) -> int:
     """Run `tasks download`: download data sets and check their digests. Returns the exit code."""
     listed = "\n".join(
-        f"  {name:<10} {data_set.about}: {data_set.url}, {data_set.size:,} bytes"
+        f"  {name:<10} {data_set.title}: {data_set.file.url}, {data_set.file.size:,} bytes"
         for name, data_set in PUBLISHED.items()
     )
     parser = CommandParser(
@@ -160,9 +162,12 @@ def download_main(arguments: list[str]) -> int:
     parser.add_argument("--output", type=path_of, default=FOLDER, metavar="DIR", help="default: %(default)s")
     chosen = parser.parse_args(arguments)
     for name in chosen.names:
-        with progress_bar(name) as report_progress:
-            file = download(PUBLISHED[name], chosen.output, report_progress)
-        print(file)
+        file = PUBLISHED[name].file
+        try:
+            print(file_with_progress(file, chosen.output))
+        except DownloadError as error:
+            copy = f"or copy {file.name} from another machine, and set the task's option data=FILE"
+            raise TaskError(f"{error}; {copy}", code=error.code) from error
     return 0
 
 

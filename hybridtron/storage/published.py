@@ -76,7 +76,6 @@ def download(source: str, folder: Path, kind: str, suffixes: Sequence[str], move
 
     Raises DownloadError if a file can't be downloaded, or if it differs from the record or from the Hub's index.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     record = _read_record(folder)
     if source.startswith(HUB):
         files = _of_repository(source, record, kind, suffixes)
@@ -84,6 +83,20 @@ def download(source: str, folder: Path, kind: str, suffixes: Sequence[str], move
         files = [RemoteFile(unquote(urlparse(source).path).rpartition("/")[2], source)]
     if not files or not files[0].name:
         raise DownloadError(f"{source} has no file that can be downloaded: name a file, or a pattern", code="no-file")
+    return _all_fetched(files, folder, record, moved)
+
+
+def download_files(files: Sequence[RemoteFile], folder: Path, moved: Moved) -> list[Path]:
+    """Download known files into a folder, unless they are there, and return their paths.
+
+    Raises DownloadError if a file can't be downloaded, or if its size or SHA-256 is not the expected one.
+    """
+    return _all_fetched(files, folder, _read_record(folder), moved)
+
+
+def _all_fetched(files: Sequence[RemoteFile], folder: Path, record: dict[str, Any], moved: Moved) -> list[Path]:
+    """Return the paths of files that are in the folder, complete, verified and recorded."""
+    folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for published in files:
         paths.append(_fetched(published, folder, record, moved))
@@ -160,7 +173,7 @@ def _fetched(published: RemoteFile, folder: Path, record: dict[str, Any], moved:
         try:
             if published.size not in (None, partial.stat().st_size):
                 raise DownloadError(
-                    f"{published.url} has {partial.stat().st_size} bytes, not {published.size}: repeat the command",
+                    f"{published.url} gave {partial.stat().st_size} bytes, not {published.size}: repeat the command",
                     code="changed",
                 )
             _check(partial, expected, f"{published.url} has changed", "compare with the publisher")
@@ -213,6 +226,7 @@ def _continue(published: RemoteFile, partial: Path, moved: Moved) -> None:
     """Receive the rest of a file in one attempt. Raises OSError or HTTPException if the connection ends early.
 
     The server sends the rest only if the file has the tag (ETag) of the first attempt, and otherwise all of the file.
+    A file that is longer than expected is not read to its end.
     """
     tag = _tag_of(partial)
     start = partial.stat().st_size if partial.exists() and tag.exists() else 0
@@ -242,6 +256,8 @@ def _continue(published: RemoteFile, partial: Path, moved: Moved) -> None:
             file.write(piece)
             start += len(piece)
             moved(published.name, start, size)
+            if published.size is not None and start > published.size:
+                return
         if size is not None and start < size:
             raise ConnectionError(f"received {start} of {size} bytes")
 

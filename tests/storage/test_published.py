@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybridtron.storage import published
-from hybridtron.storage.published import DATA_SETS, RECORD, DownloadError, download
+from hybridtron.storage.published import DATA_SETS, RECORD, DownloadError, RemoteFile, download, download_files
 from tests.refusals import raises_code
 from tests.storage.publisher import COMMIT, Publisher, publishing
 
@@ -143,6 +143,16 @@ def test_short_files_without_a_sha256_are_refused(server: Publisher, tmp_path: P
     server.says_length = False
     with raises_code(DownloadError, "changed", "bytes"):
         fetch("hf:mary/texts", tmp_path)
+
+
+def test_a_file_that_is_too_long_is_not_read_to_its_end(server: Publisher, tmp_path: Path) -> None:
+    server.files["/part.jsonl"] = DATA
+    received: list[int] = []
+    file = RemoteFile("part.jsonl", f"{server.url}/part.jsonl", 1000, hashlib.sha256(DATA).hexdigest())
+    with raises_code(DownloadError, "changed", "not 1000"):
+        download_files([file], tmp_path, lambda name, done, size: received.append(done))
+    assert received == [published.PIECE]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_of_others_are_not_taken_for_published_ones(server: Publisher, tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ import pytest
 from hybridtron.cli import tasks
 from hybridtron.cli.main import main
 from hybridtron.problems import Code
-from hybridtron.tasks import download as downloads
+from hybridtron.storage import published
 from hybridtron.tasks.base import TaskError
-from hybridtron.tasks.download import FOLDER, PUBLISHED
 from hybridtron.tasks.options import named
+from hybridtron.tasks.ruler.data_sets import FOLDER, PUBLISHED
 from hybridtron.tasks.tokens import ByteTokens
 from tests.refusals import raises_code
 from tests.tasks.rules import GOLDEN
@@ -50,8 +50,10 @@ def server(tmp_path: Path) -> Iterator[str]:
 
 
 def publish(monkeypatch: pytest.MonkeyPatch, url: str, digest: str = hashlib.sha256(SQUAD).hexdigest()) -> None:
-    known = replace(PUBLISHED["squad"], url=f"{url}/dev-v2.0.json", size=len(SQUAD), sha256=digest)
-    monkeypatch.setitem(downloads.PUBLISHED, "squad", known)
+    squad = PUBLISHED["squad"]
+    file = replace(squad.file, url=f"{url}/dev-v2.0.json", size=len(SQUAD), sha256=digest)
+    monkeypatch.setitem(PUBLISHED, "squad", replace(squad, file=file))
+    monkeypatch.setattr(published, "PAUSE", 0.0)
 
 
 def test_a_downloaded_data_set_is_read_by_its_task(
@@ -72,7 +74,12 @@ def test_a_downloaded_data_set_is_read_by_its_task(
 
 @pytest.mark.parametrize(
     ("sent", "code", "named"),
-    [(SQUAD[:-1], "changed", "SHA-256"), (SQUAD + b" " * 2**22, "changed", "SHA-256"), (None, "unavailable", "404")],
+    [
+        (SQUAD[:-1] + b"x", "changed", "SHA-256"),
+        (SQUAD[:-1], "changed", f"not {len(SQUAD)}"),
+        (SQUAD + b" " * 2**24, "changed", f"not {len(SQUAD)}"),
+        (None, "unavailable", "404"),
+    ],
 )
 def test_files_with_another_digest_are_not_kept(
     sent: bytes | None, code: Code, named: str, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

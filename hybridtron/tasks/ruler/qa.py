@@ -18,10 +18,10 @@ from typing import ClassVar
 from hybridtron.nested import json_of
 from hybridtron.safe_open import Unreadable, read_regular
 from hybridtron.tasks.base import Sample, TaskError, TextTokens
-from hybridtron.tasks.download import FOLDER, PUBLISHED
 from hybridtron.tasks.fitted import TaskText, fitted
 from hybridtron.tasks.metrics import exact_match, f1, string_match_part
 from hybridtron.tasks.ruler.base import RulerTask
+from hybridtron.tasks.ruler.data_sets import FOLDER, PUBLISHED
 
 ASK = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
 QUESTION = ASK + "\n\nThe following are given documents.\n\n{context}\n\n" + ASK + "\n\nQuestion: {question}"
@@ -69,7 +69,7 @@ class QuestionAnswering(RulerTask):
 
     @property
     def about(self) -> str:
-        return f"RULER: a question about documents ({PUBLISHED[self.source].about})"
+        return f"RULER: a question about documents ({PUBLISHED[self.source].title})"
 
     def steps(self, length: int) -> tuple[int, int]:
         fewest = max(len(question.gold) for question in self.known().questions)
@@ -85,7 +85,7 @@ class QuestionAnswering(RulerTask):
         """Path of the data set's file."""
         if self.data:
             return Path(self.data)
-        return FOLDER / PUBLISHED[self.source].name
+        return FOLDER / PUBLISHED[self.source].file.name
 
     def asked(self, random: Random, index: int) -> AskedQuestion:
         """Return question `index`. Raises TaskError if there are fewer questions."""
@@ -145,7 +145,7 @@ def question_scores(sample: Sample, answer: str) -> dict[str, float]:
 @cache
 def _data_set(name: str, source: str, file: Path) -> DocumentSet:
     if not file.exists():
-        cure = f"run `hybridtron tasks download {source}`, or set data=FILE to a copy of {PUBLISHED[source].name}"
+        cure = f"run `hybridtron tasks download {source}`, or set data=FILE to a copy of {PUBLISHED[source].file.name}"
         substitute = f"the similar task qa_synth_{name[-1]} needs no download"
         raise TaskError(f"{name}: {file} does not exist: {cure}; {substitute}", code="no-file")
     try:
@@ -153,7 +153,7 @@ def _data_set(name: str, source: str, file: Path) -> DocumentSet:
         data_set = {"squad": _squad, "hotpotqa": _hotpotqa}[source](content)
     except (Unreadable, OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise TaskError(
-            f"{name}: {file} can't be read as {PUBLISHED[source].name}: {error!r}", code="unreadable"
+            f"{name}: {file} can't be read as {PUBLISHED[source].file.name}: {error!r}", code="unreadable"
         ) from error
     if not data_set.questions:
         raise TaskError(f"{name}: {file} has no question that can be answered", code="missing")

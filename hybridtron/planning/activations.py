@@ -164,30 +164,48 @@ def loads_change_memory(phase: ResolvedPhase) -> bool:
     return phase.config.parallel.expert > 1 and not all(uses_slots(spec, phase) for spec in specs)
 
 
+def row_use(spec: MoESpec, phase: ResolvedPhase) -> SublayerUse:
+    """Return the elements of one row on the rank whose experts compute it.
+
+    The rank saves the input and the inner channels of each row, and its passes hold a row's input and output twice. Of
+    slots, it also saves the outputs that return.
+    """
+    outer = spec.outer(phase.arch.sizes)
+    inner = shared((spec.matrices + 1) * spec.hidden, phase.config.parallel.expert_tensor_ranks)
+    saved_outputs = outer if uses_slots(spec, phase) else 0
+    return SublayerUse(kept=outer + inner + saved_outputs, working=2 * outer + inner // 2)
+
+
+def even_rows_per_token(spec: MoESpec, phase: ResolvedPhase) -> float:
+    """Return how many rows a rank's experts get for each token of the rank, with even loads and without slots."""
+    parallel = phase.config.parallel
+    sharing = parallel.tensor // parallel.expert_tensor_ranks  # ranks that route different tokens of the same row
+    return spec.top_k / sharing
+
+
+def even_rows_gib(spec: MoESpec, phase: ResolvedPhase) -> float:
+    """Return the GiB that the rows of a micro-batch need in a layer during its backward pass, with even loads."""
+    use = row_use(spec, phase)
+    rows = phase.tokens_of_rank * even_rows_per_token(spec, phase)
+    return rows * (use.kept + use.working) * VALUE_BYTES[phase.precision.name] / 2**30
+
+
 def with_rows(uses: Sequence[SublayerUse], phase: ResolvedPhase, imbalance: float) -> tuple[SublayerUse, ...]:
     """Return `uses` of a rank with the rows that its experts get, instead of as many as it has choices.
 
-    A rank saves the input and the inner channels of each row, and its passes hold a row's input and output twice. Of
-    slots, it also saves the outputs that return.
-
     imbalance: rows that the experts get, divided by the rows with even loads; slots do not depend on it
     """
-    parallel = phase.config.parallel
-    sharing = parallel.tensor // parallel.expert_tensor_ranks  # ranks that route different tokens of the same row
     changed = []
     for use, spec in zip(uses, phase.arch.specs, strict=True):
         if isinstance(spec, MoESpec):
-            outer = spec.outer(phase.arch.sizes)
-            inner = shared((spec.matrices + 1) * spec.hidden, parallel.expert_tensor_ranks)
-            again = is_recomputed(spec, phase.arch.sizes, parallel.recompute)
             if uses_slots(spec, phase):
                 rows = float(rows_per_token(spec, phase) - spec.top_k)
-                kept = 2 * outer + inner
             else:
-                rows = (imbalance - 1.0) * spec.top_k / sharing
-                kept = outer + inner
-            use = use.with_more(round(rows * kept), again)
-            use = use.with_more(round(rows * (2 * outer + inner // 2)), True)
+                rows = (imbalance - 1.0) * even_rows_per_token(spec, phase)
+            row = row_use(spec, phase)
+            again = is_recomputed(spec, phase.arch.sizes, phase.config.parallel.recompute)
+            use = use.with_more(round(rows * row.kept), again)
+            use = use.with_more(round(rows * row.working), True)
         changed.append(use)
     return tuple(changed)
 

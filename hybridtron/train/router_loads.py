@@ -14,8 +14,7 @@ from hybridtron.architecture.moe import MoESpec
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.schema import Documents
 from hybridtron.device import free_memory_gib
-from hybridtron.planning.activations import uses_slots
-from hybridtron.planning.count import VALUE_BYTES
+from hybridtron.planning.activations import even_rows_gib, uses_slots
 from hybridtron.train.hooks import Hook, StepContext
 from hybridtron.train.metrics import StepMetrics
 
@@ -97,7 +96,7 @@ def memory(ratio: float, spec: MoESpec, phase: ResolvedPhase) -> str:
     """
     if ratio < RANK:
         return ""
-    even = saved_gib(spec, phase)
+    even = even_rows_gib(spec, phase)
     clause = f"; a rank has {ratio:.1f} times its mean rows: about {ratio * even:.2f} GiB for a micro-batch in this "
     clause += f"layer, not {even:.2f} GiB"
     free = free_memory_gib()
@@ -114,13 +113,3 @@ def cure(spec: MoESpec, phase: ResolvedPhase) -> str:
     if phase.documents is not Documents.isolate and uses_slots(bounded, phase):
         return "a capacity or a smaller micro_batch"
     return "a smaller micro_batch"
-
-
-def saved_gib(spec: MoESpec, phase: ResolvedPhase) -> float:
-    """Return the GiB of rows that a rank saves in a layer for a micro-batch with even loads."""
-    parallel = phase.config.parallel
-    sharing = parallel.context * (parallel.tensor // parallel.expert_tensor_ranks)
-    rows = phase.settings.micro_batch * phase.settings.seq_len * spec.top_k // sharing
-    inner = (spec.matrices + 1) * spec.hidden // parallel.expert_tensor_ranks
-    values = 2 * spec.outer(phase.arch.sizes) + inner
-    return rows * values * VALUE_BYTES[phase.precision.name] / 2**30

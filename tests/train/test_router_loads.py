@@ -8,6 +8,7 @@ import pytest
 
 from hybridtron.config.load import load
 from hybridtron.config.resolve import ResolvedPhase, RunPlan
+from hybridtron.planning.activations import even_rows_gib
 from hybridtron.train import router_loads
 from hybridtron.train.router_loads import RouterLoads
 
@@ -48,14 +49,12 @@ def test_a_layer_is_reported_when_it_becomes_clearly_worse(
     assert texts(hook, phase, **{name: much}) == []
 
 
-def test_memory_is_that_of_the_rows() -> None:
-    """One expert's rows: 2 of the model's width, and gate, up and their product."""
+def test_warning_has_the_memory_that_planning_counts() -> None:
     phase = phase_of()
-    spec = phase.arch.specs[1]
-    settings = phase.settings
-    rows = settings.micro_batch * settings.seq_len * 2
-    expected = rows * (2 * phase.model.width + 3 * spec.hidden) * 4 / 2**30  # type: ignore[attr-defined]
-    assert router_loads.saved_gib(spec, phase) == pytest.approx(expected)  # type: ignore[arg-type]
+    even = even_rows_gib(phase.arch.specs[1], phase)  # type: ignore[arg-type]
+    (text,) = texts(RouterLoads(), phase, rank_max_over_mean=2.0)
+    assert f"about {2 * even:.2f} GiB" in text
+    assert f"not {even:.2f} GiB" in text
 
 
 @pytest.mark.parametrize(("free", "said"), [(None, "not 0."), (100.0, "100.00 GiB free"), (0.01, "may not fit")])

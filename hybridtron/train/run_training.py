@@ -39,6 +39,7 @@ from hybridtron.train.start import (
     check_fp8,
     check_same_model,
     check_same_weights,
+    check_upcycled_learn,
     initial_weights,
     shared_starting_point,
 )
@@ -118,7 +119,9 @@ def changes_of_model(initial: Checkpoint | None, plan: RunPlan) -> list[str]:
     """
     if initial is None:
         return []
-    return check_same_weights(initial, plan.phases[0].arch, "run.weights", True)
+    lines = check_same_weights(initial, plan.phases[0].arch, "run.weights", True)
+    check_upcycled_learn(initial, plan)
+    return lines
 
 
 def join_ranks(config: Config, failures: Failures, pipe: SectionPipe) -> Groups:

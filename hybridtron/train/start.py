@@ -1,8 +1,8 @@
 """Starting point of a run or phase: a checkpoint to resume, weights of another run, or neither.
 
 The functions `check_same_...` raise ConfigError if the configured model, optimizer or data differ from a checkpoint's
-model, optimizer or data. `check_fp8` and `check_forced_ops` raise ConfigError if this device can't run the configured
-kernels.
+model, optimizer or data. `check_upcycled_learn` raises it if copies of a dense MLP would stay equal. `check_fp8` and
+`check_forced_ops` raise it if this device can't run the configured kernels.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from hybridtron.ops.registry import force_problems
 from hybridtron.parallel.control import Control
 from hybridtron.parallel.transformer_engine import fp8_fault
 from hybridtron.problems import ConfigError, Problem
-from hybridtron.train.upcycled import as_if_dense, upcycled_layers, upcycling_lines
+from hybridtron.train.upcycled import as_if_dense, frozen_problems, upcycled_layers, upcycling_lines
 
 LOG = logging.getLogger(__name__)
 
@@ -220,6 +221,14 @@ def check_same_weights(initial: Checkpoint, arch: Architecture, key: str, may_gr
         raise ConfigError([Problem(key, "mismatch", f"{message}: {cure}") for key, message in differences])
     lines = [f"{key} {message}" for key, message in differences]
     return lines + _new_weights(new) + upcycling_lines(upcycled)
+
+
+def check_upcycled_learn(initial: Checkpoint, plan: RunPlan) -> None:
+    """Raise ConfigError if experts start as copies of the MLPs in `initial`, and no phase makes them different."""
+    phases = list(takewhile(lambda phase: phase.settings.init_from is None, plan.phases))
+    layers = upcycled_layers(initial.plan.arch, plan.phases[0].arch)
+    if problems := list(frozen_problems(layers, phases)):
+        raise ConfigError(problems)
 
 
 def _new_weights(new: Mapping[str, Parameter]) -> list[str]:

@@ -11,11 +11,14 @@ has this sum, and the first logits are those of the dense model, apart from roun
 the token. The router then starts 100 times smaller than usual, so that all scores are nearly equal, and the first
 logits are near those of the dense model. A new shared expert starts with zeros in its down projection, so it adds
 nothing.
+
+Copies become different only by training: the router starts at random, and equal experts give it no gradient. So a run
+is refused if it never trains the router, or never trains the experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +29,7 @@ from hybridtron.architecture.moe import MoESpec
 from hybridtron.architecture.squared_relu import SquaredReLUSpec
 from hybridtron.architecture.swiglu import SwiGLUSpec
 from hybridtron.architecture.table import Architecture
+from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.model.init import starting_value
 from hybridtron.ops.precision import at_least_fp32
 from hybridtron.problems import Problem
@@ -114,6 +118,27 @@ def upcycled_layers(stored: Architecture, arch: Architecture) -> list[UpcycledLa
         for index, (spec, dense) in enumerate(zip(arch.specs, stored.specs, strict=True))
         if isinstance(spec, MoESpec) and isinstance(dense, SwiGLUSpec | SquaredReLUSpec)
     ]
+
+
+def frozen_problems(layers: Sequence[UpcycledLayer], phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
+    """Yield a problem for each letter whose upcycled router or experts no phase trains."""
+    first = phases[0]
+    key = "train" if first.model.adapters is None else "adapters"
+    for letter in dict.fromkeys(layer.letter for layer in layers):
+        of_letter = [layer for layer in layers if layer.letter == letter]
+        trains_experts = _are_trained("gate_up", of_letter, phases) or _are_trained("down", of_letter, phases)
+        if trains_experts and _are_trained("router", of_letter, phases):
+            continue
+        what = f"freezes the router or the experts of {letter}, and later phases do not train them: the experts, which "
+        what += "start as copies of the checkpoint's MLP, would stay equal"
+        cure = "add layers.*.mixer.router, layers.*.mixer.gate_up and layers.*.mixer.down to "
+        cure += f"{first.own_key('train')}, or keep the checkpoint's MLP"
+        yield Problem(first.own_key(key), "no-effect", f"{what}: {cure}")
+
+
+def _are_trained(name: str, layers: Sequence[UpcycledLayer], phases: Sequence[ResolvedPhase]) -> bool:
+    """Return whether each sub-layer's weight of this name is trained in a phase."""
+    return all(any(phase.learns(layer.prefix + name) for phase in phases) for layer in layers)
 
 
 def as_if_dense(arch: Architecture, layers: list[UpcycledLayer]) -> Architecture:

@@ -14,9 +14,11 @@ from hybridtron.architecture.swiglu import SwiGLUSpec
 from hybridtron.architecture.table import architecture
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import folder_of, newest
+from hybridtron.config.load import load
+from hybridtron.config.resolve import RunPlan
 from hybridtron.data.batch import SeqInfo
 from hybridtron.model.lm import LanguageModel
-from hybridtron.train.upcycled import UpcycledLayer
+from hybridtron.train.upcycled import UpcycledLayer, frozen_problems
 from tests.train.conftest import VOCAB, Refused, Train, small_run_arguments
 from tests.train.test_stop_and_resume import run
 
@@ -103,6 +105,49 @@ def test_experts_that_differ_from_the_mlp_are_refused(train_small: Train, refuse
     assert "use 64" in problems["model.layers.-.hidden"].message
     experts_of_attention = ["model.layers.W={kind: moe, experts: 4, top_k: 2, hidden: 64}"]
     assert refused(start, experts_of_attention)["model.layers.W.kind"].code == "mismatch"
+
+
+PHASE = "tokens: 1M, seq_len: 256, global_batch: 8, micro_batch: 4, lr: 1e-3"
+LORA = "phases.0.adapters={preset: lora}"
+ROUTER = "layers.*.mixer.router"
+DOWN = "layers.*.mixer.down"
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ([], None),
+        ([LORA], "adapters"),
+        ([LORA, f"phases.0.train=[{ROUTER}]"], "adapters"),
+        ([LORA, f"phases.0.train=[{DOWN}]"], "adapters"),
+        ([f"phases.0.train=[{ROUTER}]"], "train"),
+        ([LORA, f"phases.0.train=[layers.1.mixer.router, {DOWN}]"], "adapters"),
+        ([LORA, f"phases.0.train=[{ROUTER}, {DOWN}]"], None),
+        ([f"phases=[{{name: a, {PHASE}, adapters: {{preset: lora}}}}, {{name: b, {PHASE}}}]"], None),
+        (
+            [f"phases=[{{name: a, {PHASE}, adapters: {{preset: lora}}}}, {{name: b, {PHASE}, train: [{DOWN}]}}]"],
+            "adapters",
+        ),
+    ],
+)
+def test_experts_that_would_stay_equal_are_a_problem(settings: list[str], key: str | None) -> None:
+    plan = RunPlan.of(load(["recipe=moe_laptop", *settings]))
+    layers = [
+        UpcycledLayer(index, plan.arch.letters[index], spec, SwiGLUSpec(hidden=spec.hidden))
+        for index, spec in enumerate(plan.arch.specs)
+        if isinstance(spec, MoESpec)
+    ]
+    expected = [] if key is None else [(f"phases.0.{key}", "no-effect")]
+    assert [(problem.key, problem.code) for problem in frozen_problems(layers, plan.phases)] == expected
+
+
+@pytest.mark.slow
+def test_adapters_alone_do_not_start_with_copies(train_small: Train, refused: Refused, tmp_path: Path) -> None:
+    assert train_small("run.max_steps=1") == 0
+    start = [f"run.weights={tmp_path / 'run'}", f"run.dir={tmp_path / 'upcycled'}", experts("scores: softmax")]
+    problems = refused(start, LORA)
+    assert {key: problem.code for key, problem in problems.items()} == {"phases.0.adapters": "no-effect"}
+    assert "phases.0.train" in problems["phases.0.adapters"].message
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from hybridtron.architecture.table import Architecture
 from hybridtron.config.hf_compat import OLMO_HEAD_EPS, halves
 from hybridtron.interop import rope_parameters
 from hybridtron.interop.native import (
+    MULTI_TOKEN,
     Settings,
     SubLayerNames,
     Wrapper,
@@ -210,7 +211,7 @@ class Qwen3Next(DeltaHybrid):
     }
     added_to_one: ClassVar = (f"{BEFORE}.weight", f"{BETWEEN}.weight", "q_norm.weight", "k_norm.weight")
 
-    dropped: ClassVar = {"mtp.": "layers for multi-token prediction"}
+    dropped: ClassVar = MULTI_TOKEN
 
     def rules(self, arch: Architecture) -> list[TensorRule]:
         blocks = self.blocks(arch)
@@ -304,7 +305,7 @@ class Qwen35(Qwen3Next):
         **Qwen3Next.sub_layers,
         "gated_deltanet": SubLayerNames(BEFORE, "linear_attn", delta_names),
     }
-    dropped: ClassVar = {**Qwen3Next.dropped, "model.visual.": "a vision model"}
+    dropped: ClassVar = {**MULTI_TOKEN, "model.visual.": "a vision model"}
     sections: ClassVar = ("mrope_section", "mrope_interleaved")
 
     def rules(self, arch: Architecture) -> list[TensorRule]:

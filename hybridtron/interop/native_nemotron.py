@@ -3,6 +3,9 @@
 Each expert is such an MLP. The router adds a correction to sigmoid scores; the correction is a buffer in transformers.
 Each layer with experts has a shared expert, which may have another size than the routed experts.
 
+Published folders of Nemotron 3 Super also have layers for multi-token prediction, which the model itself does not read.
+Imports leave them out, as transformers does; exports have none.
+
 transformers clamps Mamba-2's step sizes to at least `time_step_min` in full forward passes, but not in generation. The
 models were trained without this clamp: `time_step_min` was only used for initialization. So exports write a
 `time_step_min` that is too small to have an effect. The proof of an import loads the folder with that value too.
@@ -32,6 +35,7 @@ from hybridtron.architecture.rope import NO_POSITIONS
 from hybridtron.architecture.squared_relu import SquaredReLUSpec
 from hybridtron.architecture.table import Architecture
 from hybridtron.interop.native import (
+    MULTI_TOKEN,
     NO_FLOOR,
     Native,
     Settings,
@@ -85,9 +89,9 @@ class NemotronH(Native):
         "mamba_hidden_act": "silu",
         "mlp_hidden_act": "relu2",
         "sliding_window": None,
-        "num_nextn_predict_layers": 0,
     }
     proven_with: ClassVar = {"time_step_min": NO_FLOOR}
+    dropped: ClassVar = MULTI_TOKEN
     mamba: ClassVar = {
         "ssm_state_size": "state",
         "mamba_num_heads": "heads",
@@ -127,6 +131,7 @@ class NemotronH(Native):
             "num_key_value_heads": attention.groups(),
             "head_dim": attention.head(arch.sizes),
             "attention_dropout": 0.0,
+            "num_nextn_predict_layers": 0,
             **self.mlp_settings(arch),
             "max_position_embeddings": length,
             "residual_in_fp32": arch.model.residual_fp32,

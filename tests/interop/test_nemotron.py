@@ -98,6 +98,23 @@ def test_imported_experts_give_the_logits_of_transformers(settings: dict[str, An
     assert exported_as_it_was(tmp_path) == model
 
 
+def test_layers_for_further_tokens_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in published folders of Nemotron 3 Super; transformers leaves them out too."""
+    theirs = written(tmp_path / "in", 4.0, **EXPERTS, moe_latent_size=12)
+    file = tmp_path / "in/model.safetensors"
+    further = {"mtp.layers.0.eh_proj.weight": torch.ones(32, 64), "mtp.layers.1.mixer.gate.weight": torch.ones(8, 32)}
+    save_file(load_file(file) | further, file, {"format": "pt"})
+    settings = json.loads((tmp_path / "in/config.json").read_text())
+    settings |= {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["full_attention", "moe"]}
+    (tmp_path / "in/config.json").write_text(json.dumps(settings))
+    assert main(["import", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "mid")]) == 0
+    assert "without layers for multi-token prediction" in capsys.readouterr().out
+    assert_same_logits(Checkpoint.open(tmp_path / "mid"), theirs)
+    assert main(["export", "--checkpoint", str(tmp_path / "mid"), "--output", str(tmp_path / "out")]) == 0
+    assert json.loads((tmp_path / "out/config.json").read_text())["num_nextn_predict_layers"] == 0
+    assert load_file(tmp_path / "out/model.safetensors").keys() == load_file(file).keys() - further.keys()
+
+
 def test_small_steps_are_not_raised(tmp_path: Path) -> None:
     """transformers would raise small steps to `time_step_min`. After our export it reads the same small steps."""
     theirs = written(tmp_path / "in", step=-12.0)
@@ -200,7 +217,6 @@ def test_tensor_names_of_transformers_in_memory_are_imported(tmp_path: Path) -> 
         ({"attention_bias": True}, "attention_bias=True"),
         ({"sliding_window": 64}, "sliding_window=64"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings=True"),
-        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1"),
         ({**EXPERTS, "n_shared_experts": 2}, "n_shared_experts=2"),
         ({**EXPERTS, "n_routed_experts": 2**16}, "65536 experts in 5 layers"),
     ],

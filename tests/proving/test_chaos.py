@@ -21,10 +21,12 @@ COMMAND = [sys.executable, "-m", "hybridtron", "chaos"]
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("layout", ["dp2", "ep2"])
-def test_run_under_faults_ends_as_an_undisturbed_run(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "steps", "mean", "seed"), [("dp2", "60", "8", "3"), ("ep2", "30", "6", "37")])
+def test_run_under_faults_ends_as_an_undisturbed_run(
+    layout: str, steps: str, mean: str, seed: str, tmp_path: Path
+) -> None:
     page = tmp_path / "chaos.md"
-    options = ["--steps", "60", "--mean", "8", "--seed", "3", "--layout", layout, "--page", str(page)]
+    options = ["--steps", steps, "--mean", mean, "--seed", seed, "--layout", layout, "--page", str(page)]
     done = subprocess.run([*COMMAND, *options], cwd=tmp_path, capture_output=True, text=True, timeout=880, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "bit for bit" in done.stdout

@@ -2,9 +2,11 @@
 
     hybridtron chaos
     hybridtron chaos --layout tp2 --seed 7 --steps 400
+    hybridtron chaos --layout ep2 --steps 30 --mean 6
 
 The program trains a tiny model three times. Each run has two processes with data workers, and saves a checkpoint every
-few steps.
+few steps. With --layout ep2 the model has experts, which the processes divide. The time depends on the number of starts
+more than on the number of steps.
 
 1. The first run is undisturbed.
 2. The second run is restarted each time it ends, and gets these faults:

@@ -25,8 +25,8 @@ class ServedLimits(VerifyAndUpdateConfig):
         for option, is_set in refused.items():
             if is_set:
                 raise Unusable(
-                    f"{option}: not supported for this model, which one process computes token by token with the "
-                    "export's weights: leave it out; --data-parallel-size gives more replicas",
+                    f"{option}: not supported, since one process computes this model, a token at a time, with the "
+                    "weights of the export: leave it out. --data-parallel-size starts more replicas",
                     code="unsupported",
                 )
         if vllm_config.cache_config.enable_prefix_caching:

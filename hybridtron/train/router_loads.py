@@ -1,4 +1,4 @@
-"""Warns when the loads of experts grow uneven: by layer, with the numbers, also of memory on ranks that divide experts.
+"""Warns when the loads of a layer's experts grow uneven, and says how much memory the busiest rank needs.
 
 A layer is reported again only after it has become clearly worse, so a run has few such lines. metrics.jsonl has the
 numbers of every step.
@@ -97,8 +97,8 @@ def memory(ratio: float, spec: MoESpec, phase: ResolvedPhase) -> str:
     if ratio < RANK:
         return ""
     even = even_rows_gib(spec, phase)
-    clause = f"; a rank has {ratio:.1f} times its mean rows: about {ratio * even:.2f} GiB for a micro-batch in this "
-    clause += f"layer, not {even:.2f} GiB"
+    clause = f"; a rank has {ratio:.1f} times the mean number of rows, so a micro-batch needs about "
+    clause += f"{ratio * even:.2f} GiB in this layer, not {even:.2f} GiB"
     free = free_memory_gib()
     if free is None:
         return clause

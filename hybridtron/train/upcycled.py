@@ -129,8 +129,8 @@ def frozen_problems(layers: Sequence[UpcycledLayer], phases: Sequence[ResolvedPh
         trains_experts = _are_trained("gate_up", of_letter, phases) or _are_trained("down", of_letter, phases)
         if trains_experts and _are_trained("router", of_letter, phases):
             continue
-        what = f"freezes the router or the experts of {letter}, and later phases do not train them: the experts, which "
-        what += "start as copies of the checkpoint's MLP, would stay equal"
+        what = f"freezes the router or the experts of {letter}, which no later phase trains, so that the experts stay "
+        what += "copies of the checkpoint's MLP"
         cure = "add layers.*.mixer.router, layers.*.mixer.gate_up and layers.*.mixer.down to "
         cure += f"{first.own_key('train')}, or keep the checkpoint's MLP"
         yield Problem(first.own_key(key), "no-effect", f"{what}: {cure}")

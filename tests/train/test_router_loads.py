@@ -32,7 +32,7 @@ def texts(hook: RouterLoads, phase: ResolvedPhase, **values: Any) -> list[str]:
         ("load_max_over_mean", 3.1, 5.9, 6.3, "is 6.3 times the mean"),
         ("idle", 1, 1, 2, "2 experts have no token"),
         ("entropy", 0.5, 0.3, 0.25, "entropy 0.25 of its maximum"),
-        ("rank_max_over_mean", 1.5, 1.8, 1.9, "1.9 times its mean rows"),
+        ("rank_max_over_mean", 1.5, 1.8, 1.9, "1.9 times the mean number of rows"),
     ],
 )
 def test_a_layer_is_reported_when_it_becomes_clearly_worse(

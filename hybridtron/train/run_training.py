@@ -35,11 +35,11 @@ from hybridtron.train.sinks import MetricsWriter
 from hybridtron.train.start import (
     archive_superseded,
     changed_cuts,
+    check_copies_learn,
     check_forced_ops,
     check_fp8,
     check_same_model,
     check_same_weights,
-    check_upcycled_learn,
     initial_weights,
     shared_starting_point,
 )
@@ -115,12 +115,12 @@ def run_training(plan: RunPlan, requests: StopRequests, hooks: Sequence[Hook] = 
 def changes_of_model(initial: Checkpoint | None, plan: RunPlan) -> list[str]:
     """List differences between the configured model and the model of the initial weights.
 
-    Raises ConfigError if the weights don't fit.
+    Raises ConfigError if the weights don't fit, or if no phase trains experts that start as copies.
     """
     if initial is None:
         return []
     lines = check_same_weights(initial, plan.phases[0].arch, "run.weights", True)
-    check_upcycled_learn(initial, plan)
+    check_copies_learn(initial, plan)
     return lines
 
 

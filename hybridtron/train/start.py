@@ -1,8 +1,8 @@
 """Starting point of a run or phase: a checkpoint to resume, weights of another run, or neither.
 
 The functions `check_same_...` raise ConfigError if the configured model, optimizer or data differ from a checkpoint's
-model, optimizer or data. `check_upcycled_learn` raises it if copies of a dense MLP would stay equal. `check_fp8` and
-`check_forced_ops` raise it if this device can't run the configured kernels.
+model, optimizer or data. `check_copies_learn` raises it if no phase trains the copies of a dense MLP or their router.
+`check_fp8` and `check_forced_ops` raise it if this device can't run the configured kernels.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -223,11 +222,10 @@ def check_same_weights(initial: Checkpoint, arch: Architecture, key: str, may_gr
     return lines + _new_weights(new) + upcycling_lines(upcycled)
 
 
-def check_upcycled_learn(initial: Checkpoint, plan: RunPlan) -> None:
-    """Raise ConfigError if experts start as copies of the MLPs in `initial`, and no phase makes them different."""
-    phases = list(takewhile(lambda phase: phase.settings.init_from is None, plan.phases))
+def check_copies_learn(initial: Checkpoint, plan: RunPlan) -> None:
+    """Raise ConfigError if experts start as copies of the MLPs in `initial`, and no phase trains them or the router."""
     layers = upcycled_layers(initial.plan.arch, plan.phases[0].arch)
-    if problems := list(frozen_problems(layers, phases)):
+    if problems := list(frozen_problems(layers, plan)):
         raise ConfigError(problems)
 
 

@@ -12,14 +12,15 @@ the token. The router then starts 100 times smaller than usual, so that all scor
 logits are near those of the dense model. A new shared expert starts with zeros in its down projection, so it adds
 nothing.
 
-Copies become different only by training: the router starts at random, and equal experts give it no gradient. So a run
-is refused if it never trains the router, or never trains the experts.
+A run is refused if it never trains the experts, which would stay equal, or never trains the router, which would stay as
+random as it starts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from hybridtron.architecture.moe import MoESpec
 from hybridtron.architecture.squared_relu import SquaredReLUSpec
 from hybridtron.architecture.swiglu import SwiGLUSpec
 from hybridtron.architecture.table import Architecture
-from hybridtron.config.resolve import ResolvedPhase
+from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.model.init import starting_value
 from hybridtron.ops.precision import at_least_fp32
 from hybridtron.problems import Problem
@@ -120,25 +121,36 @@ def upcycled_layers(stored: Architecture, arch: Architecture) -> list[UpcycledLa
     ]
 
 
-def frozen_problems(layers: Sequence[UpcycledLayer], phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
+def frozen_problems(layers: Sequence[UpcycledLayer], plan: RunPlan) -> Iterator[Problem]:
     """Yield a problem for each letter whose upcycled router or experts no phase trains."""
-    first = phases[0]
-    key = "train" if first.model.adapters is None else "adapters"
-    for letter in dict.fromkeys(layer.letter for layer in layers):
-        of_letter = [layer for layer in layers if layer.letter == letter]
-        trains_experts = _are_trained("gate_up", of_letter, phases) or _are_trained("down", of_letter, phases)
-        if trains_experts and _are_trained("router", of_letter, phases):
+    # a phase with init_from replaces all weights, so that phases from there on change nothing of these
+    phases = list(takewhile(lambda phase: phase.settings.init_from is None, plan.phases))
+    first = plan.phases[0]
+    key = first.own_key("train") if first.model.adapters is None else first.key("model.adapters")
+    for letter, of_letter in by_letter(layers).items():
+        if not all(_is_trained(("gate_up", "down"), layer, phases) for layer in of_letter):
+            what = f"freezes experts of {letter}, which no later phase trains, so that they stay equal copies of the "
+            what += "checkpoint's MLP"
+        elif not all(_is_trained(("router",), layer, phases) for layer in of_letter):
+            what = f"freezes a router of {letter}, which no later phase trains, so that it stays as random as it starts"
+        else:
             continue
-        what = f"freezes the router or the experts of {letter}, which no later phase trains, so that the experts stay "
-        what += "copies of the checkpoint's MLP"
         cure = "add layers.*.mixer.router, layers.*.mixer.gate_up and layers.*.mixer.down to "
         cure += f"{first.own_key('train')}, or keep the checkpoint's MLP"
-        yield Problem(first.own_key(key), "no-effect", f"{what}: {cure}")
+        yield Problem(key, "no-effect", f"{what}: {cure}")
 
 
-def _are_trained(name: str, layers: Sequence[UpcycledLayer], phases: Sequence[ResolvedPhase]) -> bool:
-    """Return whether each sub-layer's weight of this name is trained in a phase."""
-    return all(any(phase.learns(layer.prefix + name) for phase in phases) for layer in layers)
+def _is_trained(names: Sequence[str], layer: UpcycledLayer, phases: Sequence[ResolvedPhase]) -> bool:
+    """Return whether a phase trains one of a sub-layer's weights with these names."""
+    return any(phase.learns(layer.prefix + name) for phase in phases for name in names)
+
+
+def by_letter(layers: Sequence[UpcycledLayer]) -> dict[str, list[UpcycledLayer]]:
+    """Return letter -> its upcycled sub-layers."""
+    groups: dict[str, list[UpcycledLayer]] = {}
+    for layer in layers:
+        groups.setdefault(layer.letter, []).append(layer)
+    return groups
 
 
 def as_if_dense(arch: Architecture, layers: list[UpcycledLayer]) -> Architecture:
@@ -153,8 +165,7 @@ def as_if_dense(arch: Architecture, layers: list[UpcycledLayer]) -> Architecture
 def upcycling_lines(layers: list[UpcycledLayer]) -> list[str]:
     """Return a line for each letter with upcycled sub-layers: how its experts start."""
     lines = []
-    for letter in dict.fromkeys(layer.letter for layer in layers):
-        of_letter = [layer for layer in layers if layer.letter == letter]
+    for letter, of_letter in by_letter(layers).items():
         spec = of_letter[0].spec
         where = ", ".join(str(layer.index) for layer in of_letter)
         line = f"{letter}: each of {spec.experts} experts starts as a copy of the dense MLP, in layers {where}"

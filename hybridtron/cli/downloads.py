@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hybridtron.cli.arguments import progress_bar
-from hybridtron.storage.published import Moved, RemoteFile, download, download_files
+from hybridtron.storage.published import Moved, RemoteFile, download, download_file
 
 
 def download_folder(output: Path) -> Path:
@@ -17,16 +17,16 @@ def download_folder(output: Path) -> Path:
 def with_progress(source: str, folder: Path, kind: str, suffixes: Sequence[str]) -> list[Path]:
     """Download a source's files, as `storage.published.download` does, and show the bytes of each file."""
     with progress_bar(source) as report_progress:
-        return download(source, folder, kind, suffixes, _moved(report_progress))
+        return download(source, folder, kind, suffixes, _shown_by(report_progress))
 
 
 def file_with_progress(file: RemoteFile, folder: Path) -> Path:
-    """Download a known file, as `storage.published.download_files` does, and show its bytes."""
+    """Download a known file, as `storage.published.download_file` does, and show its bytes."""
     with progress_bar(file.name) as report_progress:
-        return download_files([file], folder, _moved(report_progress))[0]
+        return download_file(file, folder, _shown_by(report_progress))
 
 
-def _moved(report_progress: Callable[[int, int], None]) -> Moved:
+def _shown_by(report_progress: Callable[[int, int], None]) -> Moved:
     """Return a function for a download, which shows the received bytes in a progress bar."""
 
     def moved(name: str, done: int, size: int | None) -> None:

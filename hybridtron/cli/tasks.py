@@ -166,8 +166,8 @@ def download_main(arguments: list[str]) -> int:
         try:
             print(file_with_progress(file, chosen.output))
         except DownloadError as error:
-            copy = f"or copy {file.name} from another machine, and set the task's option data=FILE"
-            raise TaskError(f"{error}; {copy}", code=error.code) from error
+            copy = f"If you have {file.name} on another machine, copy it and set the task's option data=FILE."
+            raise TaskError(f"{error}. {copy}", code=error.code) from error
     return 0
 
 

@@ -86,12 +86,12 @@ def download(source: str, folder: Path, kind: str, suffixes: Sequence[str], move
     return _all_fetched(files, folder, record, moved)
 
 
-def download_files(files: Sequence[RemoteFile], folder: Path, moved: Moved) -> list[Path]:
-    """Download known files into a folder, unless they are there, and return their paths.
+def download_file(file: RemoteFile, folder: Path, moved: Moved) -> Path:
+    """Download a known file into a folder, unless it is there, and return its path.
 
-    Raises DownloadError if a file can't be downloaded, or if its size or SHA-256 is not the expected one.
+    Raises DownloadError if the file can't be downloaded, or if its size or SHA-256 is not the expected one.
     """
-    return _all_fetched(files, folder, _read_record(folder), moved)
+    return _all_fetched([file], folder, _read_record(folder), moved)[0]
 
 
 def _all_fetched(files: Sequence[RemoteFile], folder: Path, record: dict[str, Any], moved: Moved) -> list[Path]:
@@ -119,7 +119,7 @@ def _of_repository(source: str, record: dict[str, Any], kind: str, suffixes: Seq
     """Return a repository's files from the Hub's index, sorted by path; at the recorded commit if there is one."""
     repository, _, pattern = source.removeprefix(HUB).partition(":")
     name, _, revision = repository.partition("@")
-    server = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    server = _server()
     commit = record["commits"].get(repository) or revision or "main"
     place = f"{server}/api{kind}/{quote(name)}/revision/{quote(commit, safe='')}?blobs=true"
     try:
@@ -155,7 +155,7 @@ def _fetched(published: RemoteFile, folder: Path, record: dict[str, Any], moved:
         raise DownloadError(f"{published.url} has the name of the record {RECORD}: rename it", code="conflict")
     known = record["files"].get(published.name)
     address = published.url.partition("?")[0]  # without the query, which may hold a signature that is renewed
-    if known is not None and known["url"] != address:
+    if known is not None and known["url"] != address and published.sha256 is None:
         raise DownloadError(
             f"{path} was downloaded from {known['url']}, not from {address}: use another folder", code="conflict"
         )
@@ -171,11 +171,8 @@ def _fetched(published: RemoteFile, folder: Path, record: dict[str, Any], moved:
         partial = temporary_of(path)
         _receive(published, partial, moved)
         try:
-            if published.size not in (None, partial.stat().st_size):
-                raise DownloadError(
-                    f"{published.url} gave {partial.stat().st_size} bytes, not {published.size}: repeat the command",
-                    code="changed",
-                )
+            if published.size is not None:
+                _check_size(published.url, partial.stat().st_size, published.size)
             _check(partial, expected, f"{published.url} has changed", "compare with the publisher")
         except DownloadError:
             partial.unlink()
@@ -187,6 +184,14 @@ def _fetched(published: RemoteFile, folder: Path, record: dict[str, Any], moved:
     entry = RemoteFile(published.name, address, path.stat().st_size, expected or digest_of_file(path))
     record["files"][published.name] = asdict(entry)
     return path
+
+
+def _check_size(url: str, received: int, expected: int) -> None:
+    """Raise DownloadError if a file has another size than expected. A file that is too long was not read to its end."""
+    if received > expected:
+        raise DownloadError(f"{url} has more than {expected} bytes: compare with the publisher", code="changed")
+    if received < expected:
+        raise DownloadError(f"{url} has {received} bytes, not {expected}: repeat the command", code="changed")
 
 
 def _check(path: Path, expected: str | None, what: str, cure: str) -> None:
@@ -214,9 +219,9 @@ def _receive(published: RemoteFile, partial: Path, moved: Moved) -> None:
             failures = 0 if gained else failures + 1
             refused = isinstance(error, urllib.error.HTTPError) and error.code < 500 and error.code not in PASSING
             if failures == ATTEMPTS or refused:
+                checked = "the address and HF_TOKEN" if published.url.startswith(f"{_server()}/") else "the address"
                 raise DownloadError(
-                    f"{published.url} can't be downloaded: {error}; check the address and HF_TOKEN, or repeat the "
-                    "command to continue",
+                    f"{published.url} can't be downloaded: {error}; check {checked}, or repeat the command to continue",
                     code="unavailable",
                 ) from error
             time.sleep(PAUSE * 2**failures)
@@ -281,10 +286,14 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         return following
 
 
+def _server() -> str:
+    """Return the address of the Hub, or of another server with the same interface."""
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+
+
 def _request(url: str, headers: dict[str, str]) -> HTTPResponse:
-    server = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     token = os.environ.get("HF_TOKEN")
-    if token and url.startswith(f"{server}/"):
+    if token and url.startswith(f"{_server()}/"):
         headers = {**headers, "Authorization": f"Bearer {token}"}
     request = urllib.request.Request(url, headers={"User-Agent": "hybridtron", **headers})
     return urllib.request.build_opener(_Redirects).open(request, timeout=TIMEOUT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hybridtron.storage import published
-from hybridtron.storage.published import DATA_SETS, RECORD, DownloadError, RemoteFile, download, download_files
+from hybridtron.storage.published import DATA_SETS, RECORD, DownloadError, RemoteFile, download, download_file
 from tests.refusals import raises_code
 from tests.storage.publisher import COMMIT, Publisher, publishing
 
@@ -149,10 +150,18 @@ def test_a_file_that_is_too_long_is_not_read_to_its_end(server: Publisher, tmp_p
     server.files["/part.jsonl"] = DATA
     received: list[int] = []
     file = RemoteFile("part.jsonl", f"{server.url}/part.jsonl", 1000, hashlib.sha256(DATA).hexdigest())
-    with raises_code(DownloadError, "changed", "not 1000"):
-        download_files([file], tmp_path, lambda name, done, size: received.append(done))
+    with raises_code(DownloadError, "changed", "more than 1000 bytes"):
+        download_file(file, tmp_path, lambda name, done, size: received.append(done))
     assert received == [published.PIECE]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_known_file_may_move_to_another_address(server: Publisher, tmp_path: Path) -> None:
+    file = RemoteFile("part.jsonl", f"{server.url}/old/part.jsonl", len(DATA), hashlib.sha256(DATA).hexdigest())
+    server.files["/old/part.jsonl"] = DATA
+    path = download_file(file, tmp_path, lambda name, done, size: None)
+    moved = dataclasses.replace(file, url=f"{server.url}/new/part.jsonl")
+    assert download_file(moved, tmp_path, lambda name, done, size: None) == path
 
 
 def test_files_of_others_are_not_taken_for_published_ones(server: Publisher, tmp_path: Path) -> None:

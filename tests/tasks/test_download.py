@@ -77,7 +77,7 @@ def test_a_downloaded_data_set_is_read_by_its_task(
     [
         (SQUAD[:-1] + b"x", "changed", "SHA-256"),
         (SQUAD[:-1], "changed", f"not {len(SQUAD)}"),
-        (SQUAD + b" " * 2**24, "changed", f"not {len(SQUAD)}"),
+        (SQUAD + b" " * 2**24, "changed", f"more than {len(SQUAD)} bytes"),
         (None, "unavailable", "404"),
     ],
 )

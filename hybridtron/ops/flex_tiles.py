@@ -1,7 +1,12 @@
 """Builds a block mask for FlexAttention from maps of tiles, and calls FlexAttention's kernel with the mask.
 
 A tile is 128 queries by 128 keys. The block mask lists the tiles that the kernel computes; the kernel skips all other
-tiles.
+tiles. The sizes of the mask's tensors depend only on B, L and S, so batches with different documents run the same
+kernel, and the host never reads the mask.
+
+torch.compile makes the kernels. It looks up a kernel by code object and sizes. After eight kernels for one code object,
+it no longer compiles: an error, or FlexAttention without a kernel, which stores all L x S scores. So each kernel here
+is compiled from its own copy of the code.
 
 Legend: B rows (sequences in a batch), L queries, S keys, H query heads, G key/value heads, K head size, T query tiles,
 U key tiles.
@@ -10,7 +15,9 @@ U key tiles.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,24 +67,58 @@ def _listed(tiles_BHTU: Tensor) -> tuple[Tensor, Tensor]:
     return tiles_BHTU.sum(-1, dtype=torch.int32), first_to_last.int()
 
 
+class KernelSizes(NamedTuple):
+    """Sizes that a kernel is compiled for.
+
+    heads: H, G and K
+    lengths: B, L and S; None if the kernel takes any
+    """
+
+    heads: tuple[int, int, int]
+    lengths: tuple[int, int, int] | None
+
+
 def attend_to_tiles(
-    q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: BlockMask, window: int | None = None
+    q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: BlockMask, window: int | None = None, repeats: bool = False
 ) -> Tensor:
     """Return the attention output (B, L, H, K) under a block mask.
+
+    With `repeats`, a kernel is compiled for these sizes alone, which is faster than a kernel for any sizes. Set it only
+    if a run has few different sizes, those of the tensors that the mask's function reads included.
 
     The result does not depend on `window`. A rehearsal on a simulated GPU reads `window` (None: no limit) to estimate
     the work. On a CPU FlexAttention has no backward pass; tests run its forward pass there.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BLHK, k_BSGK, v_BSGK))
-    attend = _kernel(window) if q.is_cuda else flex_attention
+    attend: Callable[..., Tensor] = _attended
+    if _needs_kernel(q):
+        lengths = None
+        if repeats:
+            lengths = (q.shape[0], q.shape[2], k.shape[2])
+        attend = _kernel(window, KernelSizes((q.shape[1], k.shape[1], q.shape[3]), lengths))
     return attend(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
 
 
-@functools.cache
-def _kernel(window: int | None) -> Callable[..., Tensor]:
+def _needs_kernel(q: Tensor) -> bool:
+    """Return True on CUDA. When torch.compile traces the caller, it compiles FlexAttention with the code around it."""
+    return q.is_cuda and not torch.compiler.is_compiling()
+
+
+def _kernel(window: int | None, sizes: KernelSizes) -> Callable[..., Tensor]:
     """Return FlexAttention compiled to one kernel; without compilation it would store all L x S scores.
 
     `window` has no effect here. A rehearsal on a simulated GPU replaces this function by a function that reads `window`
     to count the work.
     """
-    return torch.compile(flex_attention, dynamic=True)
+    return _compiled(sizes)
+
+
+@functools.cache
+def _compiled(sizes: KernelSizes) -> Callable[..., Tensor]:
+    """Compile FlexAttention for these sizes. A kernel's call with too many other sizes raises torch's error."""
+    own = types.FunctionType(_attended.__code__.replace(), _attended.__globals__)
+    return torch.compile(own, dynamic=sizes.lengths is None, fullgraph=True)
+
+
+def _attended(q_BHLK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, block_mask: BlockMask, enable_gqa: bool) -> Tensor:
+    return flex_attention(q_BHLK, k_BGSK, v_BGSK, block_mask=block_mask, enable_gqa=enable_gqa)

@@ -103,8 +103,8 @@ def flash4_documents(arguments: Given) -> tuple[Tensor, None]:
     return documents("flash-4", arguments), None
 
 
-def flex_kernel(window: int | None) -> Callable[..., Tensor]:
-    """Return a stub for compiled FlexAttention.
+def flex_kernel(window: int | None, sizes: object = None) -> Callable[..., Tensor]:
+    """Return a stub for compiled FlexAttention; the stub takes any `sizes`.
 
     A query sees the last `window` keys, its own included. If `window` is None, the query sees its own and all earlier
     keys. A mask may exclude tiles of queries and keys within the window. These tiles count too, because the mask's

@@ -25,6 +25,7 @@ import torch  # noqa: E402
 from hybridtron.engine import graphed  # noqa: E402
 from hybridtron.engine.graphed import StaticPasses  # noqa: E402
 from hybridtron.mixers.swiglu import SwiGLU  # noqa: E402
+from hybridtron.ops.dispatch import force_on_all_threads  # noqa: E402
 from hybridtron.rehearse import capture  # noqa: E402
 from hybridtron.rehearse.capture import CaptureProof, prove_capture  # noqa: E402
 
@@ -101,6 +102,7 @@ def with_numbers_of_the_host() -> Iterator[None]:
 PLANTS: dict[str, tuple[list[str], Callable[[], Any]]] = {
     "samba": (SAMBA, lambda: before_each_mlp(lambda x, _: x)),
     "mamba2": (MAMBA2, lambda: before_each_mlp(lambda x, _: x)),
+    "flex": (SAMBA, lambda: force_on_all_threads({"attention": "flex"})),
     "dropout": (ADAPTED, lambda: before_each_mlp(lambda x, _: x)),
     "a host wait": (SAMBA, lambda: before_each_mlp(waited)),
     "a baked scalar": (SAMBA, lambda: before_each_mlp(multiplied_by_the_key)),

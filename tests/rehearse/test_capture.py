@@ -26,7 +26,7 @@ def proofs() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["samba", "mamba2", "dropout"])
+@pytest.mark.parametrize("case", ["samba", "mamba2", "flex", "dropout"])
 def test_passes_can_be_repeated(proofs: dict[str, Any], case: str) -> None:
     proof = proofs[case]
     assert proof["launches"] > 100

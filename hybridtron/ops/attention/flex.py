@@ -15,6 +15,10 @@ Building the two tensors takes a few dozen small operations. The tensors are bui
     once for each batch and window                  with documents, and without remembered keys
     once for each batch size, length and window     in all other cases
 
+Documents change the values of the two tensors, never their sizes. In training, a kernel is compiled for each number of
+rows, length and number of heads, once for all documents and windows. Neither the tensors nor the kernel make the host
+wait for the device.
+
 FlexAttention has no backward pass on a CPU, so tests on a CPU cover the forward pass and the two tensors. The backward
 pass was checked on an H200 (benchmarks/gpu.md).
 
@@ -115,7 +119,16 @@ def attention(inputs: AttentionInputs) -> Tensor:
         mask = _mask_of_batch(inputs, documents_BL)
     else:
         mask = _mask_of_sizes(*q_BLHK.shape[:2], window, q_BLHK.device)
-    return attend_to_tiles(q_BLHK, k_BSGK, v_BSGK, mask, window)
+    return attend_to_tiles(q_BLHK, k_BSGK, v_BSGK, mask, window, _sizes_repeat(inputs))
+
+
+def _sizes_repeat(inputs: AttentionInputs) -> bool:
+    """Return True if a run has few different sizes: in training, without a memory that grows from chunk to chunk.
+
+    Prompts and texts that are scored without gradients have any length.
+    """
+    trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs[:3])
+    return trains and (inputs.memory is None or inputs.window is not None)
 
 
 FLEX = Implementation("flex", attention, "cuda", unsupported_reason=_unsupported_reason)

@@ -1,11 +1,14 @@
 """Attention as FlexAttention: its forward on the CPU, its tiles against masks of L x S, and on CUDA its gradients."""
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
+from hybridtron.ops import flex_tiles
 from hybridtron.ops.attention import AttentionInputs, AttentionMemory, attention, flex
 from hybridtron.ops.attention.flex import TILE, block_mask, seen_keys
 from hybridtron.ops.dispatch import force
@@ -172,3 +175,67 @@ def test_layers_of_equal_window_share_the_tiles_of_a_batch(monkeypatch: pytest.M
     assert len(flex._of_batches) == 1
     del documents
     assert not flex._of_batches
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounter]:
+    """Count kernels as on CUDA in training; the kernels themselves run uncompiled."""
+    counter = CompileCounter()
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, **settings: compiled(call, backend=counter, **settings))
+    monkeypatch.setattr(flex_tiles, "_needs_kernel", lambda q: True)
+    monkeypatch.setattr(flex, "_sizes_repeat", lambda inputs: True)
+    flex_tiles._compiled.cache_clear()
+    yield counter
+    flex_tiles._compiled.cache_clear()
+
+
+def batch_of(length: int, number: int) -> AttentionInputs:
+    """Documents of batch `number`: other borders, and more of them, in each batch."""
+    borders = torch.rand(2, number, generator=torch.Generator().manual_seed(number)).sort().values
+    places = (torch.arange(length) / length).expand(2, -1).contiguous()
+    return random_inputs(length, 2)._replace(documents_BL=torch.searchsorted(borders, places))
+
+
+def test_batches_with_other_documents_compile_no_kernel(kernels: CompileCounter) -> None:
+    for number in range(5):
+        inputs = batch_of(300, number)
+        for window in (None, 70):
+            case = inputs._replace(window=window)
+            with force(attention="flex"):
+                y = attention(case)
+            torch.testing.assert_close(y, attention.reference.function(case), rtol=1e-5, atol=1e-5)
+        assert kernels.frame_count == 1
+    with force(attention="flex"):
+        attention(random_inputs(300, 2))  # whole rows
+    assert kernels.frame_count == 1
+
+
+@pytest.mark.slow
+def test_each_length_and_each_number_of_heads_has_a_kernel(kernels: CompileCounter) -> None:
+    """Many more than the eight that torch compiles for one function."""
+    cases = [(length, share) for length in range(300, 305) for share in (1, 2)]
+    with force(attention="flex"):
+        for length, share in cases:
+            for _ in range(2):
+                attention(random_inputs(length, share)._replace(window=40))
+    assert kernels.frame_count == len(cases)
+
+
+def test_lengths_share_a_kernel_without_gradients(kernels: CompileCounter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "_sizes_repeat", lambda inputs: False)
+    with force(attention="flex"):
+        for length in (300, 310, 400, 517):
+            attention(random_inputs(length, 1)._replace(window=40))
+    assert kernels.frame_count == 1
+
+
+def test_sizes_repeat_in_training_alone() -> None:
+    inputs = random_inputs(128, 1)
+    trained = inputs._replace(q_BLHK=inputs.q_BLHK.requires_grad_())
+    remembered = trained._replace(memory=memory_of((1, 1)))
+    assert flex._sizes_repeat(trained)
+    assert flex._sizes_repeat(remembered._replace(window=40))
+    assert not flex._sizes_repeat(remembered)
+    with torch.no_grad():
+        assert not flex._sizes_repeat(trained)

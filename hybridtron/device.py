@@ -81,6 +81,14 @@ def compute_capability() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability()
 
 
+def cudnn_version() -> tuple[int, int, int] | None:
+    """Return the version of the cuDNN that torch has loaded, such as (9, 19, 0); None without cuDNN."""
+    number = torch.backends.cudnn.version()
+    if number is None:
+        return None
+    return number // 10_000, number // 100 % 100, number % 100
+
+
 def cuda_report() -> dict[str, str]:
     """Return a report on CUDA as {label: text}: torch's build, NCCL, and each GPU."""
     if torch.version.cuda is None:

@@ -73,12 +73,12 @@ import torch
 from hybridtron.device import compute_device, cuda_report, describe_device
 from hybridtron.config.choices import Precision
 from hybridtron.ops.native.library import library
-from hybridtron.ops.registry import choices
+from hybridtron.ops.registry import EXAMPLES, choices_by_case
 from hybridtron.parallel.transformer_engine import fp8_fault
 about = {"device": describe_device(), "cuda": cuda_report(), "threads": torch.get_num_threads()}
 about["fp8"] = fp8_fault(Precision.fp8_delayed)
 about["native"] = library().reason, library().functions is not None
-print("\\n" + json.dumps({**about, "choices": choices(compute_device().type)}))
+print("\\n" + json.dumps({**about, "choices": choices_by_case(compute_device().type, EXAMPLES)}))
 """
 
 

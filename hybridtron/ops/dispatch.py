@@ -27,6 +27,7 @@ import torch
 
 from hybridtron.determinism import is_deterministic
 from hybridtron.device import optional_package
+from hybridtron.problems import ConfigError, Problem
 
 Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
 Outputs = TypeVar("Outputs")
@@ -94,6 +95,8 @@ class Implementation(Generic[Inputs, Outputs]):
     repeats_bits         returns True if repeated forward and backward passes give the same bits in deterministic mode
                          (`hybridtron.determinism`)
     missing              returns the reason why another requirement, such as a C++ compiler, is missing, or None
+    refusal              returns the reason why the function can't compute the given inputs, or None;
+                         `unsupported_reason` also counts inputs for which another implementation is faster
     """
 
     name: str
@@ -103,6 +106,7 @@ class Implementation(Generic[Inputs, Outputs]):
     unsupported_reason: Callable[[Inputs], str | None] = _supports_all
     repeats_bits: Callable[[], bool] = _yes
     missing: Callable[[], str | None] = _nothing
+    refusal: Callable[[Inputs], str | None] = _supports_all
 
     def unavailable_reason(self, device: str) -> str | None:
         """Return the reason why this implementation can never run on this type of device, or None if it can."""
@@ -136,9 +140,15 @@ class Op(Generic[Inputs, Outputs]):
         return self.selected(inputs).function(inputs)
 
     def selected(self, inputs: Inputs) -> Implementation[Inputs, Outputs]:
-        """Return the implementation for these inputs: the forced implementation, else the first that can run."""
+        """Return the implementation for these inputs: the forced implementation, else the first that can run.
+
+        Raises ConfigError if `run.force_ops` forces an implementation that can't compute these inputs.
+        """
         if (name := self.forced) is not None:
-            return self.named(name)
+            implementation = self.named(name)
+            if _forced_on_all_threads and (reason := implementation.refusal(inputs)) is not None:
+                raise ConfigError([forced_problem(self.name, name, reason)])
+            return implementation
         device = device_of(inputs)
         for implementation in self.implementations:
             if implementation.unavailable_reason(device) is None and implementation.unsupported_reason(inputs) is None:
@@ -174,9 +184,15 @@ class Op(Generic[Inputs, Outputs]):
         for implementation in self.implementations:
             reason = implementation.unavailable_reason(device)
             if reason is None:
-                return implementation.name, _reasons(skipped) or "first choice"
+                return implementation.name, reasons(skipped) or "first choice"
             skipped.setdefault(reason, []).append(implementation.name)
-        return "reference", _reasons(skipped) or "only implementation"
+        return "reference", reasons(skipped) or "only implementation"
+
+
+def forced_problem(op: str, name: str, reason: str) -> Problem:
+    """Return the problem of `run.force_ops` with an implementation that can't compute the model's calls."""
+    fault = f"is {name}, which can't compute this model's {op} ({reason}): use reference, which computes everything"
+    return Problem(f"run.force_ops.{op}", "unsupported", fault)
 
 
 def device_of(inputs: tuple[Any, ...]) -> str:
@@ -184,7 +200,8 @@ def device_of(inputs: tuple[Any, ...]) -> str:
     return next(value.device.type for value in inputs if isinstance(value, torch.Tensor))
 
 
-def _reasons(skipped: dict[str, list[str]]) -> str:
+def reasons(skipped: dict[str, list[str]]) -> str:
+    """Join names of implementations by the reason why they were not chosen."""
     return "; ".join(f"{_listed(names)}: {reason}" for reason, names in skipped.items())
 
 

@@ -6,13 +6,14 @@ folder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hybridtron.ops.attention import attention
+from hybridtron.ops.attention.table import TABLE, AttentionCase
 from hybridtron.ops.conv import causal_conv
 from hybridtron.ops.delta import delta_gates, delta_scan
-from hybridtron.ops.dispatch import Op
+from hybridtron.ops.dispatch import Op, forced_problem, reasons
 from hybridtron.ops.dropout import dropout
 from hybridtron.ops.experts import (
     expert_choice,
@@ -54,9 +55,52 @@ OPS: dict[str, Op[Any, Any]] = {
 }  # fmt: skip
 
 
+EXAMPLES = {
+    "attention": AttentionCase(),
+    "attention in a window": AttentionCase(window=True),
+    "attention of documents": AttentionCase(documents=True),
+}
+"""Cases of attention that a report shows if there is no model: in bf16, for heads of 128 channels."""
+
+
 def choices(device: str) -> list[tuple[str, str, str]]:
     """For every op, return its name, the implementation that a call tries first, and the reason for this choice."""
     return [(name, *op.choice(device)) for name, op in OPS.items()]
+
+
+def attention_choice(case: AttentionCase, device: str) -> tuple[str, str]:
+    """Return the name of the implementation that a call of the case runs on a device, and the reason as text.
+
+    The reason has the reason for the chosen row's place in the table, then the rows before it and why they do not run.
+    """
+    if attention.forced is not None or device != "cuda":
+        return attention.choice(device)
+    skipped: dict[str, list[str]] = {}
+    for row in TABLE:
+        reason = attention.named(row.name).unavailable_reason(device) or row.skipped_reason(case)
+        if reason is None:
+            return row.name, "; ".join(filter(None, (row.reason, reasons(skipped))))
+        skipped.setdefault(reason, []).append(row.name)
+    return "blocked", reasons(skipped)
+
+
+def choices_by_case(device: str, cases: Mapping[str, AttentionCase]) -> list[tuple[str, str, str]]:
+    """Return `choices`; on CUDA, attention has a line for each case (label -> case) in place of one line."""
+    lines = choices(device)
+    if device != "cuda":
+        return lines
+    place = next(number for number, line in enumerate(lines) if line[0] == attention.name)
+    lines[place : place + 1] = [(label, *attention_choice(case, device)) for label, case in cases.items()]
+    return lines
+
+
+def forced_attention_problems(name: str, cases: Iterable[AttentionCase]) -> list[Problem]:
+    """List the fault of `run.force_ops` if the named row of attention's table can't compute one of the cases."""
+    for row in TABLE:
+        found = {reason for case in cases if row.name == name and (reason := row.refusal(case)) is not None}
+        if found:
+            return [forced_problem(attention.name, name, "; ".join(sorted(found)))]
+    return []
 
 
 def force_problems(implementations: Mapping[str, str], device: str | None = None) -> list[Problem]:

@@ -43,8 +43,9 @@ from hybridtron.ops.experts import (
 )
 from hybridtron.ops.loss import linear_cross_entropy
 from hybridtron.ops.native.library import missing
-from hybridtron.ops.registry import choices
+from hybridtron.ops.registry import choices_by_case
 from hybridtron.ops.softmax import softmax_gradients, softmax_sums
+from hybridtron.train.attention_cases import attention_cases
 from hybridtron.train.outcome import Progress, clock
 from hybridtron.train.time_log import TimeSpent
 
@@ -76,8 +77,9 @@ def announce_run(config: Config, engine: Engine, first: int, last: int) -> None:
     for text in device_warnings(engine.arch, engine.config, engine.device.type):
         LOG.warning(text)
     table = Table("op", "runs", "why", box=None, title="kernels", title_justify="left")
-    used = ops_of(engine.arch)
-    for name, implementation, reason in choices(engine.device.type):
+    cases = attention_cases(engine.phase)
+    used = ops_of(engine.arch) | set(cases)
+    for name, implementation, reason in choices_by_case(engine.device.type, cases):
         if name in used:
             table.add_row(name, implementation, reason)
     LOG.info(as_text(table))

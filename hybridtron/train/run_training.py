@@ -62,7 +62,7 @@ def run_training(plan: RunPlan, requests: StopRequests, hooks: Sequence[Hook] = 
     """
     config = plan.config
     check_fp8(plan)
-    check_forced_ops(config)
+    check_forced_ops(plan)
     hooks = [HeldOutLoss(), *hooks, RefusedBatches(), RouterLoads(), MetricsWriter()]
     failures = Failures(plan.run_dir, launched().rank)
     pipe = SectionPipe(os.environ)

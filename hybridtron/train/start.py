@@ -38,6 +38,7 @@ from hybridtron.ops.registry import force_problems
 from hybridtron.parallel.control import Control
 from hybridtron.parallel.transformer_engine import fp8_fault
 from hybridtron.problems import ConfigError, Problem
+from hybridtron.train.attention_cases import forced_problems
 from hybridtron.train.upcycled import as_if_dense, frozen_problems, upcycled_layers, upcycling_lines
 
 LOG = logging.getLogger(__name__)
@@ -330,9 +331,16 @@ def check_fp8(plan: RunPlan) -> None:
             raise ConfigError([needs(precision, f"transformer_engine and a Hopper or newer GPU ({fault})")])
 
 
-def check_forced_ops(config: Config) -> None:
-    """Raise ConfigError if `run.force_ops` names an implementation that this process's device can't run."""
-    if problems := force_problems(config.run.force_ops, compute_device().type):
+def check_forced_ops(plan: RunPlan) -> None:
+    """Raise ConfigError if `run.force_ops` names an implementation that can't run.
+
+    An implementation can't run if this process's device lacks it, or if a layer asks for what it doesn't compute.
+    """
+    forced = plan.config.run.force_ops
+    problems = force_problems(forced, compute_device().type)
+    if (name := forced.get("attention")) is not None and not problems:
+        problems = forced_problems(plan, name)
+    if problems:
         raise ConfigError(problems)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -19,6 +21,7 @@ from hybridtron.config.resolve import RunPlan
 from hybridtron.engine import graphed
 from hybridtron.engine.engine import Engine
 from hybridtron.mixers.rwkv6 import read_before_step
+from hybridtron.ops.attention.table import TABLE, case_of
 from hybridtron.ops.conv import ConvInputs, causal_conv
 from hybridtron.ops.delta import DeltaInputs, delta_scan
 from hybridtron.ops.gla import GLAInputs, gla_scan
@@ -27,7 +30,7 @@ from hybridtron.ops.norm import RMSNormInputs, rms_norm
 from hybridtron.ops.ssd import DecayInputs, decay_scan
 from hybridtron.planning.count import count
 from hybridtron.planning.memory import plan
-from hybridtron.proving.gpu.queue import child, experts_step, kernel_times, machine, norms, whole_step
+from hybridtron.proving.gpu.queue import attention, child, experts_step, kernel_times, machine, norms, whole_step
 from hybridtron.proving.gpu.queue.kernel_times import DeviceSpan, Launched
 from hybridtron.proving.gpu.queue.parts import FLA, PARTS, RECIPES, QueuePart, named
 from hybridtron.proving.gpu.queue.rows import Recorder, Row, read
@@ -210,10 +213,56 @@ def test_contest_compares_our_op_with_the_other_package(part: QueuePart, tmp_pat
     assert rows["tiny, theirs"]["apart"] < 1e-2
 
 
-@pytest.mark.parametrize("name", ["attention", pytest.param("fp8", marks=pytest.mark.slow)])
-def test_attention_and_fp8_parts_record_every_case(name: str, tmp_path: Path) -> None:
-    rows = rows_of(named(name), tmp_path)
-    assert len(rows) == {"attention": 8, "fp8": 4}[name]
+@pytest.mark.slow
+def test_fp8_part_records_every_case(tmp_path: Path) -> None:
+    assert len(rows_of(named("fp8"), tmp_path)) == 4
+
+
+@pytest.mark.parametrize("kind", attention.SHAPES)
+def test_attention_part_times_every_row_of_the_table(kind: str, tmp_path: Path) -> None:
+    rows = rows_of(named(f"attention, {kind}"), tmp_path)
+    for label, shape in attention.SHAPES[kind].items():
+        names = {row.name for row in TABLE} - (set() if shape.compiles else {"flex"})
+        assert all(rows.pop(f"{label}: {name}")["both_ms"] > 0 for name in names)
+        assert set(rows.pop(f"{label}: order")["fastest first"].split()) == names
+    assert rows == {}
+
+
+def test_attention_part_takes_windows_and_documents_in_every_shape() -> None:
+    """With tiny sizes too: documents begin inside of rows, at other tokens in each row."""
+    for shape in (*attention.WINDOWS.values(), *attention.FULL.values()):
+        for tiny in (True, False):
+            if shape.tokens > 8192 and not tiny:
+                continue
+            case = case_of(attention.made(replace(shape, heads=2, kv_heads=1, channels=8), tiny))
+            assert (case.window, case.documents) == (shape.window is not None, shape.documents > 1)
+    documents_BL = attention.made(attention.WINDOWS["grouped, 4k, documents"], True).documents_BL
+    assert documents_BL is not None
+    assert not torch.equal(documents_BL[0], documents_BL[1])
+
+
+def test_attention_part_leaves_out_rows_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "SHAPES", {"full": {"small": replace(attention.TINY, window=16)}})
+    monkeypatch.setattr(attention, "unable", lambda row, inputs: None if row.name == "flex" else "absent")
+    monkeypatch.setattr(attention, "TABLE", [replace(row, function=attention.attention_op) for row in TABLE])
+    recorder = Recorder(tmp_path / "rows.jsonl", "attention")
+    attention.attention(recorder, "full")
+    rows = {row["case"]: row for row in read(tmp_path)}
+    assert rows["small: cudnn"]["why"] == "absent"
+    assert rows["small: flex"]["both_ms"] > 0
+    assert rows["small: order"]["fastest first"] == "flex"
+
+
+def test_attention_part_fails_where_rows_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "SHAPES", {"full": {"small": attention.TINY}})
+    monkeypatch.setattr(attention, "unable", lambda row, inputs: None)
+    wrong = {"cudnn": lambda inputs: 1.1 * attention.attention_op(inputs)}
+    functions = [wrong.get(row.name, attention.attention_op) for row in TABLE]
+    table = [replace(row, function=function) for row, function in zip(TABLE, functions, strict=True)]
+    monkeypatch.setattr(attention, "TABLE", table)
+    recorder = Recorder(tmp_path / "rows.jsonl", "attention")
+    attention.attention(recorder, "full")
+    assert recorder.failures == ["small: cudnn"]
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ rows, length and number of heads, once for all documents and windows. Neither th
 wait for the device.
 
 FlexAttention has no backward pass on a CPU, so tests on a CPU cover the forward pass and the two tensors. The backward
-pass was checked on an H200 (benchmarks/gpu.md).
+pass was checked on an H200 (benchmarks/gpu.md), with kernels for any sizes; no GPU has run a kernel for fixed sizes.
 
 Legend: B rows (sequences in the batch), L tokens per row, S keys per row (remembered tokens before the row, then its L
 tokens), H query heads, G key/value heads, K channels per head, T query tiles, U key tiles.
@@ -37,8 +37,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hybridtron.ops.attention.reference import AttentionInputs, SeenKeys, joined, seen_keys
-from hybridtron.ops.dispatch import Implementation
-from hybridtron.ops.flex_tiles import TILE, attend_to_tiles, flex_unsupported_reason, mask_of_tiles
+from hybridtron.ops.flex_tiles import TILE, attend_to_tiles, mask_of_tiles
 
 
 def mask_of(seen: SeenKeys) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -100,15 +99,6 @@ def _mask_of_batch(inputs: AttentionInputs, documents_BL: Tensor) -> BlockMask:
     return by_window[inputs.window]
 
 
-def _unsupported_reason(inputs: AttentionInputs) -> str | None:
-    if (reason := flex_unsupported_reason(inputs.q_BLHK)) is not None:
-        return reason
-    short = inputs.q_BLHK.shape[1] < TILE
-    if short:
-        return f"gains nothing on rows of fewer than {TILE} tokens, as in generation"
-    return None
-
-
 def attention(inputs: AttentionInputs) -> Tensor:
     """Return the attention output for all rows, from one call of FlexAttention."""
     q_BLHK, k_BLGK, v_BLGK, window, documents_BL, memory, _ = inputs
@@ -129,6 +119,3 @@ def _sizes_repeat(inputs: AttentionInputs) -> bool:
     """
     trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs[:3])
     return trains and (inputs.memory is None or inputs.window is not None)
-
-
-FLEX = Implementation("flex", attention, "cuda", unsupported_reason=_unsupported_reason)

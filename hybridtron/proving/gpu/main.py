@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
     """Run the parts, and print and write the report. Return the exit code."""
     chosen = parse(arguments)
     from hybridtron.device import compute_device  # imports torch, which --help does not need
-    from hybridtron.ops.registry import choices
+    from hybridtron.ops.registry import EXAMPLES, choices_by_case
     from hybridtron.proving.measuring import BenchReport, publish
 
     parts = chosen.only or list(PARTS)
@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
         print(f"This machine has no CUDA device. On a GPU, these parts would run: {', '.join(parts)}.\n\n{__doc__}")
         return 0
     report = BenchReport("GPU check", chosen.rehearse, 1 if chosen.rehearse else ROUNDS, device=device)
-    report.table("kernels", ("op", "runs", "why"), choices(device))
+    report.table("kernels", ("op", "runs", "why"), choices_by_case(device, EXAMPLES))
     failed = [name for name in parts if not ran(name, report, chosen.recipe)]
     report.notes += [f"{name} FAILED" for name in failed]
     folder = None if chosen.rehearse else pages()

@@ -20,11 +20,18 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 from hybridtron.device import Package, optional_package
 from hybridtron.ops import dispatch
-from hybridtron.ops.attention import AttentionInputs, AttentionMemory, attention, blocked, flash_attn, remember
+from hybridtron.ops.attention import (
+    AttentionInputs,
+    AttentionMemory,
+    attention,
+    blocked,
+    flash_attn,
+    remember,
+    torch_kernels,
+)
 from hybridtron.ops.attention.flash_attn import PACKAGE
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.documents import document_boundaries
-from hybridtron.planning.rates import GPU, GPUS
 
 CPU_FORMS = pytest.mark.parametrize("form", ["reference", "blocked", "native"])
 FAST_FORMS = pytest.mark.parametrize("form", ["blocked", "native"])
@@ -358,6 +365,52 @@ def test_calls_of_flash_attention_equal_the_reference(
     assert_all_close(run(form, inputs), run("reference", inputs))
 
 
+def varlen_emulation() -> Callable[..., Tensor]:
+    """torch's `varlen_attn`, as its documentation describes it, in causal use alone."""
+    flash = flash_emulation().flash_attn_varlen_func
+
+    def varlen_attn(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        window_size: tuple[int, int],
+        enable_gqa: bool,
+    ) -> Tensor:
+        left, right = window_size
+        assert right == 0
+        assert enable_gqa == (query.shape[1] != key.shape[1])
+        return flash(
+            query,
+            key,
+            value,
+            cu_seqlens_q=cu_seq_q,
+            cu_seqlens_k=cu_seq_k,
+            max_seqlen_q=max_q,
+            max_seqlen_k=max_k,
+            causal=True,
+            window_size=(-1, -1) if left < 0 else (left, 0),
+            deterministic=False,
+        )
+
+    return varlen_attn
+
+
+@WINDOWS
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 2), (3, 3)])
+def test_calls_of_varlen_attn_equal_the_reference(
+    window: int | None, documents: Tensor | None, heads: int, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_kernels, "_varlen_attn", varlen_emulation)
+    inputs = random_inputs(heads=heads, groups=groups)._replace(window=window, documents_BL=documents)
+    assert_all_close(run("varlen", inputs), run("reference", inputs))
+
+
 def test_flash_attention_uses_known_document_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
     package = Package("flash_attn", flash_emulation(), "emulated")
     monkeypatch.setattr(flash_attn, "optional_package", lambda name: package)
@@ -368,41 +421,6 @@ def test_flash_attention_uses_known_document_boundaries(monkeypatch: pytest.Monk
         known = document_boundaries(DOCUMENTS)
         assert known.tolist() == [0, 9, 12, 18, 19, 34, 36]
         assert torch.equal(attention(AttentionInputs(q, k, v, 4, DOCUMENTS, None, known)), looked)
-
-
-@pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
-def test_flash_attention_versions_are_ordered_by_rate(gpu: GPU, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare on the devices that each version supports."""
-    monkeypatch.setattr(dispatch, "optional_package", lambda name: Package(name, flash_emulation(), "emulated"))
-    monkeypatch.setattr(flash_attn, "compute_capability", lambda: gpu.capability)
-    available = [each.name for each in flash_attn.FASTEST_FIRST if each.unavailable_reason("cuda") is None]
-    rates = [gpu.rate("attention", f"flash{name.removeprefix('flash-attn')}") for name in available]
-    assert rates == sorted(rates, reverse=True)
-    assert available[0] == {9: "flash-attn-3", 10: "flash-attn-4"}[gpu.capability[0]]
-    monkeypatch.setattr(flash_attn, "compute_capability", lambda: (8, 0))
-    assert attention.choice("cuda")[0] == "flash-attn"
-
-
-def test_flash_attention_versions_refuse_unsupported_head_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    second, third, fourth = (attention.named(name).unsupported_reason for name in EMULATIONS)
-    wide, uneven = (torch.zeros(1, 4, 1, channels, dtype=torch.bfloat16) for channels in (256, 36))
-    assert [reason(AttentionInputs(wide, wide, wide)) is None for reason in (second, third, fourth)] == [
-        True,
-        True,
-        False,
-    ]
-    assert [reason(AttentionInputs(uneven, uneven, uneven)) is None for reason in (second, third)] == [True, False]
-    monkeypatch.setattr(flash_attn, "is_deterministic", lambda: True)
-    assert "order" in third(AttentionInputs(wide, wide, wide))
-    assert second(AttentionInputs(wide, wide, wide)) is None
-
-
-def test_device_and_packages_select_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "optional_package", lambda name: Package(name, None, "not installed"))
-    assert attention.choice("cpu")[0] == "native"
-    assert attention.choice("cuda")[0] == "sdpa"
-    monkeypatch.setattr(dispatch, "optional_package", lambda name: Package(name, flash_emulation(), "emulated"))
-    assert attention.choice("cuda")[0] == "flash-attn"
 
 
 FLASH_2 = ["flash_attn/__init__.py", f"{PACKAGE.replace('.', '/')}.py"]
@@ -431,14 +449,20 @@ def test_namespace_of_flash_attn_4_is_not_taken_for_flash_attn(
     assert attention.choice("cuda")[0] == chosen
 
 
-def test_reasons_name_the_unsupported_input() -> None:
-    q, k, v = random_inputs()[:3]
-    flash, sdpa = (attention.named(name).unsupported_reason for name in ("flash-attn", "sdpa"))
-    half = AttentionInputs(*(x.bfloat16() for x in (q, k, v)))
-    full = AttentionInputs(q, k, v)
-    assert flash(half._replace(window=3, documents_BL=DOCUMENTS)) is None
-    assert sdpa(full._replace(window=18)) is None
-    assert "float64" in flash(full)
-    assert "remembered" in flash(half._replace(memory=memory_of((1, 1))))
-    assert "window" in sdpa(full._replace(window=17))
-    assert "documents" in sdpa(full._replace(documents_BL=DOCUMENTS))
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["cudnn", "varlen", "sdpa"])
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_of_torch_equal_the_reference_on_a_gpu(form: str, window: int | None, packed: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, 700, heads, 64, generator=generator).cuda().bfloat16().requires_grad_() for heads in (4, 2, 2)
+    )
+    documents = (torch.arange(700) // torch.tensor([[330], [1000]])).cuda() if packed else None
+    inputs = AttentionInputs(q, k, v, window, documents)
+    implementation = attention.named(form)
+    reason = implementation.unavailable_reason("cuda") or implementation.refusal(inputs)
+    if reason is not None:
+        pytest.skip(reason)
+    expected = run("reference", inputs._replace(q_BLHK=q.float(), k_BLGK=k.float(), v_BLGK=v.float()))
+    assert_all_close([x.float() for x in run(form, inputs)], [x.float() for x in expected], 0.04)

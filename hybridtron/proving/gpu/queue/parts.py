@@ -55,7 +55,7 @@ class QueuePart:
     run       function, as `file:function` in this folder
     limit_s   time limit in seconds
     code      measured files, as path patterns in the package
-    argument  the function's second argument, if it takes one: a recipe or a contest
+    argument  the function's second argument, if it takes one: a recipe, a contest or a kind of shapes
     needs     distributions that must be installed
     card      kind of GPU for which the part is planned
     """
@@ -105,6 +105,12 @@ def _contest(op: str, needs: str, limit_s: int, code: str) -> QueuePart:
     return QueuePart(f"{op} beside {needs}", about, "contests:contest", limit_s, files, f"{op}, {needs}", (needs,))
 
 
+def _attention(kind: str, limit_s: int) -> QueuePart:
+    about = "every row of attention's table side by side, and whether the table chooses the fastest"
+    code = ("ops/attention/*.py", "ops/flex_tiles.py")
+    return QueuePart(f"attention, {kind}", about, "attention:attention", limit_s, code, kind)
+
+
 def _package_step(recipe: str, limit_s: int) -> QueuePart:
     about = "the step with our scan and convolution, and with those of mamba-ssm and causal-conv1d"
     name = f"step {recipe} beside mamba-ssm"
@@ -126,7 +132,6 @@ def _experts(recipe: str, about: str) -> QueuePart:
 _SAMBA_MOE = "a step with experts, and one of its dense sibling samba_421m with as many FLOPs a token"
 _NEMOTRON = "a layer of Mamba-2 and a layer of 128 experts, beside a dense MLP with as many FLOPs a token"
 _NORMS = "the norm's backward pass with several numbers of Triton programs, compared with torch's"
-_ATTENTION = "causal attention by torch's backends, and windows through FlexAttention"
 _FP8 = "steps in bf16 and in FP8 by Transformer Engine"
 PARTS = (
     QueuePart("machine", "other load, settings, and the speed of copies, matmuls and launches", "machine:machine", 25),
@@ -147,7 +152,8 @@ PARTS = (
     _contest("ssd", FLA, 25, "ssd"),
     _contest("conv", FLA, 20, "conv"),
     _contest("gated_rms_norm", FLA, 20, "gated_norm"),
-    QueuePart("attention", _ATTENTION, "attention:attention", 30, ("ops/attention/*.py", "ops/flex_tiles.py")),
+    _attention("windows and documents", 75),  # compiles FlexAttention's kernels
+    _attention("full", 45),
     _contest("ssd", MAMBA_SSM, 60, "ssd"),
     _contest("selective_scan", MAMBA_SSM, 30, "scan"),
     _contest("conv", CONV1D, 20, "conv"),
@@ -157,7 +163,7 @@ PARTS = (
 )
 """The parts in order. First comes `machine`. Parts that show how a step's time is spent come before most other parts.
 
-The parts that need no compiled package (mamba-ssm, causal-conv1d, transformer-engine) together take thirteen minutes.
+The parts that need no compiled package (mamba-ssm, causal-conv1d, transformer-engine) together take fourteen minutes.
 """
 
 

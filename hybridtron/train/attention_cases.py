@@ -1,0 +1,59 @@
+"""The cases of attention in a run: what each layer of a phase asks of attention's kernels.
+
+Which kernel runs is decided by these cases (`ops/attention/table.py`). The run's first lines show it for each letter,
+and `run.force_ops` is checked against all of them before anything starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from hybridtron.architecture.attention import AttentionSpec
+from hybridtron.config.choices import Documents, Precision
+from hybridtron.config.resolve import ResolvedPhase, RunPlan
+from hybridtron.ops.attention.table import AttentionCase
+from hybridtron.ops.registry import forced_attention_problems
+from hybridtron.planning.states import carried_parts
+from hybridtron.problems import Problem
+
+
+def attention_cases(phase: ResolvedPhase) -> dict[str, AttentionCase]:
+    """Return label -> case for each letter with full or windowed attention, such as `attention W`."""
+    arch = phase.arch
+    length = phase.settings.seq_len
+    if phase.precision.name is Precision.fp32:
+        dtype = torch.float32
+    else:
+        dtype = torch.bfloat16
+    documents = phase.documents is Documents.isolate
+    shared_rows = phase.config.parallel.context > 1 or phase.chunks_together > 1
+    carried = carried_parts(phase)
+    cases = dict[str, AttentionCase]()
+    for number, (letter, spec) in enumerate(zip(arch.letters, arch.specs, strict=True)):
+        if not isinstance(spec, AttentionSpec):
+            continue
+        window = spec.window is not None and spec.window < length
+        memory = shared_rows or "keys" in carried.get(number, {})
+        label = f"attention {letter}"
+        if label not in cases or memory:
+            cases[label] = AttentionCase(dtype, spec.head(arch.sizes), length, window, documents, memory)
+    return cases
+
+
+def forced_problems(plan: RunPlan, name: str) -> list[Problem]:
+    """List the fault of `run.force_ops.attention` if the named kernel can't compute a layer of a phase or the sample.
+
+    A generated token is a row that reads remembered keys.
+    """
+    cases = [case for phase in plan.phases for case in attention_cases(phase).values()]
+    if problems := forced_attention_problems(name, cases):
+        return problems
+    if not plan.config.run.sample_tokens:
+        return []
+    generated = [replace(case, length=1, documents=False, memory=True) for case in cases]
+    return [
+        replace(problem, message=f"{problem.message}, or run.sample_tokens=0")
+        for problem in forced_attention_problems(name, generated)
+    ]

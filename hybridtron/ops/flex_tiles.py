@@ -4,9 +4,8 @@ A tile is 128 queries by 128 keys. The block mask lists the tiles that the kerne
 tiles. The sizes of the mask's tensors depend only on B, L and S, so batches with different documents run the same
 kernel, and the host never reads the mask.
 
-torch.compile makes the kernels. It looks up a kernel by code object and sizes. After eight kernels for one code object,
-it no longer compiles: an error, or FlexAttention without a kernel, which stores all L x S scores. So each kernel here
-is compiled from its own copy of the code.
+torch.compile makes the kernels, at most eight for one code object. For further sizes FlexAttention then runs without a
+kernel, and stores all L x S scores. So each kernel here is compiled from its own copy of the code.
 
 Legend: B rows (sequences in a batch), L queries, S keys, H query heads, G key/value heads, K head size, T query tiles,
 U key tiles.
@@ -70,10 +69,12 @@ def _listed(tiles_BHTU: Tensor) -> tuple[Tensor, Tensor]:
 class KernelSizes(NamedTuple):
     """Sizes that a kernel is compiled for.
 
+    rule: module of the mask's function
     heads: H, G and K
     lengths: B, L and S; None if the kernel takes any
     """
 
+    rule: str
     heads: tuple[int, int, int]
     lengths: tuple[int, int, int] | None
 
@@ -95,7 +96,8 @@ def attend_to_tiles(
         lengths = None
         if repeats:
             lengths = (q.shape[0], q.shape[2], k.shape[2])
-        attend = _kernel(window, KernelSizes((q.shape[1], k.shape[1], q.shape[3]), lengths))
+        heads = (q.shape[1], k.shape[1], q.shape[3])
+        attend = _kernel(window, KernelSizes(mask.mask_mod.__module__, heads, lengths))
     return attend(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
 
 
@@ -115,9 +117,13 @@ def _kernel(window: int | None, sizes: KernelSizes) -> Callable[..., Tensor]:
 
 @functools.cache
 def _compiled(sizes: KernelSizes) -> Callable[..., Tensor]:
-    """Compile FlexAttention for these sizes. A kernel's call with too many other sizes raises torch's error."""
+    """Compile a copy of FlexAttention's function for these sizes.
+
+    A kernel for fixed sizes raises torch's error in place of a call without a kernel.
+    """
     own = types.FunctionType(_attended.__code__.replace(), _attended.__globals__)
-    return torch.compile(own, dynamic=sizes.lengths is None, fullgraph=True)
+    fixed = sizes.lengths is not None
+    return torch.compile(own, dynamic=not fixed, fullgraph=fixed)
 
 
 def _attended(q_BHLK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, block_mask: BlockMask, enable_gqa: bool) -> Tensor:

@@ -103,6 +103,23 @@ def flash4_documents(arguments: Given) -> tuple[Tensor, None]:
     return documents("flash-4", arguments), None
 
 
+def varlen_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """Simulate torch's `varlen_attn` as this package calls it: causal, in documents of the maximum length."""
+    arguments = {"q": query, "k": key, "v": value, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
+    return documents("flash", {**arguments, "causal": True, "window_size": window_size})
+
+
 def flex_kernel(window: int | None, sizes: object = None) -> Callable[..., Tensor]:
     """Return a stub for compiled FlexAttention; the stub takes any `sizes`.
 

@@ -32,13 +32,13 @@ from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.data.batch import Batch, SeqInfo, SequenceShard
 from hybridtron.engine.engine import Engine
 from hybridtron.ops import flex_tiles
-from hybridtron.ops.attention import flex
+from hybridtron.ops.attention import flex, torch_kernels
 from hybridtron.ops.kernel_launch import recorded_launches
 from hybridtron.ops.registry import choices
 from hybridtron.parallel import groups
 from hybridtron.parallel.mesh import RankGroup
 from hybridtron.rehearse import events
-from hybridtron.rehearse.attention_cost import flex_kernel
+from hybridtron.rehearse.attention_cost import flex_kernel, varlen_kernel
 from hybridtron.rehearse.census import Census, Operation, Sent, Wait
 from hybridtron.rehearse.collectives import Collectives
 from hybridtron.rehearse.expert_loads import chosen_loads
@@ -127,6 +127,8 @@ def counting(census: Census, launches: Launches, imbalance: float = 1.0) -> Iter
     """Count all operations and launches inside the context, without computing anything."""
     kernels: Any = flex_tiles
     kernels._kernel = flex_kernel  # a stub, because torch.compile needs a real device
+    torch_attention: Any = torch_kernels
+    torch_attention._varlen_attn = lambda: varlen_kernel
     flex._mask_of_sizes.cache_clear()  # cached masks are tensors of an earlier rehearsal
 
     def note(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:

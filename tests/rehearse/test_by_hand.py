@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from hybridtron.ops.attention import AttentionInputs, torch_kernels
 from hybridtron.planning.rates import FLOOR_S, GAP_S
 from hybridtron.rehearse import events
-from hybridtron.rehearse.attention_cost import flex_kernel, seen_pairs
+from hybridtron.rehearse.attention_cost import flex_kernel, seen_pairs, varlen_kernel
 from tests.rehearse.programs import PATIENT, printed_by
 
 pytest.importorskip("triton")
@@ -162,3 +163,17 @@ def test_flex_attention_is_counted_by_its_window(monkeypatch: pytest.MonkeyPatch
         flex_kernel(window)(q_BHLK, k_BGSK, k_BGSK, block_mask=None, enable_gqa=True)
     products = 2 * 2 * 4 * 16  # two of them, over the channels of 4 heads
     assert counted == [products * 300 * 50, products * sum(range(101, 401))]
+
+
+@pytest.mark.parametrize(("window", "seen"), [(50, 50 * 300 - 50 * 49 // 2), (None, 300 * 301 // 2)])
+def test_attention_of_documents_in_torch_is_counted_by_its_window(
+    window: int | None, seen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(events, "report_kernel", lambda name, moved, flops, kind: counted.append(flops))
+    monkeypatch.setattr(torch_kernels, "_varlen_attn", lambda: varlen_kernel)
+    q_BLHK = torch.empty(2, 300, 4, 16)
+    k_BLGK = torch.empty(2, 300, 2, 16)
+    y = torch_kernels.varlen(AttentionInputs(q_BLHK, k_BLGK, k_BLGK, window))
+    assert y.shape == q_BLHK.shape
+    assert counted == [2 * 2 * 2 * 4 * 16 * seen]

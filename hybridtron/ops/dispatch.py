@@ -146,7 +146,8 @@ class Op(Generic[Inputs, Outputs]):
         """
         if (name := self.forced) is not None:
             implementation = self.named(name)
-            if _forced_on_all_threads and (reason := implementation.refusal(inputs)) is not None:
+            demanded = _forced_on_all_threads.get(self.name) == name
+            if demanded and (reason := implementation.refusal(inputs)) is not None:
                 raise ConfigError([forced_problem(self.name, name, reason)])
             return implementation
         device = device_of(inputs)

@@ -72,11 +72,13 @@ class KernelSizes(NamedTuple):
     rule: module of the mask's function
     heads: H, G and K
     lengths: B, L and S; None if the kernel takes any
+    kind: dtype, and whether B is 1, and L and S fit into a tile: torch compiles a kernel for each of these
     """
 
     rule: str
     heads: tuple[int, int, int]
     lengths: tuple[int, int, int] | None
+    kind: tuple[torch.dtype, bool, bool, bool]
 
 
 def attend_to_tiles(
@@ -97,7 +99,8 @@ def attend_to_tiles(
         if repeats:
             lengths = (q.shape[0], q.shape[2], k.shape[2])
         heads = (q.shape[1], k.shape[1], q.shape[3])
-        attend = _kernel(window, KernelSizes(mask.mask_mod.__module__, heads, lengths))
+        kind = (q.dtype, q.shape[0] == 1, q.shape[2] <= TILE, k.shape[2] <= TILE)
+        attend = _kernel(window, KernelSizes(mask.mask_mod.__module__, heads, lengths, kind))
     return attend(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
 
 

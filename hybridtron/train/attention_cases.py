@@ -19,10 +19,14 @@ from hybridtron.planning.states import carried_parts
 from hybridtron.problems import Problem
 
 
-def attention_cases(phase: ResolvedPhase) -> dict[str, AttentionCase]:
-    """Return label -> case for each letter with full or windowed attention, such as `attention W`."""
+def attention_cases(phase: ResolvedPhase, times: int = 1) -> dict[str, AttentionCase]:
+    """Return label -> case for each letter with full or windowed attention, such as `attention W`.
+
+    Rows have `times` the length of training. Under context parallelism, a rank's rows have its share of the tokens.
+    """
     arch = phase.arch
-    length = phase.settings.seq_len
+    tokens = times * phase.settings.seq_len
+    length = tokens // phase.config.parallel.context
     if phase.precision.name is Precision.fp32:
         dtype = torch.float32
     else:
@@ -34,20 +38,23 @@ def attention_cases(phase: ResolvedPhase) -> dict[str, AttentionCase]:
     for number, (letter, spec) in enumerate(zip(arch.letters, arch.specs, strict=True)):
         if not isinstance(spec, AttentionSpec):
             continue
-        window = spec.window is not None and spec.window < length
+        window = spec.window is not None and spec.window < tokens
         memory = shared_rows or "keys" in carried.get(number, {})
         label = f"attention {letter}"
         if label not in cases or memory:
-            cases[label] = AttentionCase(dtype, spec.head(arch.sizes), length, window, documents, memory)
+            cases[label] = AttentionCase(
+                dtype, spec.head(arch.sizes), length, window, documents, memory, phase.config.run.deterministic
+            )
     return cases
 
 
 def forced_problems(plan: RunPlan, name: str) -> list[Problem]:
-    """List the fault of `run.force_ops.attention` if the named kernel can't compute a layer of a phase or the sample.
+    """List the fault of `run.force_ops.attention` if the named kernel can't compute all rows of a run.
 
     A generated token is a row that reads remembered keys.
     """
-    cases = [case for phase in plan.phases for case in attention_cases(phase).values()]
+    longest = max((1, *plan.config.run.eval_lengths))
+    cases = [case for phase in plan.phases for times in (1, longest) for case in attention_cases(phase, times).values()]
     if problems := forced_attention_problems(name, cases):
         return problems
     if not plan.config.run.sample_tokens:

@@ -30,7 +30,8 @@ def plan_of(*settings: str) -> RunPlan:
         (["data.documents=join"], {"documents": False}),
         (["states.mode=tbtt"], {"memory": True}),
         (["states.mode=tbtt", "states.carry=[ssm]"], {}),
-        (["parallel.context=2"], {"memory": True}),
+        (["parallel.context=2"], {"memory": True, "length": 256}),
+        (["run.deterministic=true"], {"deterministic": True}),
     ],
 )
 def test_the_configuration_gives_a_case_for_each_letter(settings: list[str], changed: dict[str, object]) -> None:
@@ -64,13 +65,15 @@ def test_a_kernel_without_windows_is_refused_for_a_model_with_windows() -> None:
     (problem,) = forced_problems(plan_of("model.layers.W.window=64", "data.documents=join"), "sdpa")
     assert (problem.key, problem.code) == ("run.force_ops.attention", "unsupported")
     assert "takes no window" in problem.message
-    whole = plan_of("model.layers.W.window=512", "data.documents=join", "run.sample_tokens=0")
-    assert forced_problems(whole, "sdpa") == []
+    whole = ("model.layers.W.window=512", "data.documents=join", "run.sample_tokens=0")
+    assert forced_problems(plan_of(*whole, "run.eval_lengths=[1]"), "sdpa") == []
+    (problem,) = forced_problems(plan_of(*whole, "run.eval_lengths=[1,2]"), "sdpa")
+    assert "takes no window" in problem.message
     assert forced_problems(plan_of("model.layers.W.window=64"), "flex") == []
 
 
 def test_a_kernel_without_remembered_keys_is_refused_for_a_sample() -> None:
-    settings = ("model.layers.W.window=512", "data.documents=join")
+    settings = ("model.layers.W.window=512", "data.documents=join", "run.eval_lengths=[1]")
     assert forced_problems(plan_of(*settings, "run.sample_tokens=0"), "sdpa") == []
     (problem,) = forced_problems(plan_of(*settings, "run.sample_tokens=8"), "sdpa")
     assert "remembered keys" in problem.message

@@ -16,8 +16,8 @@ Building the two tensors takes a few dozen small operations. The tensors are bui
     once for each batch size, length and window     in all other cases
 
 Documents change the values of the two tensors, never their sizes. In training, a kernel is compiled for each number of
-rows, length and number of heads, once for all documents and windows. Neither the tensors nor the kernel make the host
-wait for the device.
+rows, length and number of heads, once for all documents and windows. Without gradients, and for full attention with
+remembered keys, a kernel takes any length. Neither the tensors nor the kernel make the host wait for the device.
 
 FlexAttention has no backward pass on a CPU, so tests on a CPU cover the forward pass and the two tensors. The backward
 pass was checked on an H200 (benchmarks/gpu.md), with kernels for any sizes; no GPU has run a kernel for fixed sizes.

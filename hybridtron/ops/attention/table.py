@@ -6,8 +6,9 @@ for CPUs and for any device. No kernel here has dropout, a softcap or sinks, bec
 A row's place follows what was seen on a GPU or published; `hybridtron/proving/gpu/queue/attention.py` times all rows
 side by side, so that one call on a GPU proves or changes the order.
 
-Not in the table: cuDNN on Blackwell, where it gave wrong results with few key/value heads (github.com/pytorch/pytorch
-issue 193893, open in August 2026), and cuDNN with deterministic gradients, which torch refuses.
+Not in the table: cuDNN on Blackwell, because two models generated wrong text by it on a B200, for an unknown cause
+(github.com/pytorch/pytorch issue 193893, open in August 2026), and cuDNN with deterministic gradients, which torch
+refuses.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class AttentionCase:
     window: whether a window hides earlier keys of a row
     documents: whether rows have several documents
     memory: whether there are remembered keys
+    deterministic: whether gradients must be summed in a fixed order
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -45,6 +47,7 @@ class AttentionCase:
     window: bool = False
     documents: bool = False
     memory: bool = False
+    deterministic: bool = False
 
 
 def case_of(inputs: AttentionInputs) -> AttentionCase:
@@ -52,7 +55,8 @@ def case_of(inputs: AttentionInputs) -> AttentionCase:
     length, _, channels = inputs.q_BLHK.shape[1:]
     window = inputs.window is not None and inputs.window < length
     documents = inputs.documents_BL is not None
-    return AttentionCase(inputs.q_BLHK.dtype, channels, length, window, documents, inputs.memory is not None)
+    memory = inputs.memory is not None
+    return AttentionCase(inputs.q_BLHK.dtype, channels, length, window, documents, memory, is_deterministic())
 
 
 def _nothing() -> str | None:
@@ -107,7 +111,7 @@ class AttentionRow:
             return f"takes {' and '.join(_short(dtype) for dtype in self.dtypes)}, not {_short(case.dtype)}"
         if case.channels not in self.heads:
             return f"takes {_shown(self.heads)}, not {case.channels}"
-        if is_deterministic() and case.channels > self.deterministic:
+        if case.deterministic and case.channels > self.deterministic:
             return f"adds up gradients of heads of {case.channels} channels in no fixed order"
         for asked, taken, name in (
             (case.window, self.window, "no window"),
@@ -146,6 +150,8 @@ def _short(dtype: torch.dtype) -> str:
 def _shown(heads: range) -> str:
     if heads.stop == ANY_HEAD.stop:
         return f"heads of at least {heads.start} channels"
+    if heads.step == 1:
+        return f"heads of at most {heads[-1]} channels"
     return f"heads of at most {heads[-1]} channels, a multiple of {heads.step}"
 
 
@@ -162,7 +168,7 @@ TABLE = (
     AttentionRow(
         "cudnn",
         torch_kernels.cudnn,
-        "torch's own first choice on Hopper, as fast as flash-attn-3 forward (pytorch issue 142132); not timed here",
+        "as fast as flash-attn-3 forward on an H100 (pytorch issue 142132); never run here",
         missing=torch_kernels.cudnn_missing,
         cards=(9,),
         heads=range(8, 129, 8),

@@ -5,6 +5,7 @@ checkpoints/latest                     the newest checkpoint's name and its mani
 checkpoints/.step-00000100.temporary/  an incomplete checkpoint; if its save failed, the next save removes it
 checkpoints/broken-step-00000100/      a checkpoint that was found to be broken; kept for inspection
 checkpoints/superseded-step-00000100/  a checkpoint of a later step than the step that the run was restarted from
+checkpoints/suspect-step-00000100/     a checkpoint that may hold corrupt values
 """
 
 from __future__ import annotations
@@ -169,13 +170,13 @@ def _archive(folder: Path, mark: str) -> Path:
     return target
 
 
-def archive_later(run_dir: Path, after: int) -> list[Path]:
-    """Rename all checkpoints of steps after `after` to `superseded-...`; return their new paths.
+def archive_later(run_dir: Path, after: int, mark: str = "superseded") -> list[Path]:
+    """Rename all checkpoints of steps after `after` to `superseded-...` or another mark; return their new paths.
 
     A run that restarts at step `after` calls this, since it will write new checkpoints of the same steps.
     """
     later = [folder for folder in all_of(run_dir) if step_of(folder) > after]
-    return [_archive(folder, "superseded") for folder in later]
+    return [_archive(folder, mark) for folder in later]
 
 
 def apply_retention(

@@ -21,6 +21,7 @@ from hybridtron.architecture.adapters import AdaptersConfig, adapter_problems
 from hybridtron.architecture.model import ModelConfig, Start
 from hybridtron.architecture.pattern import parse
 from hybridtron.architecture.table import architecture
+from hybridtron.config.checks.corruption import corruption_problems
 from hybridtron.config.checks.experts import expert_problems, expert_warnings
 from hybridtron.config.checks.export import export_folder_problems, export_problems
 from hybridtron.config.checks.graphs import graph_problems
@@ -98,6 +99,7 @@ def _as_trained(phase: ResolvedPhase, world_size: int | None) -> Iterator[Proble
     yield from precision_problems(phase)
     yield from expert_problems(phase)
     yield from graph_problems(phase, world_size)
+    yield from corruption_problems(phase, world_size)
 
 
 def _adapter_dropout(phase: ResolvedPhase, adapters: AdaptersConfig) -> Iterator[Problem]:

@@ -24,10 +24,11 @@ from hybridtron.data.batch import Batch, step_key
 from hybridtron.data.order.phase_order import phase_seed
 from hybridtron.device import DTYPES, Stopwatch, compute_device, on_graph_stream
 from hybridtron.engine.copied_weights import CopiedWeight, copied_weight
+from hybridtron.engine.corruption import CorruptionChecks
 from hybridtron.engine.graphed import GraphedPasses
 from hybridtron.engine.optimizer import Optimizer
 from hybridtron.engine.routers import ChoiceValues, RouterMetrics, auxiliary_names, move_corrections, routers_of
-from hybridtron.engine.schedule import BatchParts, StepLoss, run_schedule
+from hybridtron.engine.schedule import BatchParts, StepLoss, run_schedule, run_unreduced
 from hybridtron.engine.stage import build_stages, data_parallel, stop_before_finalizing
 from hybridtron.engine.states import StateCarrier, state_blocks
 from hybridtron.engine.step_guard import StepGuard
@@ -38,6 +39,7 @@ from hybridtron.parallel.blocks import full_rectangle, weight_blocks, writes
 from hybridtron.parallel.fp8 import CachedWeight
 from hybridtron.parallel.fp8_statistics import statistics_blocks, statistics_of
 from hybridtron.parallel.groups import Groups
+from hybridtron.parallel.same_batch import same_batch
 from hybridtron.parallel.sharding import cut, gather_full_tensors
 from hybridtron.problems import ConfigError, Problem
 
@@ -86,6 +88,8 @@ class Engine:
         self.statistics = statistics_of(modules, self.stages[0].model.slice.tensor.backend.fp8, self.device)
         self.fp8_cached = [module for _, module in modules if isinstance(module, CachedWeight)]
         self.guard = StepGuard(config.optim.spike)
+        weights = {name: weight for stage in self.stages for name, weight in stage.model.named_parameters()}
+        self.checks = CorruptionChecks(self.optimizer, weights, groups)
         self.pending_copies: Sequence[Future[Any]] = ()  # a checkpoint's unfinished copies of weights and moments
         self._loss = StepLoss(torch.zeros(()), torch.zeros(()))  # sums of the current step
         # values of the last step, whether it was accepted or refused
@@ -179,6 +183,21 @@ class Engine:
         carried = self.carrier is not None
         return [batch.keyed(key, carried) for batch, key in zip(batches, keys, strict=True)]
 
+    def compare_gradients(self, batches: Sequence[Batch], source: int, step: int) -> None:
+        """Compute one micro-batch on every data-parallel rank, and compare the bits of its gradients.
+
+        Call this before `forward_backward`, while all gradients are zero, as they are afterwards. Neither carried
+        states nor random choices of the step depend on this call.
+
+        batches: this rank's micro-batches in the step; all ranks compute the first of the rank with index `source`
+        """
+        own = batches[0].chunks(self.phase.chunks_together)[0]
+        batch = same_batch(own, source, self.groups.data).keyed(step_key(self._seed, step, 0, 0), carried=False)
+        z_loss = self.config.optim.z_loss
+        run_unreduced(self.wrapped, batch, z_loss, self.groups, self.device, tuple(self.auxiliary), self.routers)
+        self.checks.compare_gradients()
+        self.optimizer.zero_grad()
+
     def invalidate_states(self) -> None:
         """Discard carried states that the next rows do not continue, after the run has skipped data."""
         if self.carrier is not None:
@@ -199,16 +218,20 @@ class Engine:
         added = self._loss.auxiliary
         top_k = {index: spec.top_k for index, spec in self.routers.items()}
         counted = ChoiceValues(self._loss.choices, top_k, self.groups.tensor.expert_ranks.expert.size)
-        squared_norm, number_sums = self.optimizer.squared_norm(numbers)
+        flags = self.checks.flags()
+        squared_norm, number_sums = self.optimizer.squared_norm(numbers, flags)
         scalars = (squared_norm, self._loss.total, self._loss.tokens, *added.values())
         values = [value.reshape(1).double() for value in scalars]
         values += counted.flat
-        if numbers:
+        ridden = len(numbers) + len(flags)
+        if ridden:
             values.append(number_sums.double())
         # the only point in a step at which the host waits for the device
         squares, total, tokens, *rest = torch.cat(values).tolist()
-        self.number_sums = rest[len(rest) - len(numbers) :]
-        rest = rest[: len(rest) - len(numbers)]
+        all_sums = rest[len(rest) - ridden :]
+        self.number_sums = all_sums[: len(numbers)]
+        self.checks.take_counts(all_sums[len(numbers) :])
+        rest = rest[: len(rest) - ridden]
         sums = rest[: len(added)]
         self.router_metrics = counted.metrics(rest[len(added) :])
         grad_norm = squares**0.5
@@ -220,6 +243,7 @@ class Engine:
         acceptable = self.guard.accepts(grad_norm, total)
         wait(self.pending_copies)  # the update changes weights and moments, so a checkpoint must have copied them
         accepted = self.optimizer.apply_update(lr, grad_norm, acceptable, weight_decay)
+        self.checks.after_update(accepted)
         self.statistics.settle(accepted)
         if accepted and self.learned:  # the tokens of a step that learns nothing do not count
             move_corrections([stage.model for stage in self.stages], self._loss.choices)

@@ -84,6 +84,7 @@ class Optimizer:
             shards = {name: shard for name, shard in self.shards.items() if shard.weight.allreduce is dense}
             self._make_state(optimizer, config, shards)
         self.accepted_steps = 0
+        self.digests: Tensor | None = None  # of the state after the last update (`corruption.py`); None if unknown
         self.average_decay = config.run.ema
         if self.average_decay is not None:
             for shard in self.shards.values():
@@ -128,22 +129,26 @@ class Optimizer:
         return squared_norm.item() ** 0.5
 
     @torch.no_grad()
-    def squared_norm(self, numbers: Sequence[float] = ()) -> tuple[Tensor, Tensor]:
-        """Return the squared gradient norm, and the sum of each number, over all ranks: tensors on the device.
+    def squared_norm(self, numbers: Sequence[float] = (), flags: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
+        """Return the squared gradient norm, and the sum of each number and each flag, over all ranks.
 
-        The host does not wait for the device. With Megatron's own function it would wait once per weight. The numbers
-        are reduced together with the norm of the dense weights. Without the distributed optimizer this reduction spans
-        the ranks of one replica, so that the numbers are reduced over the replicas too.
+        The flags, and the results, are on the device, and the host does not wait for it. With Megatron's own function
+        it would wait once per weight. The numbers are reduced together with the norm of the dense weights. Without the
+        distributed optimizer this reduction spans the ranks of one replica, so that the numbers are reduced over the
+        replicas too.
         """
         self.megatron.prepare_grads()  # sets the gradients of the masters, from which the norm is computed
         dense, *experts = self.megatron.chained_optimizers
         squares = [_squares(optimizer) for optimizer in (dense, *experts)]
         summed = squares[0].reshape(1)
+        added = list(flags)
         if numbers:
-            summed = torch.cat([summed, copied_to_device(torch.tensor(numbers))])  # the norm's position stays the first
+            added.insert(0, copied_to_device(torch.tensor(numbers)))
+        if added:
+            summed = torch.cat([summed, *added])  # the norm's position stays the first
         group = dense.get_grad_stats_parallel_group()
         dist.all_reduce(summed, group=group)
-        if numbers and dist.get_world_size(group) < self.groups.world_size:
+        if added and dist.get_world_size(group) < self.groups.world_size:
             dist.all_reduce(summed[1:], group=self.groups.dense.copies.group)
         for optimizer, square in zip(experts, squares[1:], strict=True):
             dist.all_reduce(square, group=optimizer.get_grad_stats_parallel_group())
@@ -274,6 +279,7 @@ class Optimizer:
     def resume(self, steps: int) -> None:
         """Set how many steps have been accepted, after a checkpoint was loaded."""
         self.accepted_steps = steps
+        self.digests = None
         for optimizer in self.megatron.chained_optimizers:
             set_step_count(optimizer.optimizer, steps)
 

@@ -8,6 +8,7 @@ step, over all micro-batches and ranks. So every loss token has equal weight, ev
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -109,6 +110,46 @@ def run_both_passes(
     step = partial(_forward_step, z_loss=z_loss, groups=groups, device=device, carrier=None, sums={}, choices={})
     (report,) = _run_passes(stages, [batch], step, forward_only=False)
     return report
+
+
+def run_unreduced(
+    stages: Sequence[nn.Module],
+    batch: Batch,
+    z_loss: float,
+    groups: Groups,
+    device: torch.device,
+    auxiliary: Sequence[str] = (),
+    routers: Mapping[int, MoESpec] = MappingProxyType({}),
+) -> None:
+    """Run both passes of one micro-batch from zero states, and accumulate gradients without reducing them.
+
+    Data-parallel ranks exchange nothing. Carried states, losses and the choices of routers are not kept. Virtual stages
+    take the micro-batch several times, because their schedule needs as many micro-batches as pipeline ranks.
+    """
+    sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in auxiliary}
+    choices = no_choices(routers, device)
+    step = partial(_forward_step, z_loss=z_loss, groups=groups, device=device, carrier=None, sums=sums, choices=choices)
+    batches = [batch] * (groups.pipeline.size if len(stages) > 1 else 1)
+    config: Any = stages[0].config
+    finalize = config.finalize_model_grads_func
+    no_sync = config.no_sync_func
+    config.finalize_model_grads_func = _finalize_nothing
+    config.no_sync_func = nullcontext  # Megatron's own would end before the last micro-batch
+    try:
+        with ExitStack() as unreduced:
+            for stage in stages:
+                wrapped: Any = stage
+                unreduced.enter_context(wrapped.no_sync())
+            _run_passes(stages, batches, step, forward_only=False)
+    finally:
+        config.finalize_model_grads_func = finalize
+        config.no_sync_func = no_sync
+
+
+def _finalize_nothing(
+    stages: Any, tokens: Tensor | None = None, pg_collection: Any = None, force_all_reduce: bool = False
+) -> None:
+    """Leave gradients as they are; takes the place of Megatron's function, which reduces them."""
 
 
 def _run_passes(

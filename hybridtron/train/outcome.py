@@ -11,7 +11,8 @@ exit codes of the processes that it started. Keys (a key with an unknown value i
     seconds           the time since this process began
     ended             the date and time of the end, in UTC
     reason            why the run did not finish
-    rank              the rank that failed first
+    rank              the rank that failed first; -1 if no single rank is at fault
+    corrupt           true if the rank's state, weights or gradients were corrupt
     failed_exports    phase -> reason why its export failed; only if training is finished
 
 A run whose processes are killed leaves no outcome.json. Each rank that fails with an error writes its traceback to
@@ -74,6 +75,17 @@ class ExportsFailed(Exception):
         why = "".join(f"\n  {name}: {reason}" for name, reason in failed.items())
         super().__init__(f"training is complete, but not exported; run the same command again to retry:{why}")
         self.failed = dict(failed)
+
+
+class CorruptRank(RuntimeError):
+    """Raised on all ranks if the state, weights or gradients of a rank are corrupt (`corruption.py`).
+
+    `rank` is the rank at fault; -1 if it is unknown which of several ranks it is.
+    """
+
+    def __init__(self, what: str, rank: int) -> None:
+        super().__init__(what)
+        self.rank = rank
 
 
 class FailedElsewhere(RuntimeError):
@@ -143,6 +155,7 @@ class Failures:
         reason: str | None = None,
         rank: int | None = None,
         failed_exports: Mapping[str, str] | None = None,
+        corrupt: bool | None = None,
     ) -> bool:
         """Write outcome.json unless it exists; return False if it exists.
 
@@ -150,6 +163,7 @@ class Failures:
         file can't be written, its content is logged as an error, and the result is True.
         """
         fields: dict[str, Any] = {"outcome": outcome, "reason": reason, "rank": rank, "failed_exports": failed_exports}
+        fields["corrupt"] = corrupt
         fields |= asdict(self.progress)
         del fields["tokens"]  # metrics.jsonl has the number of tokens
         fields["seconds"] = round(time.monotonic() - fields.pop("began"), 3)
@@ -210,7 +224,8 @@ def record_unfinished(failures: Failures) -> Iterator[None]:
 
     Preempted is recorded by rank 0 only. ExportsFailed is recorded as `finished`, with the reasons. If several ranks
     fail with other exceptions, the first rank that fails records its failure, and the other ranks raise FailedElsewhere
-    in place of their own exceptions. A ConfigError is never replaced.
+    in place of their own exceptions. A ConfigError is never replaced, and neither is a CorruptRank, which all ranks
+    raise, and which is recorded with the rank that it names.
     """
     try:
         yield
@@ -220,6 +235,10 @@ def record_unfinished(failures: Failures) -> Iterator[None]:
         raise
     except ExportsFailed as end:
         failures.record("finished", failed_exports=end.failed)
+        raise
+    except CorruptRank as error:  # every rank raises the same error
+        failures.log("error", str(error))
+        failures.record("failed", str(error), error.rank, corrupt=True)
         raise
     except ConfigError as error:  # every rank raises the same error, so no rank waited for another
         failures.report(f"ConfigError: {error}", waiting=False)

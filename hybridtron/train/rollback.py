@@ -32,14 +32,19 @@ class Diverged(RuntimeError):
 class RollbackRequested(Exception):
     """Raised to request a rollback after the failed step `step`.
 
-    `what` describes the failure, and `advice` says how a user might prevent it.
+    `what` describes the failure, and `advice` says how a user might prevent it. `newest` is the last step whose
+    checkpoint is usable. `skips_data` is False if the data can't be the cause, so that the steps are trained again.
     """
 
-    def __init__(self, step: int, what: str, advice: str) -> None:
+    def __init__(
+        self, step: int, what: str, advice: str, *, newest: int | None = None, skips_data: bool = True
+    ) -> None:
         super().__init__(what)
         self.step = step
         self.what = what
         self.advice = advice
+        self.newest = step - 1 if newest is None else newest
+        self.skips_data = skips_data
 
 
 class Rollback:
@@ -71,7 +76,7 @@ class Rollback:
         usable = {
             checkpoint.folder: checkpoint
             for checkpoint in [*written_checkpoints, *earlier]
-            if checkpoint.meta.step < request.step and not checkpoint.meta.refused
+            if checkpoint.meta.step <= request.newest and not checkpoint.meta.refused
         }
         if not usable:
             raise Diverged(f"{request.what}, and there is no checkpoint to roll back to; {request.advice}")
@@ -125,5 +130,7 @@ def refusal_event(step: int, guard: StepGuard, loss: float, *, norm: float, data
 def rollback_event(request: RollbackRequested, to: int, times: int, skipped: SkippedData) -> Decision:
     """Build the decision record for a rollback to step `to`; `times` counts the rollbacks to that step."""
     named = ", ".join(f"steps {skip.first} to {skip.end - 1} of phases.{skip.phase}" for skip in skipped.all)
-    why = f"{request.what}; training continues from step {to} without the data of {named}, counted from 0"
+    why = f"{request.what}; training continues from step {to}"
+    if request.skips_data:
+        why += f" without the data of {named}, counted from 0"
     return Decision(request.step, "rolled back", why, to=to, times=times, windows=skipped.all)

@@ -32,6 +32,7 @@ from hybridtron.data.loader import Loader, build_loader
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups
 from hybridtron.train import rollback
+from hybridtron.train.corruption import CorruptionFound, CorruptionWatch
 from hybridtron.train.hooks import Hook, RunContext, StepContext
 from hybridtron.train.lr import learning_rate, weight_decay
 from hybridtron.train.metrics import Decision, StepMetrics
@@ -87,6 +88,7 @@ class Trainer:
         torch.manual_seed(config.run.seed)
         self.engines = PhaseEngines(plan, groups)
         self.rank_times = RankTimes(groups)
+        self.corruption = CorruptionWatch(config.run, groups, run_dir)
         if initial is not None:
             verify_weights(initial, groups, "run.weights")
         self.start: Checkpoint | None = None
@@ -101,6 +103,7 @@ class Trainer:
         else:
             self.engines.build(self.phases[0])
         time_log.resume(self.resume_step)
+        self.corruption.start_from(self.resume_step)
         self.rollback = Rollback(config, run_dir, self.start)
         self.progress = watchdog.failures.progress
         self.progress.step = self.resume_step
@@ -287,6 +290,7 @@ class Trainer:
         # that step's final states were discarded, and if data was skipped directly before this step.
         if guard.refused or self.skipped_data.jumps(phase.index, number):
             self.engine.invalidate_states()
+        self.corruption.begin_step(self.engine, step, number, batches)
         self.engine.forward_backward(batches, number)
         if self.config.run.layer_norms:
             layers = self.engine.optimizer.norms()  # before the update, which resets the gradients
@@ -295,6 +299,7 @@ class Trainer:
         decay = weight_decay(self.phases, phase.index, lr)
         flags = self.requests.flags()
         grad_norm, accepted = self.engine.step(lr, decay, [*flags, *self.rank_times.numbers(asked)])
+        self.corruption.end_step(self.engine, step, self.saver)
         self.rank_times.take(self.engine.number_sums[len(flags) :])
         self.rank_times.record(arrived - asked, self.engine.passes_time.seconds())
         self.skipped += not accepted
@@ -363,17 +368,21 @@ class Trainer:
             raise rollback.not_saved(self.saver.step, fault) from fault
 
     def roll_back(self, request: RollbackRequested) -> None:
-        """Restore the newest usable checkpoint, and skip the data of the steps after it.
+        """Restore the newest usable checkpoint, and skip the data of the steps after it, unless it is not the cause.
 
         The failed step's batch is the last batch that is skipped.
         """
         self.watchdog.beat(f"rolling back from step {request.step}", Section.resume)
         self.saver.settle()  # a checkpoint that is still being written may become the newest usable checkpoint
+        if isinstance(request, CorruptionFound):
+            self.corruption.set_aside(request)
         self.start = self.restored(self.rollback.checkpoints(request, self.saver.written))
         self.resume_step = self.start.meta.step
         self.time_log.count_rollback(request.step, self.resume_step)
         times = self.rollback.count(request, self.resume_step)
-        self.skipped_data = self.skipped_data.and_failed(self.phases, self.resume_step, request.step)
+        self.corruption.start_from(self.resume_step)
+        if request.skips_data:
+            self.skipped_data = self.skipped_data.and_failed(self.phases, self.resume_step, request.step)
         self.report_decision(rollback.rollback_event(request, self.resume_step, times, self.skipped_data))
 
     def report_decision(self, decision: Decision) -> None:

@@ -5,8 +5,8 @@ launch with this code. Any other end, a hang, or a lost node is a fault:
 
     1. All supervisors describe the work of their ranks, and one rank is named as the cause.
     2. All ranks are ended.
-    3. A lost node is replaced by a spare node, and so is a node with two faults in a row, except the first task's node.
-       Then all ranks start again, and resume from the newest checkpoint.
+    3. A lost node is replaced by a spare node, and so is a node with two faults in a row or with a corrupt rank, except
+       the first task's node. Then all ranks start again, and resume from the newest checkpoint.
 
 After `restarts` faults in a row without a newer checkpoint, if the same error comes again, or if a lost node can't be
 replaced, the launch ends with code 1. A job of `hybridtron submit` is then requeued. The same happens if the first
@@ -262,8 +262,8 @@ class Coordinator:
             cause = "killed"
             detail = f"ended by signal {-code}"
         else:
-            cause = "failed"
             outcome = self._outcome()
+            cause = faults.CORRUPT if outcome.get("corrupt") else "failed"
             rank = outcome.get("rank", rank)
             detail = str(outcome.get("reason", f"exit code {code}"))
             task = next((task for task, its_rank in self.ranks.items() if its_rank == rank), task)
@@ -332,7 +332,8 @@ class Coordinator:
             self._finish(1, "the run failed again in the same way, without a newer checkpoint")
             return
         node = self.node_at_fault
-        if node is not None and node != self.nodes[0] and self.at_fault_again and self.spares and not self.lost:
+        replaced = self.at_fault_again or self.fault.cause == faults.CORRUPT
+        if node is not None and node != self.nodes[0] and replaced and self.spares and not self.lost:
             self.lost.append(node)
         for node in self.lost:
             if not self.spares:

@@ -10,6 +10,7 @@ from pathlib import Path
 from hybridtron.train.jsonl import read_lines
 
 FILE = "restarts.jsonl"
+CORRUPT = "corrupt"  # cause of a fault: the bits of a rank's state, weights or gradients are wrong
 
 
 @dataclass
@@ -17,7 +18,7 @@ class RankFault:
     """A line of logs/restarts.jsonl: one fault, and the restart that followed.
 
     time: the time at which the fault was found, in seconds since 1970
-    cause: `killed`, `failed`, `lost node`, or `hung in` with the section
+    cause: `killed`, `failed`, `corrupt`, `lost node`, or `hung in` with the section
     rank, host: the rank at fault, or -1 if no single rank is, and its host
     detail: what was observed
     section, doing: the kind of the rank's work, and its description

@@ -216,6 +216,19 @@ def test_node_at_fault_twice_in_a_row_is_replaced(tmp_path: Path) -> None:
     assert nodes.asked("start")[4]["rank"] == 2
 
 
+@pytest.mark.parametrize(("rank", "spare"), [(2, "n2"), (0, ""), (-1, "")], ids=["named", "first node", "undecided"])
+def test_node_of_a_corrupt_rank_is_replaced_at_once(tmp_path: Path, rank: int, spare: str) -> None:
+    """All ranks end with the same error. The ranks' store is on the first node, so that this node stays."""
+    nodes = Nodes(tmp_path, nodes=3, spares=1)
+    outcome = {"outcome": "failed", "rank": rank, "corrupt": True, "reason": "CORRUPT"}
+    (tmp_path / "outcome.json").write_text(json.dumps(outcome))
+    nodes.asked("start")
+    nodes.fail(1, code=1)
+    nodes.message(0, "trained", resumed=5)
+    (fault,) = faults.read(tmp_path)
+    assert (fault.cause, fault.rank, fault.spare) == ("corrupt", rank, spare)
+
+
 def test_run_that_was_asked_to_stop_does_not_start_again(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path)
     nodes.coordinator.receive(1, {"kind": "signal"})

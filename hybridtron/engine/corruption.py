@@ -102,9 +102,9 @@ class CorruptionChecks:
     def flags(self) -> list[Tensor]:
         """Compare state and weights before an update; return 1 or 0 for each comparison of the step, (1,)."""
         if self.watches_state and self.optimizer.digests is not None:
-            self._made[STATE] = self._of_state(self.optimizer.digests)
+            self._made[STATE] = self._compare_state(self.optimizer.digests)
         if self.weights_due:
-            self._made[WEIGHTS] = self._of_weights()
+            self._made[WEIGHTS] = self._compare_weights()
         return [made.differ.any().float().reshape(1) for made in self._made.values()]
 
     def take_counts(self, sums: Sequence[float]) -> None:
@@ -134,12 +134,12 @@ class CorruptionChecks:
             if shard.master is not None and shard.master.dtype != shard.weight.dtype:
                 yield f"weight {name}", shard.weight.detach().view(-1)[shard.start : shard.stop]
 
-    def _of_state(self, before: Tensor) -> Comparison:
+    def _compare_state(self, before: Tensor) -> Comparison:
         state = list(self._state())
         digests = digests_of([tensor for _, tensor in state])
         return Comparison([key for key, _ in state], digests, digests != before)
 
-    def _of_weights(self) -> Comparison:
+    def _compare_weights(self) -> Comparison:
         """Compare weights by family, because each has its own ranks with copies."""
         keys = []
         digests = []

@@ -1,4 +1,4 @@
-"""Silent corruption: a run looks for ranks whose bits are wrong, names them, and goes back to a verified checkpoint.
+"""Silent corruption: a run looks for ranks whose bits are wrong, names them, and returns to a verified checkpoint.
 
 Each check of `engine/corruption.py` concerns the state after the step before:
 
@@ -146,7 +146,7 @@ class CorruptionWatch:
             if self.groups.is_first:
                 write_whole(self.run_dir / "logs" / FILE, json.dumps(self.verified))
 
-    def set_aside(self, found: CorruptionFound) -> None:
+    def archive_suspects(self, found: CorruptionFound) -> None:
         """Rename the checkpoints that may be corrupt. Raises CorruptRank if the run must end.
 
         No checkpoint may be under way.

@@ -375,7 +375,7 @@ class Trainer:
         self.watchdog.beat(f"rolling back from step {request.step}", Section.resume)
         self.saver.settle()  # a checkpoint that is still being written may become the newest usable checkpoint
         if isinstance(request, CorruptionFound):
-            self.corruption.set_aside(request)
+            self.corruption.archive_suspects(request)
         self.start = self.restored(self.rollback.checkpoints(request, self.saver.written))
         self.resume_step = self.start.meta.step
         self.time_log.count_rollback(request.step, self.resume_step)

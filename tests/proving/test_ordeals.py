@@ -44,7 +44,7 @@ def test_run_continues_inside_its_launch(ordeal: str, undisturbed: Run, data: Pa
     assert wrong(run, placed([ordeal]), codes) == [], (run.home / "task-0.log").read_text()
     assert unequal(undisturbed, run) == []
     (fault,) = faults.read(run.folder)
-    assert fault.spare == ("n3" if ordeal == "lost node" else "")
+    assert fault.spare == ("n3" if ordeal in ("lost node", "corrupt") else "")
     assert fault.resumed == 14
     print(faults.words([fault]))
     assert "time lost by cause" in (run.home / "task-0.log").read_text()

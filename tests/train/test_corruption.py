@@ -80,7 +80,7 @@ FAULTS: dict[str, Callable[[Engine], None]] = {
 
 
 class Found(NamedTuple):
-    """What a rank's watch has found: kind, step, rank, and newest step to go back to; and its weights' digests."""
+    """What a rank's watch has found: kind, step, rank, and newest usable step; and its weights' digests."""
 
     fault: tuple[str, int, int, int] | None
     digests: list[int]
@@ -274,7 +274,7 @@ def test_faults_are_found_in_time_and_quiet_runs_report_none(name: str, tmp_path
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_runs_go_back_to_verified_checkpoints_and_end_as_undisturbed(ranks: Ranks) -> None:
+def test_runs_return_to_verified_checkpoints_and_end_as_undisturbed(ranks: Ranks) -> None:
     """Carried states and random states too have the bits of a run without checks."""
     assert ranks.train("without", 2, "run.deterministic=true") == [0, 0]
     undisturbed = ranks.last("without")

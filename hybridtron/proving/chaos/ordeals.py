@@ -4,6 +4,7 @@
     hung in step    SIGSTOP for a rank, between two steps
     hung in save    SIGSTOP for a rank while it writes its part of a checkpoint
     lost node       SIGKILL for the supervisor of a rank, whose node a spare node replaces
+    corrupt         a flipped bit in a moment of a rank, whose node a spare node replaces
 
 The run has a supervisor for each of several nodes, as srun would start them: two with a rank each, and spares. Faults
 come from a hook inside the rank, so that each comes at a certain point, and once.
@@ -17,6 +18,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hybridtron.proving.chaos.training_run import SAVE_EVERY, START_S, TRAIN, Run, arguments_of
 from hybridtron.train.hooks import Hook, StepContext
@@ -25,7 +27,12 @@ from hybridtron.train.supervisor import faults
 from hybridtron.train.supervisor.faults import RankFault
 from hybridtron.train.supervisor.supervisor import SPARES
 
-ORDEALS = ("killed", "hung in step", "hung in save", "lost node")
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hybridtron.engine.engine import Engine
+
+ORDEALS = ("killed", "hung in step", "hung in save", "lost node", "corrupt")
 VARIABLE = "HYBRIDTRON_ORDEALS"  # environment variable: ordeals and their steps, such as `killed=10,lost node=20`
 RANKS = 2
 RANK = 1  # the rank at fault
@@ -48,11 +55,11 @@ class OrdealHook(Hook):
                 marker(context.run.run_dir, ordeal).touch(exist_ok=False)
             except FileExistsError:  # after the restart the step comes again
                 return metrics
-            inject(ordeal)
+            inject(ordeal, context.engine)
         return metrics
 
 
-def inject(ordeal: str) -> None:
+def inject(ordeal: str, engine: Engine) -> None:
     """Inject a fault into this process."""
     if ordeal == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -68,12 +75,23 @@ def inject(ordeal: str) -> None:
     elif ordeal == "lost node":
         os.kill(os.getppid(), signal.SIGKILL)  # the kernel then kills this process
         time.sleep(START_S)
+    elif ordeal == "corrupt":
+        moments = (shard.tensor("exp_avg") for shard in engine.optimizer.shards.values())
+        flip(next(moment for moment in moments if moment is not None))
+
+
+def flip(tensor: Tensor) -> None:
+    """Flip the lowest bit of an fp32 tensor's first element."""
+    import torch  # --help does not need it
+
+    words = tensor.view(-1).view(torch.int32)
+    words[0] ^= 1
 
 
 def arguments(data: Path, steps: int) -> tuple[str, ...]:
     """Return the run's settings as key=value arguments."""
     hook = f"run.hooks=[{OrdealHook.__module__}.{OrdealHook.__name__}]"
-    changed = (f"run.timeout={TIMEOUT_S:g}", "run.restarts=3", "checkpoint.async=false")
+    changed = (f"run.timeout={TIMEOUT_S:g}", "run.restarts=3", "run.verify_state=1", "checkpoint.async=false")
     return (*arguments_of(data, steps, "dp2"), *changed, hook)
 
 

@@ -99,6 +99,8 @@ def watched(
 ) -> list[Found]:
     """Train an engine in bf16 for each case: a fault, `run.verify_state` and `run.verify_every`."""
     results = []
+    # with a pipeline, on the last stage, which alone computes the loss
+    at_fault = seat.world_size - 1 if config.parallel.pipeline > 1 else RANK
     loss_of = schedule._loss_of
     with seat.groups(config.parallel) as groups:
         for fault, state, every in cases:
@@ -112,7 +114,7 @@ def watched(
             found = None
             try:
                 for step in range(1, STEPS + 1):
-                    comes = step == FAULT_STEP and fault is not None and seat.rank == RANK
+                    comes = step == FAULT_STEP and fault is not None and seat.rank == at_fault
                     if comes and fault != "weight":
                         FAULTS[fault](engine)
                     own = batches[groups.data.rank * share :][:share]

@@ -24,6 +24,7 @@ LAYOUTS = {
     "dp2": ["parallel.distributed_optimizer=true"],
     "dp2-plain": ["parallel.distributed_optimizer=false"],
     "tp2": ["parallel.tensor=2"],
+    "checked": ["run.verify_state=2", "run.verify_every=2", "run.deterministic=true"],
 }
 
 

@@ -259,8 +259,8 @@ class RunConfig:
     # one of them; null: 3 in jobs of `hybridtron submit`, else 0
     restarts: Annotated[int | None, at_least(0)] = None
     deterministic: bool = False  # bit-reproducible on the same layout and machine; slower
-    # steps between comparisons of the weights of data-parallel ranks, whose bits must be equal; every update then also
-    # compares moments and fp32 masters with those after the last one; null: no comparison (docs/scale.md)
+    # steps between comparisons of weights over data-parallel ranks; if set, each step also compares a rank's optimizer
+    # state with that after the last update; null: no comparison (docs/scale.md)
     verify_state: Annotated[int | None, at_least(1)] = None
     # steps between checks in which all data-parallel ranks compute one micro-batch, whose gradients must have equal
     # bits; needs run.deterministic=true; null: no check (docs/scale.md)

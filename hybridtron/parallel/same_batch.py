@@ -13,9 +13,9 @@ from hybridtron.parallel.mesh import RankGroup
 def same_batch(own: Batch, source: int, ranks: RankGroup) -> Batch:
     """Return the micro-batch of the rank with index `source` among these ranks, which call this together.
 
-    own: this rank's micro-batch, with full rows on the CPU; micro-batches have equal shapes
+    own: this rank's micro-batch, with full rows; micro-batches have equal shapes
 
-    Rows start without an earlier text: the batch continues no row. On a GPU the host waits for the device.
+    The result is on the CPU, and continues no row. On a GPU the host waits for the device.
     """
     seq = own.seq
     tensors = [own.tokens_BL, own.labels_BL, own.mask_BL, seq.positions_BL]

@@ -6,15 +6,17 @@ Each check of `engine/corruption.py` concerns the state after the step before:
     weights     every `run.verify_state` steps: all copies of a shard have equal bits
     gradients   every `run.verify_every` steps: all data-parallel ranks compute equal gradients of one micro-batch
 
-All checks also run in the first step after a start or a rollback. If one fails, the ranks exchange the digests that
-differ. A rank is named if a majority of its peers has other bits; of two ranks, both are named. Checkpoints since the
-last check of the kind that passed are renamed to `suspect-...`, so that no start uses them. Then
+Weights and gradients are also checked in the first step after a start or a rollback; the state from the second step
+on. If a check fails, the ranks exchange the digests that differ. A rank is at fault if most of its peers agree on other
+bits; of two ranks, both are named. Checkpoints since the last check of the kind that passed are renamed to
+`suspect-...`, so that no start uses them, unless no checkpoint would be left. Then
 
     state, or under a supervisor   the run ends with CorruptRank; the supervisor replaces the rank's node by a spare, if
                                    there is one, and starts all ranks again
     otherwise                      the run rolls back, and trains the same data again
 
-RUN/logs/verified.json has the last step that each kind of check has verified, for the next start.
+RUN/logs/verified.json has the last step that each kind of check has verified, for the next start. It is written when a
+check has verified a new checkpoint.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ LOG = logging.getLogger(__name__)
 FILE = "verified.json"
 ADVICE = "look for a broken device or memory: test the named nodes, and leave them out of the next start"
 FAULTS = {  # the first of several that have failed is described
-    STATE: "moments or masters changed between two updates",
+    STATE: "optimizer state or own weights changed between two updates",
     WEIGHTS: "weights differ between copies",
     GRADIENTS: "gradients of one micro-batch differ between data-parallel ranks",
 }
@@ -59,10 +61,17 @@ class Suspects:
     outvoted: Sequence[int]
     undecided: Sequence[int]
 
-    @property
-    def rank(self) -> int:
-        """The first rank at fault; -1 if it is unknown which rank is."""
-        return next(iter(self.outvoted), -1)
+    def rank(self, hosts: Sequence[str]) -> int:
+        """Return a rank at fault, whose node may be replaced; -1 if ranks on several hosts may be at fault.
+
+        A wrong value spreads over the stages and tensor-parallel ranks of a replica, so the lowest of them may be a
+        victim.
+
+        hosts: each rank's host
+        """
+        if self.undecided or len({hosts[rank] for rank in self.outvoted}) != 1:
+            return -1
+        return self.outvoted[0]
 
 
 def suspects_of(digests: Sequence[Mapping[str, int]]) -> Suspects:
@@ -83,7 +92,7 @@ def suspects_of(digests: Sequence[Mapping[str, int]]) -> Suspects:
 
 
 class CorruptionFound(RollbackRequested):
-    """Raised on all ranks in the step in which a check has failed. `rank` is as in `Suspects.rank`."""
+    """Raised on all ranks in the step in which a check has failed. `rank` is the result of `Suspects.rank`."""
 
     def __init__(self, kind: str, step: int, what: str, *, rank: int, newest: int) -> None:
         super().__init__(step, what, ADVICE, newest=newest, skips_data=False)
@@ -102,6 +111,7 @@ class CorruptionWatch:
         self.verified: dict[str, int] = {}  # kind -> last step that a check has verified
         self.first = 0  # first step after the start or the last rollback
         self.gradient_checks = 0
+        self.recorded: dict[str, int] = {}  # the content of FILE, as far as this start has written it
 
     @property
     def _kinds(self) -> list[str]:
@@ -112,9 +122,14 @@ class CorruptionWatch:
         self.first = step + 1
         if not self._kinds:
             return
-        path = self.run_dir / "logs" / FILE
-        stored = self.groups.control.once(lambda: read_record(path))
+        stored = self.groups.control.once(self._stored)
         self.verified = {kind: min(step, stored.get(kind, step)) for kind in self._kinds}
+
+    def _stored(self) -> dict[str, int]:
+        """Return the verified steps of an earlier start, if the run still has a checkpoint to which they apply."""
+        steps = [checkpoints.step_of(path) for path in checkpoints.all_of(self.run_dir)]
+        stored = read_record(self.run_dir / "logs" / FILE)
+        return {kind: verified for kind, verified in stored.items() if any(step <= verified for step in steps)}
 
     def due(self, kind: str, step: int) -> bool:
         """Return True if a step makes this check: the one after a multiple of the interval, or the first of a start."""
@@ -140,11 +155,13 @@ class CorruptionWatch:
         if failed := [kind for kind in FAULTS if counts.get(kind)]:
             raise self._found(failed, engine.checks.report(failed[0]), step)
         passed = [kind for kind in self._kinds if kind in counts]
+        if step == self.first and WEIGHTS in passed:
+            passed.remove(WEIGHTS)  # all copies come from one checkpoint, so they agree even if it holds wrong values
         if passed:
             self.verified |= dict.fromkeys(passed, step - 1)
             saver.verified = min(self.verified.values())
-            if self.groups.is_first:
-                write_whole(self.run_dir / "logs" / FILE, json.dumps(self.verified))
+            if self.groups.is_first and any(self.recorded.get(kind, 0) < saver.step <= step - 1 for kind in passed):
+                self._record()
 
     def archive_suspects(self, found: CorruptionFound) -> None:
         """Rename the checkpoints that may be corrupt. Raises CorruptRank if the run must end.
@@ -152,12 +169,28 @@ class CorruptionWatch:
         No checkpoint may be under way.
         """
         if self.groups.is_first:
-            LOG.error("CORRUPT: %s", found.what)
-            for path in checkpoints.archive_later(self.run_dir, found.newest, "suspect"):
-                LOG.warning("a checkpoint that may be corrupt was renamed to %s", path)
-        self.groups.control.barrier()
+            LOG.error("CORRUPT: %s; %s", found.what, found.advice)
+        for line in self.groups.control.once(lambda: self._archived(found.newest)):
+            if self.groups.is_first:
+                LOG.warning("%s", line)
         if found.kind == STATE or VARIABLE in os.environ:
             raise CorruptRank(f"{found.what}; {found.advice}", found.rank)
+
+    def _archived(self, newest: int) -> list[str]:
+        """Rename the checkpoints after a step; return a line for each."""
+        steps = [checkpoints.step_of(path) for path in checkpoints.all_of(self.run_dir)]
+        if steps and min(steps) > newest:
+            return [f"no checkpoint up to step {newest} is left: all later ones may be corrupt, and none was renamed"]
+        renamed = checkpoints.archive_later(self.run_dir, newest, "suspect")
+        return [f"a checkpoint that may be corrupt was renamed to {path}" for path in renamed]
+
+    def _record(self) -> None:
+        """Write the verified steps; training must not end for want of this file."""
+        try:
+            write_whole(self.run_dir / "logs" / FILE, json.dumps(self.verified))
+            self.recorded = dict(self.verified)
+        except OSError as error:
+            LOG.warning("%s can't be written: %s", FILE, error)
 
     def _found(self, failed: Sequence[str], report: Mapping[str, int], step: int) -> CorruptionFound:
         """Describe the first of the kinds of checks that have failed; `report` has what differs on this rank."""
@@ -178,7 +211,7 @@ class CorruptionWatch:
             text = f"{_ranks(suspects.outvoted, hosts)} at fault: {text}"
         if suspects.undecided:
             text = f"{text}; undecided, which of {_ranks(suspects.undecided, hosts)}"
-        return CorruptionFound(kind, step, f"step {step}: {text}", rank=suspects.rank, newest=newest)
+        return CorruptionFound(kind, step, f"step {step}: {text}", rank=suspects.rank(hosts), newest=newest)
 
 
 def _ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:

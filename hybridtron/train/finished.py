@@ -28,6 +28,7 @@ LOG = logging.getLogger(__name__)
 FREE = re.compile(
     r"(cluster|parallel)\..*|phases\.\d+\.export"
     r"|run\.(dir|plan|resume|max_minutes|timeout|log_every|restarts|accept_data_changes|tunes|recipe|hooks.*)"
+    r"|run\.verify_(state|every)"
 )
 # Keys that may change with a warning: profiled steps, and the choice between an op's implementations.
 UNUSED = re.compile(r"run\.(profile|force_ops)(\..*)?")

@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -373,12 +373,16 @@ class Trainer:
         The failed step's batch is the last batch that is skipped.
         """
         self.watchdog.beat(f"rolling back from step {request.step}", Section.resume)
-        self.saver.settle()  # a checkpoint that is still being written may become the newest usable checkpoint
+        failed = request.step
         if isinstance(request, CorruptionFound):
+            failed -= 1  # the step has not been counted
+            with suppress(NotFinite):  # that checkpoint was removed
+                self.saver.settle()
             self.corruption.archive_suspects(request)
+        self.saver.settle()  # a checkpoint that is still being written may become the newest usable checkpoint
         self.start = self.restored(self.rollback.checkpoints(request, self.saver.written))
         self.resume_step = self.start.meta.step
-        self.time_log.count_rollback(request.step, self.resume_step)
+        self.time_log.count_rollback(failed, self.resume_step)
         times = self.rollback.count(request, self.resume_step)
         self.corruption.start_from(self.resume_step)
         if request.skips_data:

@@ -110,7 +110,7 @@ def watched(
             share = len(batches) // groups.data.size
             watch = CorruptionWatch(RunConfig(verify_state=state, verify_every=every), groups, folder)
             watch.start_from(0)
-            saver: Any = SimpleNamespace()
+            saver: Any = SimpleNamespace(step=0)
             found = None
             try:
                 for step in range(1, STEPS + 1):
@@ -212,15 +212,26 @@ def test_a_digest_is_the_sum_of_words() -> None:
     words = torch.full((70000,), -(2**31), dtype=torch.int32)
     words[0] = 5
     total = (int(words.long().sum()) + 2**31) % 2**32 - 2**31
-    assert digests_of([words.view(torch.float32), words[:2].view(torch.bfloat16)]).tolist()[0] == total
+    halves = words.view(torch.int16)
+    short = (int(halves.long().sum()) + 2**15) % 2**16 - 2**15
+    assert digests_of([words.view(torch.float32), words.view(torch.bfloat16)]).tolist() == [total, short]
 
 
 def test_majority_names_a_rank() -> None:
     assert suspects_of([{"w": 1}, {"w": 2}, {"w": 1}]) == Suspects([1], [])
     assert suspects_of([{"w": 1}, {"w": 2}]) == Suspects([], [0, 1])
     assert suspects_of([{"a": 1}, {"b": 7}, {"a": 2}, {"b": 7}, {"a": 2}, {"b": 8}]) == Suspects([0, 5], [])
-    assert suspects_of([{"w": 1}, {"w": 2}, {"w": 1}, {"w": 2}]).rank == -1
-    assert suspects_of([{}, {}]).rank == -1
+    assert suspects_of([{"w": 1}, {"w": 2}, {"w": 3}]) == Suspects([], [0, 1, 2])
+    assert suspects_of([{}, {}]) == Suspects([], [])
+
+
+def test_a_node_is_named_only_if_no_other_may_be_at_fault() -> None:
+    hosts = ["a", "a", "b", "c"]
+    assert Suspects([1], []).rank(hosts) == 1
+    assert Suspects([0, 1], []).rank(hosts) == 0
+    assert Suspects([1, 2], []).rank(hosts) == -1
+    assert Suspects([1], [2, 3]).rank(hosts) == -1
+    assert Suspects([], [2, 3]).rank(hosts) == -1
 
 
 DP2 = Layout(data=2)
@@ -284,7 +295,7 @@ def test_runs_return_to_verified_checkpoints_and_end_as_undisturbed(ranks: Ranks
     assert ranks.train("checked", 2, *ALL) == [0, 0]
     assert_same(ranks.last("checked"), undisturbed)
     verified = json.loads((ranks.folder / "checked" / "logs" / "verified.json").read_text())
-    assert verified == {"weights": RUN_STEPS - 1, "gradients": RUN_STEPS - 2}
+    assert verified == {"weights": RUN_STEPS - 2, "gradients": RUN_STEPS - 2}
     assert ranks.suspect("checked") == set()
 
     assert ranks.train("weight", 2, *ALL, fault="weight") == [0, 0]
@@ -295,7 +306,7 @@ def test_runs_return_to_verified_checkpoints_and_end_as_undisturbed(ranks: Ranks
     assert ranks.suspect("weight") == {"suspect-step-00000006"}
 
     errors = ranks.train("master", 2, *STATE, fault="master")
-    assert all("rank 1 at fault: moments or masters changed" in str(error) for error in errors), errors
+    assert all("rank 1 at fault: optimizer state or own weights changed" in str(error) for error in errors), errors
     outcome = outcome_of(ranks.folder / "master")
     assert (outcome["outcome"], outcome["rank"], outcome["corrupt"]) == ("failed", 1, True)
     assert ranks.suspect("master") == {"suspect-step-00000006"}

@@ -269,7 +269,8 @@ class Coordinator:
             task = next((task for task, its_rank in self.ranks.items() if its_rank == rank), task)
         self.node_at_fault, before = self._node_of(task, rank), self.node_at_fault
         self.at_fault_again = before is not None and before == self.node_at_fault
-        return self._fault(cause, rank, self.seats[task].host, detail, report, step)
+        host = self.seats[task].host if rank >= 0 else ""
+        return self._fault(cause, rank, host, detail, report, step)
 
     def _outcome(self) -> dict[str, Any]:
         """Return outcome.json, or {} if it is older than this start of the ranks."""

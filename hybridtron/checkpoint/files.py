@@ -38,6 +38,7 @@ NAMES = {
 }
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NAME_OF_DTYPE = {dtype: name for name, dtype in NAMES.items()}
+NO_DIGEST = "0" * 32  # in place of the digest of a chunk that is not yet written
 _BYTES_PER_WRITE = 2**20  # few enough to stay in the CPU's cache between digesting and writing
 
 
@@ -47,26 +48,60 @@ def write_tensors(path: Path, blocks: Sequence[Any]) -> tuple[File, list[StoredS
     A block is a `ShardedTensor`: a full tensor, or this process's shard of a tensor. Returns the manifest's entries: an
     entry for the file, and an entry for each block.
     """
-    head = head_of((_name(block), block.dtype, block.local_shape) for block in blocks)
+    about = described(blocks)
+    head = head_of_described(about)
+    chunks = write_part(path, blocks, planned_chunks(path.name, blocks, len(head)), head)
+    return File(len(head) + size_of(about), len(head), digest_of(head)), chunks
+
+
+def described(blocks: Iterable[Any]) -> list[tuple[str, str, Sequence[int]]]:
+    """Describe blocks as plain values: each block's name in its file, the dtype's name, and the shape."""
+    return [(_name(block), _NAME_OF_DTYPE[block.dtype], list(block.local_shape)) for block in blocks]
+
+
+def head_of_described(about: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
+    """Return the head of a safetensors file with the tensors that `described` has described."""
+    return head_of((name, NAMES[dtype], shape) for name, dtype, shape in about)
+
+
+def size_of(about: Iterable[tuple[str, str, Sequence[int]]]) -> int:
+    """Return the bytes of the tensors that `described` has described."""
+    return sum(math.prod(shape) * NAMES[dtype].itemsize for _, dtype, shape in about)
+
+
+def planned_chunks(file_name: str, blocks: Sequence[Any], start: int) -> list[StoredShard]:
+    """Return the manifest's entries for blocks that will lie in a file from `start` on; digests are missing."""
     chunks = []
-    position = len(head)
-    with writing(path) as write:
-        write(memoryview(head))
-        for block in blocks:
-            stored = bytes_of(block.data)
-            shard = StoredShard(
+    for block in blocks:
+        chunks.append(
+            StoredShard(
                 block.key,
                 _NAME_OF_DTYPE[block.dtype],
                 block.global_shape,
                 block.global_offset,
                 block.local_shape,
-                file=path.name,
-                start=position,
-                digest=_write_and_digest(write, stored),
+                file=file_name,
+                start=start,
+                digest=NO_DIGEST,
             )
-            chunks.append(shard)
-            position += len(stored)
-    return File(position, len(head), digest_of(head)), chunks
+        )
+        start += math.prod(block.local_shape) * block.dtype.itemsize
+    return chunks
+
+
+def write_part(path: Path, blocks: Sequence[Any], planned: Sequence[StoredShard], head: bytes) -> list[StoredShard]:
+    """Write blocks at their planned positions in a file; wait until they are on disk, and return them with digests.
+
+    `head` lies directly before the first block; it is empty if another process writes the file's head. Other processes
+    may write other parts of the file at the same time.
+    """
+    start = planned[0].start - len(head) if planned else 0
+    chunks = []
+    with writing(path, start) as write:
+        write(memoryview(head))
+        for block, chunk in zip(blocks, planned, strict=True):
+            chunks.append(chunk._replace(digest=_write_and_digest(write, bytes_of(block.data))))
+    return chunks
 
 
 def head_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: dict[str, str] | None = None) -> bytes:

@@ -1,12 +1,12 @@
 """Writing checkpoints: each process writes its own shards, and rank 0 completes the checkpoint.
 
-1. Every process writes its tensors into files in a temporary folder, and flushes them to disk. Then it writes a list of
-   these files with their digests.
-2. Rank 0 waits until the lists of all processes exist, and writes the manifest from them. Then it renames the folder to
-   its final name, updates the pointer `latest`, and removes old checkpoints.
+1. Every process writes its tensors into its part of the node's files, in a temporary folder, and flushes them to disk.
+   Then it writes a record with the digests into the node's list (`node_files.py`).
+2. Rank 0 waits until the records of all processes exist, and writes the manifest from them. Then it renames the folder
+   to its final name, updates the pointer `latest`, and removes old checkpoints.
 
 A process that is killed at any point leaves the older checkpoints intact, and a temporary folder that the next save
-removes. Rank 0 polls the file system for the lists, so that no rank has to wait for another rank in a collective.
+removes. Rank 0 polls the file system for the records, so that no rank has to wait for another rank in a collective.
 
 With `checkpoint.asynchronous` threads write the checkpoint from copies of the tensors, while training continues.
 Weights and Adam's moments are copied during the next forward and backward pass, which leave them unchanged. The next
@@ -16,11 +16,10 @@ call `Saver.check`. It raises NotFinite on all processes if any process found Na
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ import torch
 
 from hybridtron.checkpoint import folder as folders
 from hybridtron.checkpoint.async_copy import Copier, Copies
-from hybridtron.checkpoint.files import write_bytes, write_tensors
+from hybridtron.checkpoint.files import write_bytes, write_part
 from hybridtron.checkpoint.finite import KINDS, NotFinite, all_finite, not_finite
 from hybridtron.checkpoint.manifest import (
     FILE,
@@ -43,6 +42,7 @@ from hybridtron.checkpoint.manifest import (
     to_bytes,
 )
 from hybridtron.checkpoint.mirror import Mirror
+from hybridtron.checkpoint.node_files import NodePart, Records, failure_record, file_name, plan_part, room_for
 from hybridtron.config.load import to_yaml
 from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import Config
@@ -52,10 +52,11 @@ from hybridtron.engine.engine import Engine
 from hybridtron.file_errors import room_left
 from hybridtron.parallel.blocks import block
 from hybridtron.parallel.groups import Groups
-from hybridtron.storage.durable import put, sync, temporary_of
+from hybridtron.storage.digest import digest_of
+from hybridtron.storage.durable import sync, temporary_of
 
 WRITERS = 2  # threads: one digests while the other flushes to disk
-POLL_INTERVAL_S = 0.02  # seconds between two looks for a process's list
+POLL_INTERVAL_S = 0.02  # seconds between two looks for a process's record
 
 
 class SaveError(RuntimeError):
@@ -77,6 +78,19 @@ class Content:
     keys: Sequence[str]
 
 
+@dataclass(frozen=True)
+class Plan:
+    """The plan for writing a checkpoint: its temporary folder, this rank's part, and the places of all ranks' records.
+
+    `folder_error` is the error with which rank 0 failed to create the folder, or None.
+    """
+
+    temporary: Path
+    folder_error: OSError | None
+    part: NodePart
+    records: Records
+
+
 class Saver:
     """A writer for a run's checkpoints. It writes one checkpoint at a time, and counts consecutive failures."""
 
@@ -92,7 +106,7 @@ class Saver:
         self.config = plan.config
         self.run_dir = run_dir
         self.groups = groups
-        self.patience_s = patience_s  # how long rank 0 waits for the list of each process
+        self.patience_s = patience_s  # how long rank 0 waits for the record of each process
         self.on_written = on_written  # called on all processes when a checkpoint is on disk, with its step
         self.phase_ends = {phase.end_step for phase in plan.phases}
         self.failures = 0  # checkpoints in a row that could not be written
@@ -123,7 +137,7 @@ class Saver:
             copies = None
             fault = not_finite([shard for kind in KINDS for shard in content.blocks.get(kind, ())])
             all_finite(fault, self.groups.control)
-        self._under_way = self._thread.submit(self._run, self._prepare(temporary), content, copies, temporary)
+        self._under_way = self._thread.submit(self._run, self._prepare(content, temporary), content, copies)
         if not self.config.checkpoint.asynchronous:
             self.settle()
 
@@ -185,74 +199,79 @@ class Saver:
         if self.failures:
             raise SaveError(f"the run's last checkpoint, of step {self.step}, could not be written")
 
-    def _prepare(self, temporary: Path) -> OSError | None:
-        """Create an empty temporary folder on rank 0; return the error if that failed, else None."""
-        failure = None
+    def _prepare(self, content: Content, temporary: Path) -> Plan:
+        """Create an empty temporary folder on rank 0, and plan the files. All processes call this together."""
+        folder_error = None
         if self.groups.is_first:
             try:
                 folders.remove_temporaries(self.run_dir)
                 temporary.mkdir(parents=True)
             except OSError as error:
-                failure = error  # raised later, in `_run`: all processes must reach the barrier first
-        self.groups.control.barrier()  # other processes write into the folder, so it must exist
-        return failure
+                folder_error = error  # raised later, in `_run`: all processes must reach the exchange first
+        control = self.groups.control
+        part = plan_part(content.blocks, control)
+        # Other processes write into the folder, so it must exist: this exchange begins on rank 0 after that.
+        rooms = control.all_gather(room_for(_record(content, part, part.chunks)))
+        return Plan(temporary, folder_error, part, Records(control.nodes, rooms))
 
-    def _run(self, folder_error: OSError | None, content: Content, copies: Copies | None, temporary: Path) -> None:
+    def _run(self, plan: Plan, content: Content, copies: Copies | None) -> None:
         """Write this process's files; on rank 0 also complete the checkpoint. `settle` reports exceptions."""
         began = time.monotonic()
-        if folder_error is not None:
-            raise folder_error
-        self._write(content, copies, temporary)
+        if plan.folder_error is not None:
+            raise plan.folder_error
+        self._write(plan, content, copies)
         if self.groups.is_first:
-            self._seal(content.meta, temporary)
+            self._seal(plan, content.meta)
         self.longest_s = max(self.longest_s, time.monotonic() - began)
 
-    def _write(self, content: Content, copies: Copies | None, temporary: Path) -> None:
-        """Write this process's files, and then a list of the files.
+    def _write(self, plan: Plan, content: Content, copies: Copies | None) -> None:
+        """Write this process's files, and then its record.
 
-        If a file can't be written, the list contains the error instead.
+        If a file can't be written, the record contains the error instead.
         """
-        files: dict[str, File] = {}
-        chunks: list[StoredShard] = []
-        list_file = temporary / f"list-{self.groups.rank:05}.json"
+        temporary = plan.temporary
+        rank = self.groups.rank
         try:
+            plan.records.reserve(temporary, rank)
             for name, stored in content.small.items():
-                files[name] = write_bytes(temporary / name, stored)
+                write_bytes(temporary / name, stored)
             if copies is None:
                 blocks = content.blocks
             else:
                 blocks = copies.blocks()
-            tensors = {f"{kind}-{self.groups.rank:05}.safetensors": b for kind, b in blocks.items() if b}
-            with ThreadPoolExecutor(WRITERS) as threads:
-                for name, written in zip(
-                    tensors,
-                    threads.map(lambda name: write_tensors(temporary / name, tensors[name]), tensors),
-                    strict=True,
-                ):
-                    files[name] = written[0]
-                    chunks += written[1]
-            described = {name: asdict(file) for name, file in files.items()}
-            values = {"files": described, "chunks": chunks, "keys": content.keys}
+            values = _record(content, plan.part, self._write_kinds(plan, blocks))
         except (OSError, NotFinite) as error:
             needed = sum(shard.data.nbytes for of_file in content.blocks.values() for shard in of_file)
             reason = f"{type(error).__name__}: {error}{room_left(error, temporary, needed)}"
-            values = {"failure": f"rank {self.groups.rank}: {reason}"}
-            for unfinished in temporary.glob(f"*-{self.groups.rank:05}.safetensors"):
-                unfinished.unlink(missing_ok=True)  # on a full disk, this makes room for the list
-        put(list_file, json.dumps(values).encode())
+            values = failure_record(f"rank {rank}: {reason}")
+            for kind in plan.part.kinds:  # on a full disk, this makes room for the records
+                (temporary / file_name(kind, self.groups.control.node)).unlink(missing_ok=True)
+        plan.records.put(temporary, rank, values)
 
-    def _seal(self, meta: Meta, temporary: Path) -> None:
+    def _write_kinds(self, plan: Plan, blocks: Mapping[str, Sequence[Any]]) -> dict[str, list[StoredShard]]:
+        """Write this process's part of each file; return the chunks with their digests, by kind."""
+        part = plan.part
+
+        def write(kind: str) -> list[StoredShard]:
+            path = plan.temporary / file_name(kind, self.groups.control.node)
+            return write_part(path, blocks.get(kind, ()), part.chunks.get(kind, ()), part.heads.get(kind, b""))
+
+        with ThreadPoolExecutor(WRITERS) as threads:
+            return dict(zip(part.kinds, threads.map(write, part.kinds), strict=True))
+
+    def _seal(self, plan: Plan, meta: Meta) -> None:
         """Complete a checkpoint, on rank 0.
 
-        Collects the lists of all processes, writes the manifest, and renames the folder. Then updates the pointer
+        Collects the records of all processes, writes the manifest, and renames the folder. Then updates the pointer
         `latest`, starts the upload to the mirror, and removes old checkpoints.
         """
+        temporary = plan.temporary
         target = temporary.with_name(temporary.name[1:].removesuffix(".temporary"))
         files: dict[str, File] = {}
         chunks: list[StoredShard] = []
         keys: set[str] = set()
         for rank in range(self.groups.world_size):
-            values = self._list_of(temporary / f"list-{rank:05}.json")
+            values = self._record_of(plan, rank)
             files.update({name: File(**file) for name, file in values["files"].items()})
             chunks += map(chunk_of, values["chunks"])
             keys.update(values["keys"])
@@ -285,17 +304,16 @@ class Saver:
         for failure in folders.apply_retention(self.run_dir, settings, self._kept_every(), self.phase_ends, in_use):
             print(failure, file=sys.stderr)
 
-    def _list_of(self, path: Path) -> dict[str, Any]:
-        """Wait until a process has written its list, and read the list.
+    def _record_of(self, plan: Plan, rank: int) -> dict[str, Any]:
+        """Wait until a process has written its record, and read the record.
 
-        Raises OSError if the list contains an error, and TimeoutError if there is no list after `patience_s` seconds.
+        Raises OSError if the record has an error, and TimeoutError if there is no record after `patience_s` seconds.
         """
         deadline = time.monotonic() + self.patience_s
-        while not path.exists():
+        while (values := plan.records.read(plan.temporary, rank)) is None:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {int(path.stem[5:])} has not written its part in {self.patience_s:.0f} s")
+                raise TimeoutError(f"rank {rank} has not written its part in {self.patience_s:.0f} s")
             time.sleep(POLL_INTERVAL_S)
-        values = json.loads(path.read_bytes())
         if "failure" in values:
             raise OSError(values["failure"])
         return values
@@ -305,6 +323,13 @@ class Saver:
         if every is None:
             return None
         return parse_steps(every, self.config.phases[0].tokens_per_step)
+
+
+def _record(content: Content, part: NodePart, chunks: Mapping[str, Sequence[StoredShard]]) -> dict[str, Any]:
+    """Return a process's record for the manifest: the entries of its files and chunks, and the keys of its tensors."""
+    small = {name: File(len(stored), len(stored), digest_of(stored)) for name, stored in content.small.items()}
+    files = {name: asdict(file) for name, file in {**small, **part.files}.items()}
+    return {"files": files, "chunks": [chunk for of_kind in chunks.values() for chunk in of_kind], "keys": content.keys}
 
 
 def mirror_of(config: Config) -> Mirror | None:

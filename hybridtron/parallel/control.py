@@ -69,6 +69,12 @@ class Control:
         }
         return [by_rank[rank] for rank in sorted(by_rank)]
 
+    def all_gather_on_node(self, value: Any) -> list[Any]:
+        """All-gather a plain value from each rank of this node; return the values in the order of the ranks."""
+        if self.ranks_of_node is None:
+            return [converted(value)]
+        return all_gather_values(value, self.ranks_of_node)
+
     def barrier(self) -> None:
         """Wait until every rank has reached this call."""
         if self.ranks_of_node is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,8 +15,11 @@ EARLY = 2**24  # a flush begins when this many bytes were written since the last
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[Callable[[memoryview], None]]:
+def writing(path: Path, start: int | None = None) -> Iterator[Callable[[memoryview], None]]:
     """Open a new file, and yield a function that appends bytes to the file.
+
+    With `start` the bytes are written from this position on, and other bytes in the file stay: other processes may
+    write them at the same time.
 
     While further bytes are written, a thread flushes earlier bytes to disk (fsync). When the block ends without an
     error, all bytes are on disk.
@@ -23,7 +27,7 @@ def writing(path: Path) -> Iterator[Callable[[memoryview], None]]:
     size = begun = 0  # bytes written so far; bytes written when the last flush began
     flush = Future[None]()
     flush.set_result(None)
-    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1, "flushing") as thread:
+    with _opened(path, start) as file, ThreadPoolExecutor(1, "flushing") as thread:
 
         def write(data: memoryview) -> None:
             nonlocal size, begun, flush
@@ -37,6 +41,15 @@ def writing(path: Path) -> Iterator[Callable[[memoryview], None]]:
         yield write
         flush.result()
         os.fsync(file.fileno())
+
+
+def _opened(path: Path, start: int | None) -> io.FileIO:
+    """Open a new file for writing; with `start`, open a file at this position and keep its bytes."""
+    if start is None:
+        return path.open("wb", buffering=0)
+    file = io.FileIO(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666), "wb")
+    file.seek(start)
+    return file
 
 
 def temporary_of(path: Path) -> Path:

@@ -1,0 +1,132 @@
+"""Files that the ranks of a node write together: each rank writes its part at a known position.
+
+    model-00003.safetensors   the tensors that the ranks of node 3 write, in the order of these ranks
+    list-00003                a record of each rank of node 3, for which rank 0 looks until the checkpoint is complete
+
+So a save has as many files as kinds and nodes, and no more with more ranks on a node. Before the ranks write, they
+exchange the names and shapes of their tensors on their node. From these each rank computes the same head and the same
+positions. A record has a fixed place, too: only the digests in it are unknown before the tensors are written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridtron.checkpoint.files import described, head_of_described, planned_chunks, size_of
+from hybridtron.checkpoint.manifest import File, StoredShard
+from hybridtron.parallel.control import Control
+from hybridtron.storage.digest import digest_of
+from hybridtron.storage.durable import writing
+
+MIN_ROOM = 4096  # bytes of the smallest record, so that the reason of a failure has room
+DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True)
+class NodePart:
+    """This rank's part of its node's files for one checkpoint.
+
+    chunks: kind of file (`model`, `optimizer`, ...) -> the chunks that this rank writes, without their digests
+    heads: kind of file -> the file's head, on the node's first rank, which writes the heads; empty on other ranks
+    files: name of a file -> its entry for the manifest, also on the first rank only
+    """
+
+    chunks: Mapping[str, Sequence[StoredShard]]
+    heads: Mapping[str, bytes]
+    files: Mapping[str, File]
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of files into which this rank writes."""
+        return sorted({*self.heads, *self.chunks})
+
+
+def file_name(kind: str, node: int) -> str:
+    return f"{kind}-{node:05}.safetensors"
+
+
+def plan_part(blocks: Mapping[str, Sequence[Any]], control: Control) -> NodePart:
+    """Plan this rank's part of its node's files. All ranks of a node call this together.
+
+    `blocks` maps each kind of file to the blocks (`ShardedTensor`s) that this rank writes.
+    """
+    own = {kind: described(of_kind) for kind, of_kind in blocks.items() if of_kind}
+    of_ranks = control.all_gather_on_node(own)
+    index = control.nodes[control.node].index(control.rank)
+    chunks: dict[str, list[StoredShard]] = {}
+    heads: dict[str, bytes] = {}
+    files: dict[str, File] = {}
+    for kind in sorted({kind for of_rank in of_ranks for kind in of_rank}):
+        parts = [of_rank.get(kind, []) for of_rank in of_ranks]
+        head = head_of_described(itertools.chain.from_iterable(parts))
+        starts = list(itertools.accumulate(map(size_of, parts), initial=len(head)))
+        name = file_name(kind, control.node)
+        if own.get(kind):
+            chunks[kind] = planned_chunks(name, blocks[kind], starts[index])
+        if index == 0:
+            heads[kind] = head
+            files[name] = File(starts[-1], len(head), digest_of(head))
+    return NodePart(chunks, heads, files)
+
+
+@dataclass(frozen=True)
+class Records:
+    """Places of all ranks' records in the files `list-...` of a checkpoint that is being written.
+
+    nodes: the global ranks of each node
+    rooms: bytes of each rank's record, by rank
+    """
+
+    nodes: Sequence[Sequence[int]]
+    rooms: Sequence[int]
+
+    def put(self, folder: Path, rank: int, values: Mapping[str, Any]) -> None:
+        """Write a rank's record and wait until it is on disk."""
+        path, start, room = self._place(folder, rank)
+        body = json.dumps(values).encode().ljust(room - DIGEST_BYTES)
+        assert len(body) == room - DIGEST_BYTES, "a record was planned with less room than it needs"
+        with writing(path, start) as write:
+            write(memoryview(digest_of(body).encode() + body))
+
+    def reserve(self, folder: Path, rank: int) -> None:
+        """Write zeros at the place of a rank's record. So a disk that becomes full still has room for the record."""
+        path, start, room = self._place(folder, rank)
+        with writing(path, start) as write:
+            write(memoryview(bytes(room)))
+
+    def read(self, folder: Path, rank: int) -> dict[str, Any] | None:
+        """Read a rank's record; return None as long as the rank has not written all of it."""
+        path, start, room = self._place(folder, rank)
+        try:
+            with path.open("rb") as file:
+                file.seek(start)
+                stored = file.read(room)
+        except FileNotFoundError:
+            return None
+        body = stored[DIGEST_BYTES:]
+        if len(stored) < room or stored[:DIGEST_BYTES] != digest_of(body).encode():
+            return None
+        return json.loads(body)
+
+    def _place(self, folder: Path, rank: int) -> tuple[Path, int, int]:
+        """Return the file of a rank's record, the position in the file, and the record's size."""
+        node = next(index for index, ranks in enumerate(self.nodes) if rank in ranks)
+        earlier = itertools.takewhile(lambda other: other != rank, self.nodes[node])
+        ranks = sorted(itertools.chain.from_iterable(self.nodes))
+        rooms = dict(zip(ranks, self.rooms, strict=True))
+        return folder / f"list-{node:05}", sum(rooms[other] for other in earlier), rooms[rank]
+
+
+def room_for(values: Mapping[str, Any]) -> int:
+    """Return the bytes for a record with these values, in which digests may still be missing."""
+    return max(MIN_ROOM, DIGEST_BYTES + len(json.dumps(values).encode()))
+
+
+def failure_record(reason: str) -> dict[str, str]:
+    """Return the record of a rank that could not write its part; a long reason is cut so that every record has room."""
+    return {"failure": reason[: MIN_ROOM // 8]}

@@ -153,6 +153,15 @@ def copied_to_device(tensor: Tensor) -> Tensor:
     return tensor.pin_memory().to(compute_device(), non_blocking=True)
 
 
+def host_copy_of(tensor: Tensor) -> Tensor:
+    """Return CPU memory without values for copies of a tensor. On CUDA it is pinned, so that the GPU itself copies.
+
+    torch rounds the size of pinned memory up to a power of two.
+    """
+    pinned = compute_device().type == "cuda"
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+
+
 class Movable(Protocol):
     """A value that holds tensors and can move all of them, such as a batch."""
 

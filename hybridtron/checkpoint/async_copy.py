@@ -13,12 +13,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from hybridtron.checkpoint.files import copy
 from hybridtron.checkpoint.finite import KINDS, NotFinite, is_finite
-from hybridtron.device import beside_computing
+from hybridtron.device import beside_computing, host_copy_of
 
 COPIERS = 2  # threads; they run in parallel, because copying and checking release Python's lock
 
@@ -67,7 +66,10 @@ class Copies:
 
 
 class Copier:
-    """Threads that copy the blocks for a run's checkpoints. Each checkpoint reuses the last checkpoint's memory."""
+    """Threads that copy the blocks for a run's checkpoints. Each checkpoint reuses the last checkpoint's memory.
+
+    On CUDA this memory is pinned.
+    """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(COPIERS, "copier")
@@ -88,7 +90,7 @@ class Copier:
         key = (block.key, block.global_offset)
         memory = self._memory.get(key)
         if memory is None or memory.shape != block.data.shape or memory.dtype != block.data.dtype:
-            memory = self._memory[key] = torch.empty(block.data.shape, dtype=block.data.dtype, device="cpu")
+            memory = self._memory[key] = host_copy_of(block.data)
         with side_stream:
             copy(block.data, memory)
         return Copied(replace(block, data=memory), is_finite(memory))

@@ -48,28 +48,28 @@ def write_tensors(path: Path, blocks: Sequence[Any]) -> tuple[File, list[StoredS
     A block is a `ShardedTensor`: a full tensor, or this process's shard of a tensor. Returns the manifest's entries: an
     entry for the file, and an entry for each block.
     """
-    about = described(blocks)
-    head = head_of_described(about)
-    chunks = write_part(path, blocks, planned_chunks(path.name, blocks, len(head)), head)
+    about = describe(blocks)
+    head = head_of_descriptions(about)
+    chunks = write_part(path, blocks, plan_chunks(path.name, blocks, len(head)), head)
     return File(len(head) + size_of(about), len(head), digest_of(head)), chunks
 
 
-def described(blocks: Iterable[Any]) -> list[tuple[str, str, Sequence[int]]]:
+def describe(blocks: Iterable[Any]) -> list[tuple[str, str, Sequence[int]]]:
     """Describe blocks as plain values: each block's name in its file, the dtype's name, and the shape."""
     return [(_name(block), _NAME_OF_DTYPE[block.dtype], list(block.local_shape)) for block in blocks]
 
 
-def head_of_described(about: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
-    """Return the head of a safetensors file with the tensors that `described` has described."""
+def head_of_descriptions(about: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
+    """Return the head of a safetensors file with the tensors that `describe` has described."""
     return head_of((name, NAMES[dtype], shape) for name, dtype, shape in about)
 
 
 def size_of(about: Iterable[tuple[str, str, Sequence[int]]]) -> int:
-    """Return the bytes of the tensors that `described` has described."""
+    """Return the bytes of the tensors that `describe` has described."""
     return sum(math.prod(shape) * NAMES[dtype].itemsize for _, dtype, shape in about)
 
 
-def planned_chunks(file_name: str, blocks: Sequence[Any], start: int) -> list[StoredShard]:
+def plan_chunks(file_name: str, blocks: Sequence[Any], start: int) -> list[StoredShard]:
     """Return the manifest's entries for blocks that will lie in a file from `start` on; digests are missing."""
     chunks = []
     for block in blocks:

@@ -13,11 +13,12 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridtron.checkpoint.files import described, head_of_described, planned_chunks, size_of
+from hybridtron.checkpoint.files import describe, head_of_descriptions, plan_chunks, size_of, write_part
 from hybridtron.checkpoint.manifest import File, StoredShard
 from hybridtron.parallel.control import Control
 from hybridtron.storage.digest import digest_of
@@ -25,6 +26,7 @@ from hybridtron.storage.durable import writing
 
 MIN_ROOM = 4096  # bytes of the smallest record, so that the reason of a failure has room
 DIGEST_BYTES = 32
+WRITERS = 2  # threads: one digests while the other flushes to disk
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def plan_part(blocks: Mapping[str, Sequence[Any]], control: Control) -> NodePart
 
     `blocks` maps each kind of file to the blocks (`ShardedTensor`s) that this rank writes.
     """
-    own = {kind: described(of_kind) for kind, of_kind in blocks.items() if of_kind}
+    own = {kind: describe(of_kind) for kind, of_kind in blocks.items() if of_kind}
     of_ranks = control.all_gather_on_node(own)
     index = control.nodes[control.node].index(control.rank)
     chunks: dict[str, list[StoredShard]] = {}
@@ -63,15 +65,41 @@ def plan_part(blocks: Mapping[str, Sequence[Any]], control: Control) -> NodePart
     files: dict[str, File] = {}
     for kind in sorted({kind for of_rank in of_ranks for kind in of_rank}):
         parts = [of_rank.get(kind, []) for of_rank in of_ranks]
-        head = head_of_described(itertools.chain.from_iterable(parts))
+        head = head_of_descriptions(itertools.chain.from_iterable(parts))
         starts = list(itertools.accumulate(map(size_of, parts), initial=len(head)))
         name = file_name(kind, control.node)
         if own.get(kind):
-            chunks[kind] = planned_chunks(name, blocks[kind], starts[index])
+            chunks[kind] = plan_chunks(name, blocks[kind], starts[index])
         if index == 0:
             heads[kind] = head
             files[name] = File(starts[-1], len(head), digest_of(head))
     return NodePart(chunks, heads, files)
+
+
+def distinct_on_node(blocks: Mapping[str, Sequence[Any]], control: Control) -> dict[str, list[Any]]:
+    """Return the blocks that no earlier rank of this node holds, too. All ranks of a node call this together."""
+    names = {kind: [[name, shape] for name, _, shape in describe(of_kind)] for kind, of_kind in blocks.items()}
+    of_ranks = control.all_gather_on_node(names)
+    index = control.nodes[control.node].index(control.rank)
+    distinct = {}
+    for kind, of_kind in blocks.items():
+        earlier = {(name, *shape) for of_rank in of_ranks[:index] for name, shape in of_rank.get(kind, [])}
+        own = [(name, *shape) for name, shape in names[kind]]
+        distinct[kind] = [entry for entry, place in zip(of_kind, own, strict=True) if place not in earlier]
+    return distinct
+
+
+def write_kinds(
+    folder: Path, part: NodePart, blocks: Mapping[str, Sequence[Any]], node: int
+) -> dict[str, list[StoredShard]]:
+    """Write this rank's part of each file in a folder; return the chunks with their digests, by kind."""
+
+    def write(kind: str) -> list[StoredShard]:
+        path = folder / file_name(kind, node)
+        return write_part(path, blocks.get(kind, ()), part.chunks.get(kind, ()), part.heads.get(kind, b""))
+
+    with ThreadPoolExecutor(WRITERS) as threads:
+        return dict(zip(part.kinds, threads.map(write, part.kinds), strict=True))
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from hybridtron.architecture.adapters import is_adapter
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.finite import not_finite
 from hybridtron.checkpoint.folder import archive_broken, archive_newer_broken, belongs_to
+from hybridtron.checkpoint.local import LocalCheckpoint
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.save import layout_of
 from hybridtron.device import random_states, set_random_states
@@ -79,12 +80,20 @@ def restore_newest(
     faults = []
     for checkpoint in candidates:
         engine, boundary = engine_for(checkpoint)
-        copied = engine.copied_weights()
+        if isinstance(checkpoint, LocalCheckpoint):
+            copied = []  # each node has the weights of its ranks
+        else:
+            copied = engine.copied_weights()
         fault = _first_fault(_restore(checkpoint, engine, boundary, copied), engine.groups)
         if fault is None:
             send_copies(copied)  # only after all ranks have read their parts, so that no rank waits for one that failed
             _archive_newer_broken(checkpoint, run_dir, engine.groups.is_first)
             return checkpoint
+        if isinstance(checkpoint, LocalCheckpoint):
+            faults.append(fault.what)
+            if engine.groups.is_first:
+                print(f"LOCAL CHECKPOINT: not used: {fault.what}", file=sys.stderr)
+            continue
         if fault.key is None and not belongs_to(run_dir, checkpoint.folder):
             fault = RestoreFault(fault.what, "run.resume")
         if fault.key is not None:

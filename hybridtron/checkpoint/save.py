@@ -19,9 +19,9 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,10 @@ import torch
 
 from hybridtron.checkpoint import folder as folders
 from hybridtron.checkpoint.async_copy import Copier, Copies
-from hybridtron.checkpoint.files import write_bytes, write_part
+from hybridtron.checkpoint.content import Content, content_of, content_of_node, record_of
+from hybridtron.checkpoint.files import write_bytes
 from hybridtron.checkpoint.finite import KINDS, NotFinite, all_finite, not_finite
+from hybridtron.checkpoint.local_save import LocalWriter
 from hybridtron.checkpoint.manifest import (
     FILE,
     BrokenCheckpoint,
@@ -42,20 +44,23 @@ from hybridtron.checkpoint.manifest import (
     to_bytes,
 )
 from hybridtron.checkpoint.mirror import Mirror
-from hybridtron.checkpoint.node_files import NodePart, Records, failure_record, file_name, plan_part, room_for
-from hybridtron.config.load import to_yaml
+from hybridtron.checkpoint.node_files import (
+    NodePart,
+    Records,
+    failure_record,
+    file_name,
+    plan_part,
+    room_for,
+    write_kinds,
+)
 from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import Config
 from hybridtron.config.units import parse_steps
-from hybridtron.device import random_states
 from hybridtron.engine.engine import Engine
 from hybridtron.file_errors import room_left
-from hybridtron.parallel.blocks import block
 from hybridtron.parallel.groups import Groups
-from hybridtron.storage.digest import digest_of
 from hybridtron.storage.durable import sync, temporary_of
 
-WRITERS = 2  # threads: one digests while the other flushes to disk
 POLL_INTERVAL_S = 0.02  # seconds between two looks for a process's record
 
 
@@ -64,22 +69,7 @@ class SaveError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Content:
-    """One process's part of a checkpoint.
-
-    blocks: kind of file (`model`, `optimizer`, `states`, ...) -> tensor shards (`ShardedTensor`s)
-    small: file's name -> content, for the files without tensors; empty on all ranks but rank 0
-    keys: keys of all tensors of which this process holds a shard, whether it writes the shard or not
-    """
-
-    meta: Meta
-    blocks: dict[str, Sequence[Any]]
-    small: dict[str, bytes]
-    keys: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """The plan for writing a checkpoint: its temporary folder, this rank's part, and the places of all ranks' records.
 
     `folder_error` is the error with which rank 0 failed to create the folder, or None.
@@ -100,17 +90,20 @@ class Saver:
         run_dir: Path,
         groups: Groups,
         *,
+        local: LocalWriter | None = None,
         patience_s: float = 600.0,
         on_written: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.config = plan.config
         self.run_dir = run_dir
         self.groups = groups
+        self.local = local  # writes node-local checkpoints; None without `checkpoint.local_dir`
         self.patience_s = patience_s  # how long rank 0 waits for the record of each process
         self.on_written = on_written  # called on all processes when a checkpoint is on disk, with its step
         self.phase_ends = {phase.end_step for phase in plan.phases}
         self.failures = 0  # checkpoints in a row that could not be written
         self._under_way: Future[None] | None = None  # the write in the background thread
+        self._is_local = False  # True if a node-local checkpoint is being written
         self._thread, self._copier = ThreadPoolExecutor(1, "checkpoint"), Copier()
         self.step = 0  # step of the last checkpoint, which may still be being written
         self.written: set[int] = set()  # steps whose checkpoints are on disk
@@ -130,16 +123,36 @@ class Saver:
         self.step = meta.step
         temporary = temporary_of(folders.folder_of(self.run_dir, meta.step))
         content = content_of(engine, meta, tokenizer)
-        if self.config.checkpoint.asynchronous:
-            self._unchecked = copies = self._copier.start(content.blocks)
-            engine.pending_copies = copies.trained
-        else:
-            copies = None
-            fault = not_finite([shard for kind in KINDS for shard in content.blocks.get(kind, ())])
-            all_finite(fault, self.groups.control)
+        copies = self._copies_of(content, engine)
+        self._is_local = False
         self._under_way = self._thread.submit(self._run, self._prepare(content, temporary), content, copies)
         if not self.config.checkpoint.asynchronous:
             self.settle()
+
+    def save_locally(self, engine: Engine, meta: Meta, tokenizer: Path) -> None:
+        """Write a step's node-local checkpoint; otherwise the same as `save`.
+
+        A failure is only reported: training continues, since it can resume from checkpoints in the run's folder.
+        """
+        assert self.local is not None
+        self.settle()
+        self.step = meta.step
+        content = content_of_node(engine, meta, tokenizer)
+        copies = self._copies_of(content, engine)
+        self._is_local = True
+        self._under_way = self._thread.submit(self.local.write, self.local.plan(content), copies)
+        if not self.config.checkpoint.asynchronous:
+            self.settle()
+
+    def _copies_of(self, content: Content, engine: Engine) -> Copies | None:
+        """With `checkpoint.asynchronous` start to copy the content; else look for NaN and infinity, and return None."""
+        if self.config.checkpoint.asynchronous:
+            self._unchecked = copies = self._copier.start(content.blocks)
+            engine.pending_copies = copies.trained
+            return copies
+        fault = not_finite([shard for kind in KINDS for shard in content.blocks.get(kind, ())])
+        all_finite(fault, self.groups.control)
+        return None
 
     def check(self) -> None:
         """Wait for the copies of an asynchronous checkpoint, and check them for NaN and infinity.
@@ -172,6 +185,10 @@ class Saver:
         error = self._wait_for_write()
         faults = self.groups.control.all_gather(None if error is None else f"{type(error).__name__}: {error}")
         fault = next(filter(None, faults), None)
+        if self._is_local:
+            if fault is not None and self.groups.is_first:
+                print(f"LOCAL CHECKPOINT NOT WRITTEN at step {self.step}: {fault}; training continues", file=sys.stderr)
+            return
         if fault is None:
             self.failures = 0
             self.written.add(self.step)
@@ -199,7 +216,7 @@ class Saver:
         if self.failures:
             raise SaveError(f"the run's last checkpoint, of step {self.step}, could not be written")
 
-    def _prepare(self, content: Content, temporary: Path) -> Plan:
+    def _prepare(self, content: Content, temporary: Path) -> SavePlan:
         """Create an empty temporary folder on rank 0, and plan the files. All processes call this together."""
         folder_error = None
         if self.groups.is_first:
@@ -211,10 +228,10 @@ class Saver:
         control = self.groups.control
         part = plan_part(content.blocks, control)
         # Other processes write into the folder, so it must exist: this exchange begins on rank 0 after that.
-        rooms = control.all_gather(room_for(_record(content, part, part.chunks)))
-        return Plan(temporary, folder_error, part, Records(control.nodes, rooms))
+        rooms = control.all_gather(room_for(record_of(content, part, part.chunks)))
+        return SavePlan(temporary, folder_error, part, Records(control.nodes, rooms))
 
-    def _run(self, plan: Plan, content: Content, copies: Copies | None) -> None:
+    def _run(self, plan: SavePlan, content: Content, copies: Copies | None) -> None:
         """Write this process's files; on rank 0 also complete the checkpoint. `settle` reports exceptions."""
         began = time.monotonic()
         if plan.folder_error is not None:
@@ -224,7 +241,7 @@ class Saver:
             self._seal(plan, content.meta)
         self.longest_s = max(self.longest_s, time.monotonic() - began)
 
-    def _write(self, plan: Plan, content: Content, copies: Copies | None) -> None:
+    def _write(self, plan: SavePlan, content: Content, copies: Copies | None) -> None:
         """Write this process's files, and then its record.
 
         If a file can't be written, the record contains the error instead.
@@ -239,7 +256,8 @@ class Saver:
                 blocks = content.blocks
             else:
                 blocks = copies.blocks()
-            values = _record(content, plan.part, self._write_kinds(plan, blocks))
+            written = write_kinds(temporary, plan.part, blocks, self.groups.control.node)
+            values = record_of(content, plan.part, written)
         except (OSError, NotFinite) as error:
             needed = sum(shard.data.nbytes for of_file in content.blocks.values() for shard in of_file)
             reason = f"{type(error).__name__}: {error}{room_left(error, temporary, needed)}"
@@ -248,18 +266,7 @@ class Saver:
                 (temporary / file_name(kind, self.groups.control.node)).unlink(missing_ok=True)
         plan.records.put(temporary, rank, values)
 
-    def _write_kinds(self, plan: Plan, blocks: Mapping[str, Sequence[Any]]) -> dict[str, list[StoredShard]]:
-        """Write this process's part of each file; return the chunks with their digests, by kind."""
-        part = plan.part
-
-        def write(kind: str) -> list[StoredShard]:
-            path = plan.temporary / file_name(kind, self.groups.control.node)
-            return write_part(path, blocks.get(kind, ()), part.chunks.get(kind, ()), part.heads.get(kind, b""))
-
-        with ThreadPoolExecutor(WRITERS) as threads:
-            return dict(zip(part.kinds, threads.map(write, part.kinds), strict=True))
-
-    def _seal(self, plan: Plan, meta: Meta) -> None:
+    def _seal(self, plan: SavePlan, meta: Meta) -> None:
         """Complete a checkpoint, on rank 0.
 
         Collects the records of all processes, writes the manifest, and renames the folder. Then updates the pointer
@@ -304,7 +311,7 @@ class Saver:
         for failure in folders.apply_retention(self.run_dir, settings, self._kept_every(), self.phase_ends, in_use):
             print(failure, file=sys.stderr)
 
-    def _record_of(self, plan: Plan, rank: int) -> dict[str, Any]:
+    def _record_of(self, plan: SavePlan, rank: int) -> dict[str, Any]:
         """Wait until a process has written its record, and read the record.
 
         Raises OSError if the record has an error, and TimeoutError if there is no record after `patience_s` seconds.
@@ -325,39 +332,11 @@ class Saver:
         return parse_steps(every, self.config.phases[0].tokens_per_step)
 
 
-def _record(content: Content, part: NodePart, chunks: Mapping[str, Sequence[StoredShard]]) -> dict[str, Any]:
-    """Return a process's record for the manifest: the entries of its files and chunks, and the keys of its tensors."""
-    small = {name: File(len(stored), len(stored), digest_of(stored)) for name, stored in content.small.items()}
-    files = {name: asdict(file) for name, file in {**small, **part.files}.items()}
-    return {"files": files, "chunks": [chunk for of_kind in chunks.values() for chunk in of_kind], "keys": content.keys}
-
-
 def mirror_of(config: Config) -> Mirror | None:
     """Return the mirror (a store for copies of checkpoints), or None if `checkpoint.mirror` is not set."""
     if config.checkpoint.mirror is None:
         return None
     return Mirror(config.checkpoint.mirror)
-
-
-def content_of(engine: Engine, meta: Meta, tokenizer: Path) -> Content:
-    """Collect the tensor shards and small files that this process writes.
-
-    If several processes have the same shard, only one of them writes it.
-    """
-    groups = engine.groups
-    held = engine.blocks()
-    keys = sorted({shard.key for of_file in held.values() for shard in of_file})
-    blocks: dict[str, Sequence[Any]] = {
-        name: [shard for shard in of_file if shard.replica_id == 0] for name, of_file in held.items()
-    }
-    blocks["random"] = [
-        block(f"random.{groups.rank}.{name}", tuple(state.shape), (0,) * state.dim(), state, main=True)
-        for name, state in random_states().items()
-    ]
-    small = {}
-    if groups.is_first:
-        small = {"config.yaml": to_yaml(engine.config).encode(), "tokenizer.json": tokenizer.read_bytes()}
-    return Content(meta, blocks, small, keys)
 
 
 def layout_of(config: Config, groups: Groups) -> str:

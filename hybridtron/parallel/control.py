@@ -75,6 +75,15 @@ class Control:
             return [converted(value)]
         return all_gather_values(value, self.ranks_of_node)
 
+    def all_gather_of_leaders(self, value: Any) -> list[Any]:
+        """All-gather a plain value from each node's leader; return the values in the order of the nodes.
+
+        Only leaders call this.
+        """
+        if self.leaders is None:
+            return [converted(value)]
+        return all_gather_values(value, self.leaders)
+
     def barrier(self) -> None:
         """Wait until every rank has reached this call."""
         if self.ranks_of_node is not None:
@@ -133,6 +142,17 @@ def form(rank: int, world_size: int, timeout: timedelta) -> Control:
     groups = [_gloo_group(ranks, rank, timeout) for ranks in nodes]
     leaders = _gloo_group([ranks[0] for ranks in nodes], rank, timeout)
     return Control(rank, nodes, node, groups[node], leaders)
+
+
+def form_again(control: Control, timeout: timedelta) -> Control:
+    """Form a second control group with the same nodes, for a thread beside the training thread.
+
+    Two threads must not share a group, because a group's messages need the same order on all ranks. All ranks call this
+    together.
+    """
+    groups = [_gloo_group(ranks, control.rank, timeout) for ranks in control.nodes]
+    leaders = _gloo_group([ranks[0] for ranks in control.nodes], control.rank, timeout)
+    return Control(control.rank, control.nodes, control.node, groups[control.node], leaders)
 
 
 def nodes_of(names: Sequence[Any]) -> list[list[int]]:

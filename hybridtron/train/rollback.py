@@ -16,6 +16,7 @@ from pathlib import Path
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.finite import NotFinite
+from hybridtron.checkpoint.local import LocalCheckpoint
 from hybridtron.config.schema import Config, OptimConfig
 from hybridtron.engine.step_guard import StepGuard
 from hybridtron.train.metrics import Decision
@@ -72,7 +73,8 @@ class Rollback:
         if self.start is None:
             earlier = []
         else:
-            earlier = list(candidates(self.start, self.config))
+            # local checkpoints are removed when newer ones are written
+            earlier = [entry for entry in candidates(self.start, self.config) if not isinstance(entry, LocalCheckpoint)]
         usable = {
             checkpoint.folder: checkpoint
             for checkpoint in [*written_checkpoints, *earlier]

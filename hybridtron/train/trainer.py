@@ -34,6 +34,7 @@ from hybridtron.parallel.groups import Groups
 from hybridtron.train import rollback
 from hybridtron.train.corruption import CorruptionFound, CorruptionWatch
 from hybridtron.train.hooks import Hook, RunContext, StepContext
+from hybridtron.train.local_checkpoints import SavePlace, SaveTimes, local_writer
 from hybridtron.train.lr import learning_rate, weight_decay
 from hybridtron.train.metrics import Decision, StepMetrics
 from hybridtron.train.outcome import Preempted
@@ -107,7 +108,12 @@ class Trainer:
         self.rollback = Rollback(config, run_dir, self.start)
         self.progress = watchdog.failures.progress
         self.progress.step = self.resume_step
-        self.saver = Saver(plan, run_dir, groups, patience_s=config.run.timeout, on_written=self.report_checkpoint)
+        local = local_writer(config, groups)
+        if local is not None:
+            local.drop_after(self.resume_step)
+        self.saver = Saver(
+            plan, run_dir, groups, local=local, patience_s=config.run.timeout, on_written=self.report_checkpoint
+        )
         if (
             self.saver.mirror is not None
             and self.start is not None
@@ -200,9 +206,8 @@ class Trainer:
         self.enter_phase(phase, loader)
         first = max(self.resume_step, phase.start_step)
         last = min(self.last, phase.end_step)
-        save_every = parse_steps(self.config.checkpoint.every, phase.settings.tokens_per_step)
+        save_times = SaveTimes(self.config, phase)
         evaluate_every = parse_steps(self.config.run.eval_every, phase.settings.tokens_per_step)
-        due = False
         with closing(self.read(loader, phase, first, last)) as steps, self.time_log.spent_on("steps"):
             for step in range(first + 1, last + 1):
                 self.watchdog.beat(f"step {step}", Section.start if step == first + 1 else Section.step)
@@ -226,12 +231,9 @@ class Trainer:
                 refused = self.engine.guard.refused
                 rollback.check_refused(step, step == self.last, self.engine.guard, self.config.optim)
                 stop = self.requests.agreed(self.engine.number_sums[: len(REASONS)])  # all ranks get the same value
-                due |= step % save_every == 0
-                # A checkpoint that is due after a refused step is written after the next accepted step, because a run
-                # never rolls back to a checkpoint that was written right after a refused step.
-                if (due and not refused) or step == last or stop:
-                    self.save(step, loader, metrics)
-                    due = False
+                place = save_times.after(step, refused > 0, at_once=step == last or bool(stop))
+                if place is not None:
+                    self.save(step, loader, metrics, place)
                 if stop or step == last:
                     self.check_saved()  # no further step will check this checkpoint
                 if stop and step < self.last:
@@ -337,8 +339,11 @@ class Trainer:
         """Return the key of the batch that a step reads."""
         return BatchKey(phase.index, self.skipped_data.data_step(phase.index, step - phase.start_step - 1))
 
-    def save(self, step: int, loader: Loader, metrics: StepMetrics) -> None:
-        """Write the checkpoint of a step. Raises RollbackRequested if a value in the checkpoint is not finite."""
+    def save(self, step: int, loader: Loader, metrics: StepMetrics, place: SavePlace) -> None:
+        """Write the checkpoint of a step. Raises RollbackRequested if a value in the checkpoint is not finite.
+
+        With `SavePlace.local` each node writes its part to its own disk.
+        """
         began = time.perf_counter()
         with self.requests.saving(), self.time_log.spent_on("checkpoints"):
             if metrics.validation is None:
@@ -354,9 +359,14 @@ class Trainer:
                 self.watchdog.beat("the end of the last checkpoint", Section.settle)
                 self.saver.settle()
                 self.watchdog.beat(f"the checkpoint of step {step}", Section.save)
-                self.saver.save(self.engine, meta, loader.sources.tokenizer_file)
+                if place is SavePlace.local:
+                    self.saver.save_locally(self.engine, meta, loader.sources.tokenizer_file)
+                else:
+                    self.saver.save(self.engine, meta, loader.sources.tokenizer_file)
             except NotFinite as fault:
                 raise rollback.not_saved(step, fault) from fault
+        if place is SavePlace.local:
+            return  # the interval of checkpoints in the run's folder follows from the times of these alone
         self.time_log.count_save(time.perf_counter() - began)
         self.requests.longest_save = max(self.requests.longest_save, self.saver.longest_s)
 
@@ -382,6 +392,8 @@ class Trainer:
         self.saver.settle()  # a checkpoint that is still being written may become the newest usable checkpoint
         self.start = self.restored(self.rollback.checkpoints(request, self.saver.written))
         self.resume_step = self.start.meta.step
+        if self.saver.local is not None:
+            self.saver.local.drop_after(self.resume_step)
         self.time_log.count_rollback(failed, self.resume_step)
         times = self.rollback.count(request, self.resume_step)
         self.corruption.start_from(self.resume_step)

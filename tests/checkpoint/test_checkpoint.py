@@ -207,7 +207,7 @@ def test_training_ends_after_a_number_of_failed_saves(
     saver.save(engine, meta_of(engine, 1, {}), tokenizer)
     saver.settle()
     with monkeypatch.context() as patch:
-        patch.setattr("hybridtron.checkpoint.save.write_part", full)
+        patch.setattr("hybridtron.checkpoint.node_files.write_part", full)
         saver.save(engine, meta_of(engine, 2, {}), tokenizer)
         saver.settle()
     said = capsys.readouterr().err
@@ -217,7 +217,7 @@ def test_training_ends_after_a_number_of_failed_saves(
     assert list(tmp_path.glob("checkpoints/.step-*")) == []  # it would take the room that is missing
     saver.save(engine, meta_of(engine, 3, {}), tokenizer)
     saver.settle()
-    monkeypatch.setattr("hybridtron.checkpoint.save.write_part", full)
+    monkeypatch.setattr("hybridtron.checkpoint.node_files.write_part", full)
     save_and_wait(saver, engine, 4, tokenizer)
     with pytest.raises(SaveError):
         save_and_wait(saver, engine, 5, tokenizer)

@@ -1,0 +1,175 @@
+"""Node-local checkpoints: their folders, and reading. `local_save.py` writes them, `local_restore.py` chooses one.
+
+    LOCAL_DIR/NAME-ID/HOST/step-00000120/part-00003/    the part of node 3: files as in a checkpoint, with a manifest
+    LOCAL_DIR/NAME-ID/HOST/step-00000120/part-00002/    a copy of the part of the node before it
+
+HOST is the node's name, so nodes that share a folder by mistake do not overwrite each other's files. ID is stored in
+`RUN/checkpoints/local`: if that file is gone, the run's local checkpoints can't be found.
+
+The part of a node has every rectangle that the node's ranks hold, once. So its ranks read nothing from other nodes. In
+return only the same layout, with the same ranks on a node, can continue from a local checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Self
+
+from torch import Tensor
+
+from hybridtron.checkpoint import manifest
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.files import copy, read_chunk
+from hybridtron.checkpoint.manifest import BrokenCheckpoint
+from hybridtron.config.schema import Config
+from hybridtron.nested import NotParsed, json_of
+from hybridtron.parallel.control import node_name
+from hybridtron.safe_open import read_regular
+from hybridtron.storage.durable import put
+
+RECORD = "local.json"
+IDENTITY = "local"
+IDENTITY_BYTES = 100  # largest file `local` that is read
+
+
+@dataclass(frozen=True)
+class NodePartRecord:
+    """Description of a part, in its file `local.json`.
+
+    save: random text that all parts of one save have in common
+    part: index of the node that wrote the part
+    nodes: the global ranks of each node
+    layout: the parallel layout, as text
+    """
+
+    save: str
+    part: int
+    nodes: Sequence[Sequence[int]]
+    layout: str
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+
+class LocalCheckpoint(Checkpoint):
+    """The part of a local checkpoint that the ranks of a node read.
+
+    A rank asks for the rectangles that it held when the checkpoint was written, and gets these alone. Rectangles of
+    other ranks may overlap them, because replicas may be cut differently.
+    """
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """Open a part, and verify its manifest, config.yaml and record. Raises BrokenCheckpoint if one is damaged."""
+        checkpoint = cls(folder, manifest.read(folder))
+        checkpoint.verified("config.yaml")
+        checkpoint.verified(RECORD)
+        return checkpoint
+
+    @cached_property
+    def record(self) -> NodePartRecord:
+        """The part's description. Raises BrokenCheckpoint if it is damaged."""
+        try:
+            return NodePartRecord(**json_of(self.verified(RECORD)))
+        except (NotParsed, TypeError) as error:
+            raise BrokenCheckpoint(f"{self.folder / RECORD} can't be read: {error}") from error
+
+    def fault(self, index: int, count: int) -> str | None:
+        """Read and verify every `count`-th file and chunk from number `index` on; return a fault, or None."""
+        try:
+            for name in list(self.manifest.files)[index::count]:
+                self.verified(name)
+            for chunk in self.manifest.chunks[index::count]:
+                self._verify(chunk)
+        except BrokenCheckpoint as error:
+            return str(error)
+        return None
+
+    def _fill(self, key: str, wanted: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
+        by_place = {(chunk.offset, chunk.size): chunk for chunk in self._of(key)}
+        for target, offset in wanted:
+            chunk = by_place.get((tuple(offset), tuple(target.shape)))
+            if chunk is None:
+                raise BrokenCheckpoint(
+                    f"{self.folder} has no part of {key} with the offset {tuple(offset)} and the shape "
+                    f"{tuple(target.shape)}: it was written under another layout",
+                    code="mismatch",
+                )
+            copy(read_chunk(self.folder, chunk, self.manifest.files[chunk.file]), target)
+
+
+def stored_identity(run_dir: Path) -> str | None:
+    """Return the text that is part of the name of a run's local folders, or None if the run has none."""
+    try:
+        return read_regular(run_dir / "checkpoints" / IDENTITY, IDENTITY_BYTES).decode("ascii", "replace").strip()
+    except FileNotFoundError:
+        return None
+
+
+def identity_for(config: Config) -> str:
+    """Return the identity of the run's local folders, which a start from scratch or from a path changes.
+
+    So no later start finds the local checkpoints of an abandoned start.
+    """
+    run_dir = Path(config.run.dir)
+    identity = stored_identity(run_dir)
+    if identity is None or config.run.resume != "auto":
+        identity = secrets.token_hex(8)
+        put(run_dir / "checkpoints" / IDENTITY, f"{identity}\n".encode())
+    return identity
+
+
+def folder_of_node(config: Config, identity: str) -> Path:
+    """Return this node's folder for the run's local checkpoints."""
+    assert config.checkpoint.local_dir is not None
+    name = Path(config.run.dir).absolute().name
+    return Path(config.checkpoint.local_dir) / f"{name}-{identity}" / node_name()
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """List the folders of all steps in a node's folder, oldest first."""
+    by_step: list[tuple[int, Path]] = []
+    for path in folder.glob("step-*"):
+        step = manifest.step_in(path.name)
+        if step is not None:
+            by_step.append((step, path))
+    return [path for _, path in sorted(by_step)]
+
+
+def part_name(part: int) -> str:
+    return f"part-{part:05}"
+
+
+def keep_newest(folder: Path, count: int) -> None:
+    """Remove all local checkpoints of a node but the newest `count`."""
+    for old in step_folders(folder)[:-count]:
+        remove(old)
+
+
+def drop_after(folder: Path, step: int) -> None:
+    """Remove a node's local checkpoints of steps after `step`, at which training continues."""
+    for path in step_folders(folder):
+        number = manifest.step_in(path.name)
+        if number is not None and number > step:
+            remove(path)
+    remove_temporaries(folder)
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Remove what failed or killed saves and removals have left."""
+    for leftover in folder.glob(".*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a local checkpoint. It is renamed first, so that no incomplete folder keeps its name."""
+    removed = path.with_name(f".{path.name}.removed")
+    shutil.rmtree(removed, ignore_errors=True)
+    path.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)

@@ -1,0 +1,167 @@
+"""The newest local checkpoint from which all nodes can resume: its parts are verified, and lost parts are fetched.
+
+A node that has no valid copy of its own part gets the part from the node that keeps a copy. If that copy is damaged or
+missing, too, the next older local checkpoint is tried. Each reason is printed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridtron.checkpoint.local import LocalCheckpoint, part_name, remove, step_folders
+from hybridtron.checkpoint.local_files import Receiver, Sender, files_in, files_of, pass_files
+from hybridtron.checkpoint.manifest import BrokenCheckpoint, name_of
+from hybridtron.parallel.control import Control, node_name
+
+
+@dataclass(frozen=True)
+class LocalSave:
+    """A local checkpoint, which the nodes hold together.
+
+    holders: index of a part -> the nodes that hold it
+    """
+
+    step: int
+    save: str
+    holders: dict[int, list[int]]
+
+
+def newest_local(folder: Path, control: Control, layout: str, allowed: Callable[[int], bool]) -> LocalCheckpoint | None:
+    """Return this node's part of the newest local checkpoint that is complete, or None. All ranks call this together.
+
+    `folder` is this node's folder, and `allowed` decides by a checkpoint's step whether the run may resume from it.
+    """
+    gathered = control.all_gather(_list_parts(folder) if control.leads else None)
+    of_nodes = [gathered[ranks[0]] for ranks in control.nodes]
+    for listed in of_nodes:
+        for fault in listed["faults"]:
+            _say(control, fault)
+    hosts = [listed["host"] for listed in of_nodes]
+    for local_save in _saves(of_nodes, control, layout, allowed):
+        reason = _missing(local_save, folder, control, hosts)
+        if reason is None:
+            return LocalCheckpoint.open(_place(folder, local_save.step, control.node))
+        _say(control, f"local checkpoint of step {local_save.step} is not used: {reason}")
+    return None
+
+
+def _say(control: Control, text: str) -> None:
+    if control.rank == 0:
+        print(f"LOCAL CHECKPOINT: {text}", file=sys.stderr)
+
+
+def _place(folder: Path, step: int, part: int) -> Path:
+    return folder / name_of(step) / part_name(part)
+
+
+def _list_parts(folder: Path) -> dict[str, Any]:
+    """List as plain values the parts in a node's folder, the faults of parts that can't be opened, and the host."""
+    parts: list[Any] = []
+    faults: list[str] = []
+    for step_folder in step_folders(folder):
+        for path in sorted(step_folder.glob("part-*")):
+            try:
+                part = LocalCheckpoint.open(path)
+                record = part.record
+            except BrokenCheckpoint as error:
+                faults.append(f"on node {node_name()}: {error}")
+                continue
+            parts.append([part.meta.step, record.save, record.part, record.nodes, record.layout])
+    return {"host": node_name(), "parts": parts, "faults": faults}
+
+
+def _saves(
+    of_nodes: Sequence[dict[str, Any]], control: Control, layout: str, allowed: Callable[[int], bool]
+) -> list[LocalSave]:
+    """Return the local checkpoints of which a node has a part, newest first."""
+    holders: dict[tuple[int, str], dict[int, list[int]]] = {}
+    others: set[int] = set()
+    nodes = [list(ranks) for ranks in control.nodes]
+    for node, listed in enumerate(of_nodes):
+        for step, save, part, its_nodes, its_layout in listed["parts"]:
+            if not allowed(step):
+                continue
+            if its_nodes != nodes or its_layout != layout:
+                others.add(step)
+                continue
+            holders.setdefault((step, save), {}).setdefault(part, []).append(node)
+    for step in sorted(others):
+        _say(control, f"local checkpoint of step {step} is not used: another layout, or other nodes, wrote it")
+    return [LocalSave(step, save, holders[step, save]) for step, save in sorted(holders, reverse=True)]
+
+
+def _missing(local_save: LocalSave, folder: Path, control: Control, hosts: Sequence[str]) -> str | None:
+    """Verify all parts and fetch lost ones; return the reason why a part is missing, or None if all are there."""
+    holders = local_save.holders
+    own = _place(folder, local_save.step, control.node)
+    faults = _faults(own if control.node in holders.get(control.node, ()) else None, control)
+    for node in range(len(control.nodes)):
+        has_part = node in holders.get(node, ())
+        if has_part and faults[node] is None:
+            continue
+        if has_part:
+            _say(control, f"on node {hosts[node]}: {faults[node]}")
+        source = next((other for other in holders.get(node, ()) if other != node), None)
+        if source is None:
+            return f"no other node has a copy of the part of node {hosts[node]}"
+        if reason := _fetch(local_save, node, source, folder, control):
+            return reason
+        fetched = _faults(own if control.node == node else None, control)[node]
+        if fetched is not None:
+            return f"the copy on node {hosts[source]} of the part of node {hosts[node]} is damaged: {fetched}"
+        _say(control, f"node {hosts[node]} has its part of step {local_save.step} from node {hosts[source]}")
+    return None
+
+
+def _faults(part: Path | None, control: Control) -> list[str | None]:
+    """Verify each node's part, with all ranks of the node; return the first fault of each node, or None."""
+    fault = None
+    ranks = control.nodes[control.node]
+    if part is not None:
+        try:
+            fault = LocalCheckpoint.open(part).fault(ranks.index(control.rank), len(ranks))
+        except BrokenCheckpoint as error:
+            fault = str(error)
+    by_rank = control.all_gather(fault)
+    return [next((by_rank[rank] for rank in ranks if by_rank[rank]), None) for ranks in control.nodes]
+
+
+def _fetch(local_save: LocalSave, node: int, source: int, folder: Path, control: Control) -> str | None:
+    """Send a part from the node `source` to the node that wrote it; return the reason of a failure, or None."""
+    path = _place(folder, local_save.step, node)
+    sends = control.leads and control.node == source
+    gathered = control.all_gather(files_of(LocalCheckpoint.open(path)) if sends else None)
+    listed = files_in(gathered[control.nodes[source][0]])
+    target_rank = control.nodes[node][0]
+    source_rank = control.nodes[source][0]
+    fault: OSError | None = None
+    if sends:
+        assert control.leaders is not None
+        sender = Sender(path, listed)
+        pass_files(control.leaders, sender, target_rank, None, target_rank)
+        fault = sender.fault
+    elif control.leads and control.node == node:
+        assert control.leaders is not None
+        incoming = path.with_name(f".{path.name}")
+        shutil.rmtree(incoming, ignore_errors=True)
+        receiver = Receiver(incoming, listed)
+        pass_files(control.leaders, None, source_rank, receiver, source_rank)
+        fault = receiver.fault or _replace_part(incoming, path)
+    reasons = control.all_gather(None if fault is None else f"node {node_name()}: {fault}")
+    return next(filter(None, reasons), None)
+
+
+def _replace_part(incoming: Path, path: Path) -> OSError | None:
+    """Replace a part by the part that has arrived; return the error of the disk, or None."""
+    try:
+        if path.exists():
+            remove(path)
+        incoming.rename(path)
+    except OSError as error:
+        return error
+    return None

@@ -1,0 +1,94 @@
+"""Local checkpoints of a run: whether a start resumes from one, and when steps are saved locally."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.local import folder_of_node, identity_for, stored_identity
+from hybridtron.checkpoint.local_restore import newest_local
+from hybridtron.checkpoint.local_save import LocalWriter
+from hybridtron.checkpoint.save import layout_of
+from hybridtron.config.resolve import ResolvedPhase, RunPlan
+from hybridtron.config.schema import Config
+from hybridtron.config.units import parse_steps
+from hybridtron.parallel.control import form_again
+from hybridtron.parallel.groups import Groups
+from hybridtron.train.supervisor.sections import START_S
+
+LOG = logging.getLogger(__name__)
+
+
+def newer_local_start(shared: Checkpoint | None, plan: RunPlan, groups: Groups) -> Checkpoint | None:
+    """Return the newest local checkpoint if it is newer than the one in the run's folder, which else is returned.
+
+    All ranks call this together, and each gets the part of its node.
+    """
+    config = plan.config
+    if config.checkpoint.local_dir is None or config.run.resume != "auto":
+        return shared
+    identity = groups.control.once(lambda: stored_identity(Path(config.run.dir)))
+    if identity is None:
+        return shared
+    step = 0 if shared is None else shared.meta.step
+    boundaries = {phase.start_step for phase in plan.phases}
+
+    def allowed(local_step: int) -> bool:
+        return step < local_step < plan.last_step and local_step not in boundaries
+
+    folder = folder_of_node(config, identity)
+    local = newest_local(folder, groups.control, layout_of(config, groups), allowed)
+    if local is None:
+        return shared
+    if groups.is_first:
+        LOG.info("resuming from the local checkpoint of step %s", local.meta.step)
+    return local
+
+
+def local_writer(config: Config, groups: Groups) -> LocalWriter | None:
+    """Return the writer for local checkpoints, or None without `checkpoint.local_dir`. All ranks call this together."""
+    if config.checkpoint.local_dir is None:
+        return None
+    identity = groups.control.once(lambda: identity_for(config))
+    background = form_again(groups.control, timedelta(seconds=max(2 * config.run.timeout, START_S)))
+    return LocalWriter(folder_of_node(config, identity), groups.control, background, layout_of(config, groups))
+
+
+class SavePlace(Enum):
+    """Place of a checkpoint: the run's folder, or the nodes' own disks."""
+
+    shared = "shared"
+    local = "local"
+
+
+class SaveTimes:
+    """Decision after each step of a phase whether a checkpoint is written, and where."""
+
+    def __init__(self, config: Config, phase: ResolvedPhase) -> None:
+        tokens = phase.settings.tokens_per_step
+        self.every = parse_steps(config.checkpoint.every, tokens)
+        self.local_every: int | None = None
+        if config.checkpoint.local_dir is not None:
+            self.local_every = parse_steps(config.checkpoint.local_every, tokens)
+        self._due = False
+        self._due_locally = False
+
+    def after(self, step: int, refused: bool, at_once: bool) -> SavePlace | None:
+        """Return the place of the checkpoint after a step, or None. `at_once` asks for one in the run's folder.
+
+        A checkpoint that is due after a refused step is written after the next accepted step, because a run never rolls
+        back to a checkpoint that was written right after a refused step.
+        """
+        self._due |= step % self.every == 0
+        self._due_locally |= self.local_every is not None and step % self.local_every == 0
+        if at_once or (self._due and not refused):
+            self._due = False
+            self._due_locally = False
+            return SavePlace.shared
+        if self._due_locally and not refused:
+            self._due_locally = False
+            return SavePlace.local
+        return None

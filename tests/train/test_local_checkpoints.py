@@ -1,0 +1,135 @@
+"""A run that was killed continues from a local checkpoint with the same bits, or says why it does not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.folder import folder_of
+from hybridtron.config.load import load
+from hybridtron.config.resolve import RunPlan
+from hybridtron.engine.engine import Engine
+from hybridtron.train.local_checkpoints import SavePlace, SaveTimes
+from tests.train.conftest import Train, small_run_arguments
+from tests.train.faults import happening, trained
+from tests.train.test_launchers import TORCHRUN, descendants, started, wait_until_step
+
+LAST = 20
+
+
+def tensors_of(run: Path) -> dict[str, Tensor]:
+    checkpoint = Checkpoint.open(folder_of(run, LAST))
+    return {key: checkpoint.whole(key) for key in checkpoint.shapes}
+
+
+def steps_on(disk: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in disk.glob("*/*/step-*"))
+
+
+def settings(disk: Path) -> list[str]:
+    return ["checkpoint.every=100", "checkpoint.local_every=3", f"checkpoint.local_dir={disk}"]
+
+
+def interrupted(train_small: Train, disk: Path, call: int, *more: str) -> None:
+    """Let a run fail before the forward and backward pass with a number, counted from 1 in this start."""
+    with happening("raise", Engine, "forward_backward", call), pytest.raises(RuntimeError, match="out of luck"):
+        train_small(*settings(disk), *more)
+
+
+def test_run_continues_from_its_local_checkpoint(
+    train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    assert train_small("checkpoint.every=100") == 0
+    undisturbed = tensors_of(run)
+    shutil.rmtree(run)
+    disk = tmp_path / "disk"
+    interrupted(train_small, disk, 12)
+    assert steps_on(disk) == [6, 9]
+    assert not list((run / "checkpoints").glob("step-*"))
+    (newest,) = disk.glob("*/*/step-00000009/part-00000/model-00000.safetensors")
+    stored = bytearray(newest.read_bytes())
+    stored[-1] ^= 1
+    newest.write_bytes(stored)
+    capsys.readouterr()
+    assert train_small(*settings(disk)) == 0
+    said = capsys.readouterr().err
+    assert "model-00000.safetensors is damaged" in said
+    assert "local checkpoint of step 9 is not used" in said
+    assert "resuming from the local checkpoint of step 6" in caplog.text
+    assert [line["step"] for line in trained(run)] == list(range(1, LAST + 1))
+    resumed = tensors_of(run)
+    assert resumed.keys() == undisturbed.keys()
+    assert all(torch.equal(resumed[key], undisturbed[key]) for key in undisturbed)
+
+
+def test_newer_checkpoint_in_the_folder_of_the_run_goes_first(
+    train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = tmp_path / "disk"
+    interrupted(train_small, disk, 12, "checkpoint.every=10")
+    assert steps_on(disk) == [6, 9]
+    capsys.readouterr()
+    interrupted(train_small, disk, 2, "checkpoint.every=10")
+    assert "local checkpoint" not in capsys.readouterr().err.lower()
+    assert [line["step"] for line in trained(tmp_path / "run")] == list(range(1, 12))
+
+
+def test_start_from_scratch_does_not_find_earlier_local_checkpoints(train_small: Train, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    interrupted(train_small, disk, 8)
+    interrupted(train_small, disk, 2, "run.resume=never")
+    assert steps_on(disk) == [3, 6]
+    interrupted(train_small, disk, 2)
+    assert [line["step"] for line in trained(tmp_path / "run")] == [1]
+
+
+def test_full_local_disk_is_a_warning(
+    train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hybridtron.checkpoint.local_save.write_kinds", full)
+    assert train_small(*settings(tmp_path / "disk"), "run.max_steps=4") == 0
+    assert "LOCAL CHECKPOINT NOT WRITTEN at step 3: " in capsys.readouterr().err
+    assert Checkpoint.open(folder_of(tmp_path / "run", 4)).meta.step == 4
+
+
+def test_checkpoints_in_the_folder_of_the_run_replace_local_ones(tmp_path: Path) -> None:
+    config = load([*small_run_arguments(tmp_path / "data", tmp_path / "run"), *settings(tmp_path)])
+    config.checkpoint.every = "6"
+    times = SaveTimes(config, RunPlan.of(config).phases[0])
+    places = [times.after(step, refused=step in (3, 6), at_once=step == 8) for step in range(1, 10)]
+    assert places[:6] == [None, None, None, SavePlace.local, None, None]
+    assert places[6:] == [SavePlace.shared, SavePlace.shared, SavePlace.local]
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.timeout(300)
+def test_killed_ranks_continue_from_a_local_checkpoint(
+    counting_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*small_run_arguments(counting_folder, tmp_path / "run"), *settings(tmp_path / "disk")]
+    whole = [*small_run_arguments(counting_folder, tmp_path / "whole"), "checkpoint.every=100"]
+    with started([*TORCHRUN, "train.py", *whole]) as torchrun:
+        assert torchrun.wait(200) == 0
+    with started([*TORCHRUN, "train.py", *arguments]) as torchrun:
+        wait_until_step(tmp_path / "run", 8, torchrun)
+        for process in descendants(torchrun.pid):
+            os.kill(process, signal.SIGKILL)
+    with started([*TORCHRUN, "train.py", *arguments]) as torchrun:
+        assert torchrun.wait(200) == 0
+    assert "resuming from the local checkpoint of step" in capfd.readouterr().out
+    first = tensors_of(tmp_path / "whole")
+    second = tensors_of(tmp_path / "run")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)

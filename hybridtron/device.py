@@ -153,8 +153,8 @@ def copied_to_device(tensor: Tensor) -> Tensor:
     return tensor.pin_memory().to(compute_device(), non_blocking=True)
 
 
-def host_copy_of(tensor: Tensor) -> Tensor:
-    """Return CPU memory without values for copies of a tensor. On CUDA it is pinned, so that the GPU itself copies.
+def host_memory_for(tensor: Tensor) -> Tensor:
+    """Return CPU memory for copies of a tensor. On CUDA it is pinned, so that the GPU copies at the bus's full rate.
 
     torch rounds the size of pinned memory up to a power of two.
     """

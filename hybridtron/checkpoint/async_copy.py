@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hybridtron.checkpoint.files import copy
 from hybridtron.checkpoint.finite import KINDS, NotFinite, is_finite
-from hybridtron.device import beside_computing, host_copy_of
+from hybridtron.device import beside_computing, host_memory_for
 
 COPIERS = 2  # threads; they run in parallel, because copying and checking release Python's lock
 
@@ -90,7 +90,7 @@ class Copier:
         key = (block.key, block.global_offset)
         memory = self._memory.get(key)
         if memory is None or memory.shape != block.data.shape or memory.dtype != block.data.dtype:
-            memory = self._memory[key] = host_copy_of(block.data)
+            memory = self._memory[key] = host_memory_for(block.data)
         with side_stream:
             copy(block.data, memory)
         return Copied(replace(block, data=memory), is_finite(memory))

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -48,25 +48,33 @@ def write_tensors(path: Path, blocks: Sequence[Any]) -> tuple[File, list[StoredS
     A block is a `ShardedTensor`: a full tensor, or this process's shard of a tensor. Returns the manifest's entries: an
     entry for the file, and an entry for each block.
     """
-    about = describe(blocks)
-    head = head_of_descriptions(about)
+    infos = infos_of(blocks)
+    head = head_of_infos(infos)
     chunks = write_part(path, blocks, plan_chunks(path.name, blocks, len(head)), head)
-    return File(len(head) + size_of(about), len(head), digest_of(head)), chunks
+    return File(len(head) + size_of(infos), len(head), digest_of(head)), chunks
 
 
-def describe(blocks: Iterable[Any]) -> list[tuple[str, str, Sequence[int]]]:
-    """Describe blocks as plain values: each block's name in its file, the dtype's name, and the shape."""
-    return [(_name(block), _NAME_OF_DTYPE[block.dtype], list(block.local_shape)) for block in blocks]
+class TensorInfo(NamedTuple):
+    """A tensor in a file: its name there, its dtype's name, and its shape. All are plain values for messages."""
+
+    name: str
+    dtype: str
+    shape: Sequence[int]
 
 
-def head_of_descriptions(about: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
-    """Return the head of a safetensors file with the tensors that `describe` has described."""
-    return head_of((name, NAMES[dtype], shape) for name, dtype, shape in about)
+def infos_of(blocks: Iterable[Any]) -> list[TensorInfo]:
+    """Return name, dtype and shape of each block."""
+    return [TensorInfo(_name(block), _NAME_OF_DTYPE[block.dtype], list(block.local_shape)) for block in blocks]
 
 
-def size_of(about: Iterable[tuple[str, str, Sequence[int]]]) -> int:
-    """Return the bytes of the tensors that `describe` has described."""
-    return sum(math.prod(shape) * NAMES[dtype].itemsize for _, dtype, shape in about)
+def head_of_infos(infos: Iterable[TensorInfo]) -> bytes:
+    """Return the head of a safetensors file with these tensors."""
+    return head_of((name, NAMES[dtype], shape) for name, dtype, shape in infos)
+
+
+def size_of(infos: Iterable[TensorInfo]) -> int:
+    """Return the bytes of tensors together."""
+    return sum(math.prod(shape) * NAMES[dtype].itemsize for _, dtype, shape in infos)
 
 
 def plan_chunks(file_name: str, blocks: Sequence[Any], start: int) -> list[StoredShard]:
@@ -100,7 +108,11 @@ def write_part(path: Path, blocks: Sequence[Any], planned: Sequence[StoredShard]
     with writing(path, start) as write:
         write(memoryview(head))
         for block, chunk in zip(blocks, planned, strict=True):
-            chunks.append(chunk._replace(digest=_write_and_digest(write, bytes_of(block.data))))
+            stored = bytes_of(block.data)
+            size = math.prod(chunk.size) * NAMES[chunk.dtype].itemsize
+            if block.key != chunk.key or len(stored) != size:  # it would overwrite another process's bytes
+                raise BrokenCheckpoint(f"{block.key} has {len(stored)} bytes, but {chunk.key} was planned with {size}")
+            chunks.append(chunk._replace(digest=_write_and_digest(write, stored)))
     return chunks
 
 
@@ -115,6 +127,8 @@ def head_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata:
     for name, dtype, shape in tensors:
         start = end
         end = end + math.prod(shape) * dtype.itemsize
+        if end > start and name in header:
+            raise BrokenCheckpoint(f"two tensors of a file have the name {name}")
         header[name] = {"dtype": _NAME_OF_DTYPE[dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

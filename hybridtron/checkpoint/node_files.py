@@ -1,7 +1,7 @@
 """Files that the ranks of a node write together: each rank writes its part at a known position.
 
     model-00003.safetensors   the tensors that the ranks of node 3 write, in the order of these ranks
-    list-00003                a record of each rank of node 3, for which rank 0 looks until the checkpoint is complete
+    list-00003                the records of node 3's ranks; rank 0 reads them, and removes the file at the end
 
 So a save has as many files as kinds and nodes, and no more with more ranks on a node. Before the ranks write, they
 exchange the names and shapes of their tensors on their node. From these each rank computes the same head and the same
@@ -15,10 +15,11 @@ import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hybridtron.checkpoint.files import describe, head_of_descriptions, plan_chunks, size_of, write_part
+from hybridtron.checkpoint.files import TensorInfo, head_of_infos, infos_of, plan_chunks, size_of, write_part
 from hybridtron.checkpoint.manifest import File, StoredShard
 from hybridtron.parallel.control import Control
 from hybridtron.storage.digest import digest_of
@@ -57,15 +58,15 @@ def plan_part(blocks: Mapping[str, Sequence[Any]], control: Control) -> NodePart
 
     `blocks` maps each kind of file to the blocks (`ShardedTensor`s) that this rank writes.
     """
-    own = {kind: describe(of_kind) for kind, of_kind in blocks.items() if of_kind}
+    own = {kind: infos_of(of_kind) for kind, of_kind in blocks.items() if of_kind}
     of_ranks = control.all_gather_on_node(own)
     index = control.nodes[control.node].index(control.rank)
     chunks: dict[str, list[StoredShard]] = {}
     heads: dict[str, bytes] = {}
     files: dict[str, File] = {}
     for kind in sorted({kind for of_rank in of_ranks for kind in of_rank}):
-        parts = [of_rank.get(kind, []) for of_rank in of_ranks]
-        head = head_of_descriptions(itertools.chain.from_iterable(parts))
+        parts = [[TensorInfo(*info) for info in of_rank.get(kind, [])] for of_rank in of_ranks]
+        head = head_of_infos(itertools.chain.from_iterable(parts))
         starts = list(itertools.accumulate(map(size_of, parts), initial=len(head)))
         name = file_name(kind, control.node)
         if own.get(kind):
@@ -78,7 +79,7 @@ def plan_part(blocks: Mapping[str, Sequence[Any]], control: Control) -> NodePart
 
 def distinct_on_node(blocks: Mapping[str, Sequence[Any]], control: Control) -> dict[str, list[Any]]:
     """Return the blocks that no earlier rank of this node holds, too. All ranks of a node call this together."""
-    names = {kind: [[name, shape] for name, _, shape in describe(of_kind)] for kind, of_kind in blocks.items()}
+    names = {kind: [[name, shape] for name, _, shape in infos_of(of_kind)] for kind, of_kind in blocks.items()}
     of_ranks = control.all_gather_on_node(names)
     index = control.nodes[control.node].index(control.rank)
     distinct = {}
@@ -115,23 +116,26 @@ class Records:
 
     def put(self, folder: Path, rank: int, values: Mapping[str, Any]) -> None:
         """Write a rank's record and wait until it is on disk."""
-        path, start, room = self._place(folder, rank)
+        name, start, room = self._places[rank]
         body = json.dumps(values).encode().ljust(room - DIGEST_BYTES)
         assert len(body) == room - DIGEST_BYTES, "a record was planned with less room than it needs"
-        with writing(path, start) as write:
+        with writing(folder / name, start) as write:
             write(memoryview(digest_of(body).encode() + body))
 
     def reserve(self, folder: Path, rank: int) -> None:
-        """Write zeros at the place of a rank's record. So a disk that becomes full still has room for the record."""
-        path, start, room = self._place(folder, rank)
-        with writing(path, start) as write:
+        """Write zeros at the place of a rank's record. So a disk that becomes full still has room for the record.
+
+        This holds on file systems that overwrite a block in its place.
+        """
+        name, start, room = self._places[rank]
+        with writing(folder / name, start) as write:
             write(memoryview(bytes(room)))
 
     def read(self, folder: Path, rank: int) -> dict[str, Any] | None:
         """Read a rank's record; return None as long as the rank has not written all of it."""
-        path, start, room = self._place(folder, rank)
+        name, start, room = self._places[rank]
         try:
-            with path.open("rb") as file:
+            with (folder / name).open("rb") as file:
                 file.seek(start)
                 stored = file.read(room)
         except FileNotFoundError:
@@ -141,13 +145,18 @@ class Records:
             return None
         return json.loads(body)
 
-    def _place(self, folder: Path, rank: int) -> tuple[Path, int, int]:
-        """Return the file of a rank's record, the position in the file, and the record's size."""
-        node = next(index for index, ranks in enumerate(self.nodes) if rank in ranks)
-        earlier = itertools.takewhile(lambda other: other != rank, self.nodes[node])
+    @cached_property
+    def _places(self) -> dict[int, tuple[str, int, int]]:
+        """The place of each rank's record: the file's name, the position in the file, and the record's size."""
         ranks = sorted(itertools.chain.from_iterable(self.nodes))
         rooms = dict(zip(ranks, self.rooms, strict=True))
-        return folder / f"list-{node:05}", sum(rooms[other] for other in earlier), rooms[rank]
+        places = {}
+        for node, of_node in enumerate(self.nodes):
+            start = 0
+            for rank in of_node:
+                places[rank] = (f"list-{node:05}", start, rooms[rank])
+                start += rooms[rank]
+        return places
 
 
 def room_for(values: Mapping[str, Any]) -> int:
@@ -157,4 +166,5 @@ def room_for(values: Mapping[str, Any]) -> int:
 
 def failure_record(reason: str) -> dict[str, str]:
     """Return the record of a rank that could not write its part; a long reason is cut so that every record has room."""
-    return {"failure": reason[: MIN_ROOM // 8]}
+    ascii_only = reason.encode("ascii", "backslashreplace").decode("ascii")
+    return {"failure": ascii_only[: MIN_ROOM // 8]}

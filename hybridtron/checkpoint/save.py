@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -258,12 +259,13 @@ class Saver:
                 blocks = copies.blocks()
             written = write_kinds(temporary, plan.part, blocks, self.groups.control.node)
             values = record_of(content, plan.part, written)
-        except (OSError, NotFinite) as error:
+        except Exception as error:  # after any error rank 0 still waits for this record
             needed = sum(shard.data.nbytes for of_file in content.blocks.values() for shard in of_file)
             reason = f"{type(error).__name__}: {error}{room_left(error, temporary, needed)}"
             values = failure_record(f"rank {rank}: {reason}")
-            for kind in plan.part.kinds:  # on a full disk, this makes room for the records
-                (temporary / file_name(kind, self.groups.control.node)).unlink(missing_ok=True)
+            for kind in plan.part.kinds:  # on a full disk, this makes room when no rank has the file open any more
+                with suppress(OSError):
+                    (temporary / file_name(kind, self.groups.control.node)).unlink(missing_ok=True)
         plan.records.put(temporary, rank, values)
 
     def _seal(self, plan: SavePlan, meta: Meta) -> None:

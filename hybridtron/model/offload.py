@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hybridtron.device import beside_computing, compute_device, wait_for
+from hybridtron.device import beside_computing, compute_device, host_memory_for, wait_for
 
 SMALLEST = 2**20  # bytes; smaller tensors stay on the device
 
@@ -64,8 +64,7 @@ class OffloadedSublayer:
         storages = list(self._kept.values())
         self._leaving = [storage.flat for storage in storages]
         self._is_away = True
-        pinned = compute_device().type == "cuda"
-        self._copy(storages, [torch.empty_like(storage.flat, device="cpu", pin_memory=pinned) for storage in storages])
+        self._copy(storages, [host_memory_for(storage.flat) for storage in storages])
 
     def release(self) -> None:
         """Wait for the copies to the host and free the device's memory."""

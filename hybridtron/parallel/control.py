@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +25,7 @@ from hybridtron.problems import ConfigError, Problem, Unusable, first_line
 from hybridtron.storage.digest import digest_of
 
 T = TypeVar("T")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -168,9 +171,17 @@ def node_name() -> str:
     return socket.gethostname()
 
 
+def _boot() -> str:
+    """Return the random text that Linux draws at each boot: two machines may have the same name."""
+    with suppress(OSError):
+        return BOOT_ID.read_text()
+    return ""
+
+
 def _names_of_nodes(world_size: int) -> list[int]:
     """All-gather digests of the nodes' names over the default group, before the control group exists."""
-    digest = torch.tensor([int(digest_of(node_name().encode())[:15], 16)], device=compute_device())
+    name = f"{node_name()} {_boot()}"
+    digest = torch.tensor([int(digest_of(name.encode())[:15], 16)], device=compute_device())
     names = [torch.empty_like(digest) for _ in range(world_size)]
     dist.all_gather(names, digest)
     return torch.cat(names).tolist()

@@ -16,10 +16,10 @@ EARLY = 2**24  # a flush begins when this many bytes were written since the last
 
 @contextmanager
 def writing(path: Path, start: int | None = None) -> Iterator[Callable[[memoryview], None]]:
-    """Open a new file, and yield a function that appends bytes to the file.
+    """Open a file, and yield a function that writes consecutive bytes to it.
 
-    With `start` the bytes are written from this position on, and other bytes in the file stay: other processes may
-    write them at the same time.
+    The file is new. With `start` it may exist: the bytes are written from this position on, and other bytes in the file
+    stay, since other processes may write them at the same time.
 
     While further bytes are written, a thread flushes earlier bytes to disk (fsync). When the block ends without an
     error, all bytes are on disk.

@@ -26,7 +26,7 @@ def test_checkpoints_reuse_the_memory_of_the_copies(monkeypatch: pytest.MonkeyPa
         allocated.append(torch.empty_like(tensor))
         return allocated[-1]
 
-    monkeypatch.setattr(async_copy, "host_copy_of", allocate)
+    monkeypatch.setattr(async_copy, "host_memory_for", allocate)
     copier = Copier()
     for first in (1.0, 5.0):
         copied = copier.start(blocks_of(first, 2.0)).blocks()["model"]
@@ -47,6 +47,6 @@ def test_memory_for_copies_is_pinned_on_cuda_alone(kind: str, monkeypatch: pytes
 
     monkeypatch.setattr(device, "compute_device", lambda: torch.device(kind))
     monkeypatch.setattr(torch, "empty", recorded)
-    memory = device.host_copy_of(torch.zeros(3, 2, dtype=torch.bfloat16))
+    memory = device.host_memory_for(torch.zeros(3, 2, dtype=torch.bfloat16))
     assert (memory.shape, memory.dtype, memory.device.type) == ((3, 2), torch.bfloat16, "cpu")
     assert [request["pin_memory"] for request in requests] == [kind == "cuda"]

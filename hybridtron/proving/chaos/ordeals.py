@@ -66,12 +66,13 @@ def inject(ordeal: str, engine: Engine) -> None:
     elif ordeal == "hung in step":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif ordeal == "hung in save":
-        from hybridtron.checkpoint import save
+        from hybridtron.checkpoint import node_files
 
         def hang(*_: object) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
 
-        save.write_tensors = hang  # type: ignore[assignment]
+        assert hasattr(node_files, "write_part")  # else the rank would not hang
+        node_files.write_part = hang  # type: ignore[assignment]
     elif ordeal == "lost node":
         os.kill(os.getppid(), signal.SIGKILL)  # the kernel then kills this process
         time.sleep(START_S)

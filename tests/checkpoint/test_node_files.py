@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import zlib
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,16 @@ SMALL = {"config.yaml", "tokenizer.json", "manifest.json"}
 KINDS = 3  # model, optimizer, random
 
 
+def fill(engine: Engine) -> None:
+    """Give every element a value of its own, in moments, too; replicas and stages with the same weight stay equal."""
+    for entry in [entry for of_kind in engine.blocks().values() for entry in of_kind]:
+        generator = torch.Generator().manual_seed(zlib.crc32(entry.key.encode()))
+        whole = 1 + torch.rand(entry.global_shape, generator=generator)
+        places = zip(entry.global_offset, entry.local_shape, strict=True)
+        with torch.no_grad():
+            entry.data.copy_(whole[tuple(slice(first, first + size) for first, size in places)])
+
+
 def saved(seat: Seat, nodes: str, pipeline: int, run_dir: Path) -> tuple[bool, set[str], int]:
     """Train, save, spoil the weights and restore, on nodes with the names that the letters of `nodes` give.
 
@@ -56,12 +67,8 @@ def saved(seat: Seat, nodes: str, pipeline: int, run_dir: Path) -> tuple[bool, s
         if pipeline == 1:
             engine.forward_backward([random_batch()])
             engine.step(1e-2)
-        else:  # values that differ, also in moments and in replicas alike
-            torch.manual_seed(7)
-            for entry in [entry for of_kind in engine.blocks().values() for entry in of_kind]:
-                if entry.data.is_floating_point():
-                    with torch.no_grad():
-                        entry.data.uniform_(1.0, 2.0)
+        else:
+            fill(engine)
         Saver(RunPlan.of(config), run_dir, groups).save(engine, meta_of(engine, 1, {}), run_dir.with_suffix(".json"))
         blocks = [entry.data for of_kind in engine.blocks().values() for entry in of_kind]
         before = [data.clone() for data in blocks]

@@ -22,6 +22,8 @@ from tests.train.faults import happening, trained
 from tests.train.test_launchers import TORCHRUN, descendants, started, wait_until_step
 
 LAST = 20
+CARRIED = "states.mode=passing"
+MORE = (CARRIED, "checkpoint.async=true")
 
 
 def tensors_of(run: Path) -> dict[str, Tensor]:
@@ -47,11 +49,11 @@ def test_run_continues_from_its_local_checkpoint(
     train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     run = tmp_path / "run"
-    assert train_small("checkpoint.every=100") == 0
+    assert train_small("checkpoint.every=100", CARRIED) == 0
     undisturbed = tensors_of(run)
     shutil.rmtree(run)
     disk = tmp_path / "disk"
-    interrupted(train_small, disk, 12)
+    interrupted(train_small, disk, 12, CARRIED)
     assert steps_on(disk) == [6, 9]
     assert not list((run / "checkpoints").glob("step-*"))
     (newest,) = disk.glob("*/*/step-00000009/part-00000/model-00000.safetensors")
@@ -59,7 +61,7 @@ def test_run_continues_from_its_local_checkpoint(
     stored[-1] ^= 1
     newest.write_bytes(stored)
     capsys.readouterr()
-    assert train_small(*settings(disk)) == 0
+    assert train_small(*settings(disk), CARRIED) == 0
     said = capsys.readouterr().err
     assert "model-00000.safetensors is damaged" in said
     assert "local checkpoint of step 9 is not used" in said
@@ -118,8 +120,8 @@ def test_checkpoints_in_the_folder_of_the_run_replace_local_ones(tmp_path: Path)
 def test_killed_ranks_continue_from_a_local_checkpoint(
     counting_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [*small_run_arguments(counting_folder, tmp_path / "run"), *settings(tmp_path / "disk")]
-    whole = [*small_run_arguments(counting_folder, tmp_path / "whole"), "checkpoint.every=100"]
+    arguments = [*small_run_arguments(counting_folder, tmp_path / "run"), *settings(tmp_path / "disk"), *MORE]
+    whole = [*small_run_arguments(counting_folder, tmp_path / "whole"), "checkpoint.every=100", *MORE]
     with started([*TORCHRUN, "train.py", *whole]) as torchrun:
         assert torchrun.wait(200) == 0
     with started([*TORCHRUN, "train.py", *arguments]) as torchrun:

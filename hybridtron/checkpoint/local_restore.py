@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,15 +64,20 @@ def _list_parts(folder: Path) -> dict[str, Any]:
     """List as plain values the parts in a node's folder, the faults of parts that can't be opened, and the host."""
     parts: list[Any] = []
     faults: list[str] = []
-    for step_folder in step_folders(folder):
-        for path in sorted(step_folder.glob("part-*")):
-            try:
-                part = LocalCheckpoint.open(path)
-                record = part.record
-            except BrokenCheckpoint as error:
-                faults.append(f"on node {node_name()}: {error}")
-                continue
-            parts.append([part.meta.step, record.save, record.part, record.nodes, record.layout])
+    paths: list[Path] = []
+    try:
+        for step_folder in step_folders(folder):
+            paths += sorted(step_folder.glob("part-*"))
+    except OSError as error:  # a broken disk: the other nodes still wait for the list
+        faults.append(f"on node {node_name()}: {error}")
+    for path in paths:
+        try:
+            part = LocalCheckpoint.open(path)
+            record = part.record
+        except (BrokenCheckpoint, OSError) as error:
+            faults.append(f"on node {node_name()}: {error}")
+            continue
+        parts.append([part.meta.step, record.save, record.part, record.nodes, record.layout])
     return {"host": node_name(), "parts": parts, "faults": faults}
 
 
@@ -125,7 +131,7 @@ def _faults(part: Path | None, control: Control) -> list[str | None]:
     if part is not None:
         try:
             fault = LocalCheckpoint.open(part).fault(ranks.index(control.rank), len(ranks))
-        except BrokenCheckpoint as error:
+        except (BrokenCheckpoint, OSError) as error:
             fault = str(error)
     by_rank = control.all_gather(fault)
     return [next((by_rank[rank] for rank in ranks if by_rank[rank]), None) for ranks in control.nodes]
@@ -135,7 +141,13 @@ def _fetch(local_save: LocalSave, node: int, source: int, folder: Path, control:
     """Send a part from the node `source` to the node that wrote it; return the reason of a failure, or None."""
     path = _place(folder, local_save.step, node)
     sends = control.leads and control.node == source
-    gathered = control.all_gather(files_of(LocalCheckpoint.open(path)) if sends else None)
+    files = None
+    if sends:
+        with suppress(BrokenCheckpoint, OSError):  # then there are no files to send
+            files = files_of(LocalCheckpoint.open(path))
+    gathered = control.all_gather(files)
+    if gathered[control.nodes[source][0]] is None:
+        return f"the copy on node {source} can't be opened"
     listed = files_in(gathered[control.nodes[source][0]])
     target_rank = control.nodes[node][0]
     source_rank = control.nodes[source][0]

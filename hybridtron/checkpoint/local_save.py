@@ -99,10 +99,14 @@ class LocalWriter:
             except Exception as error:  # the next node still waits for a message
                 faults.append(str(error))
         faults += self._exchange(plan, part)
-        try:
-            self._publish(plan, part)
-        except OSError as error:
-            faults.append(str(error))
+        # a step of which a node lacks its part or copy must not replace an older, complete one
+        if all(self.background.all_gather_of_leaders(not faults)):
+            try:
+                self._publish(plan)
+            except OSError as error:
+                faults.append(str(error))
+        else:
+            shutil.rmtree(plan.temporary, ignore_errors=True)
         if faults:
             raise OSError(f"node {node_name()}: {'; '.join(faults)}")
 
@@ -153,13 +157,18 @@ class LocalWriter:
         count = len(group.nodes)
         if group.leaders is None:
             return []
-        listed = group.all_gather_of_leaders(None if part is None else files_of(part))
+        faults = []
+        files = None
+        try:
+            files = None if part is None else files_of(part)
+        except OSError as error:
+            faults.append(f"its part can't be read back: {error}")
+        listed = group.all_gather_of_leaders(files)
         before = (group.node - 1) % count
-        sender = None if part is None else Sender(part.folder, files_of(part))
+        sender = None if part is None or files is None else Sender(part.folder, files)
         copy = plan.temporary / part_name(before)
         receiver = None if listed[before] is None else Receiver(copy, files_in(listed[before]))
         pass_files(group.leaders, sender, group.nodes[(group.node + 1) % count][0], receiver, group.nodes[before][0])
-        faults = []
         if sender is not None and sender.fault is not None:
             faults.append(f"its part can't be read back: {sender.fault}")
         if receiver is not None and receiver.fault is not None:
@@ -167,17 +176,13 @@ class LocalWriter:
             faults.append(f"the copy of another node's part: {receiver.fault}")
         return faults
 
-    def _publish(self, plan: LocalPlan, part: LocalCheckpoint | None) -> None:
-        """Give the step's folder its name, and remove older steps."""
-        if part is None:
-            shutil.rmtree(plan.temporary / part_name(self.control.node), ignore_errors=True)
-        if not plan.temporary.exists() or not any(plan.temporary.iterdir()):
-            shutil.rmtree(plan.temporary, ignore_errors=True)
-            return
+    def _publish(self, plan: LocalPlan) -> None:
+        """Give the step's folder its name; remove older steps, and later ones, which an earlier start has written."""
         target = self.folder / name_of(plan.content.meta.step)
         sync(plan.temporary)
         if target.exists():
             remove(target)
         plan.temporary.rename(target)
         sync(self.folder)
+        drop_after(self.folder, plan.content.meta.step)
         keep_newest(self.folder, KEPT)

@@ -109,8 +109,6 @@ class Trainer:
         self.progress = watchdog.failures.progress
         self.progress.step = self.resume_step
         local = local_writer(config, groups)
-        if local is not None:
-            local.drop_after(self.resume_step)
         self.saver = Saver(
             plan, run_dir, groups, local=local, patience_s=config.run.timeout, on_written=self.report_checkpoint
         )

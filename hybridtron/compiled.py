@@ -116,13 +116,18 @@ def build(path: Path, make: Callable[[Path], None]) -> None:
         raise NotBuilt(f"{error} {ELSEWHERE}") from None
 
 
+def user_cache() -> Path:
+    """Return the path of the user's cache. Raises NotBuilt if the user has no home directory."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        raise NotBuilt(f"no home directory for the cache {ELSEWHERE}") from None
+
+
 @contextmanager
 def _own_cache(name: str) -> Iterator[OwnFolder]:
     """Open a folder in the user's cache, and check that other users can't change the folder. Raises NotBuilt."""
-    try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:
-        raise NotBuilt(f"no home directory for the cache {ELSEWHERE}") from None
+    base = user_cache()
     try:
         with own_folder(base, "hybridtron", name) as folder:
             yield folder

@@ -13,12 +13,22 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from hybridtron.cluster import scheduler
 from hybridtron.cluster.gpu_env import wanted_variables
-from hybridtron.cluster.job import SlurmJob, commands, directives, software, steps
+from hybridtron.cluster.job import (
+    SlurmJob,
+    cache_of,
+    commands,
+    container_lines,
+    directives,
+    joined,
+    one_process,
+    software,
+    steps,
+)
 from hybridtron.cluster.problems import (
     cluster_problems,
     device_problems,
@@ -38,8 +48,6 @@ from hybridtron.problems import ConfigError, Problem, Unusable
 from hybridtron.sweep.carry_out import Folder
 from hybridtron.sweep.grid import Sweep, SweepRun
 from hybridtron.train.jsonl import write_whole
-
-WHOLE_NODE = "--exclusive"
 
 
 @dataclass(frozen=True)
@@ -91,22 +99,9 @@ def _stage(run: SweepRun, runs: Mapping[str, SweepRun]) -> int:
 
 
 def _job_of(path: Path, name: str, config: Config) -> SlurmJob:
-    """Build a job for a single process, with one GPU if nodes have GPUs.
-
-    Options that would reserve a full node are left out: a node's memory, and `--exclusive`.
-    """
-    cluster = config.cluster
-    environment = (wanted_variables(config.parallel) if cluster.gpus_per_node else {}) | cluster.environment
-    shared = [option for option in cluster.sbatch if option != WHOLE_NODE]
-    element_cluster = replace(
-        cluster,
-        gpus_per_node=min(1, cluster.gpus_per_node),
-        processes_per_node=1,
-        memory=None,
-        sbatch=shared,
-        environment=environment,
-    )
-    return SlurmJob(path, Path.cwd(), name, (), (1,), 0, element_cluster)
+    """Build a job for a single process, with one GPU if nodes have GPUs."""
+    cluster = one_process(config.cluster, wanted_variables(config.parallel))
+    return SlurmJob(path, Path.cwd(), name, (), (1,), 0, cluster, cache_of(cluster))
 
 
 def problems(sweep: Sweep, arrays: Sequence[ArrayJob], plans: Mapping[str, RunPlan]) -> list[Problem]:
@@ -159,11 +154,12 @@ def _elements(array: ArrayJob) -> list[str]:
     ]
     return [
         f"requeue={str(array.job.cluster.requeue).lower()}",
-        f"alone=({shlex.join(commands(array.job)['alone'])})",
+        *container_lines(array.job),
+        f"alone=({joined(commands(array.job)['alone'])})",
         "case $SLURM_ARRAY_TASK_ID in",
         *cases,
         "esac",
-        *software(array.job.cluster),
+        *software(array.job),
         steps("array.sh"),
     ]
 
@@ -171,7 +167,8 @@ def _elements(array: ArrayJob) -> list[str]:
 def _command(array: ArrayJob) -> list[str]:
     """Return the script's lines that run the command in a shell, inside the container if there is one."""
     *container_command, _python, _, _ = commands(array.job)["alone"]
-    return [*software(array.job.cluster), f"exec {shlex.join([*container_command, 'bash', '-c', array.command])}", ""]
+    command = joined([*container_command, "bash", "-c", array.command])
+    return [*container_lines(array.job), *software(array.job), f"exec {command}", ""]
 
 
 def submit(sweep: Sweep, folder: Folder, arrays: Sequence[ArrayJob]) -> list[str]:

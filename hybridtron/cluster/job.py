@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hybridtron.compiled import user_cache
 from hybridtron.config.cluster import ClusterConfig, Runtime
 from hybridtron.config.outside import OutsideFile
 
 PLAIN = re.compile(r"[\w.,:@/+=\[\]-]+", re.ASCII)
 SCRIPTS = Path(__file__).parent
+CONTAINER = '"${container[@]}"'  # stands for the options of the container in a list of words
+WHOLE_NODE = "--exclusive"
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class SlurmJob:
     fitting: node counts with which the layout can run, the smallest first
     patience: seconds after the first rank's end until srun kills the other ranks; 0: never
     cluster: the section `cluster` in the configuration
+    cache: folder for compiled kernels, which all attempts share
     files: the user's own configuration files, which are copied into RUN/code
     """
 
@@ -43,6 +48,7 @@ class SlurmJob:
     fitting: tuple[int, ...]
     patience: int
     cluster: ClusterConfig
+    cache: Path
     files: tuple[OutsideFile, ...] = ()
 
     @property
@@ -64,7 +70,7 @@ def directives(job: SlurmJob) -> dict[str, str]:
         "nodes": f"--nodes={nodes}",
         # if a number of tasks is set, SLURM allocates the fewest nodes of the range, although more are free
         "cluster.processes_per_node": "--exclusive" if elastic else f"--ntasks-per-node={cluster.processes}",
-        "cluster.gpus_per_node": f"--gpus-per-node={cluster.gpus_per_node}" if cluster.gpus_per_node else None,
+        "cluster.gpus_per_node": _gpus(cluster),
         "cluster.cpus_per_process": None if elastic else _option("--cpus-per-task", cluster.cpus_per_process),
         "cluster.memory": _option("--mem", cluster.memory),
         "cluster.partition": _option("--partition", cluster.partition),
@@ -109,11 +115,13 @@ def script(job: SlurmJob) -> str:
         f"spares={cluster.spares}  # nodes in addition, which take the place of lost nodes",
         f"requeue={str(cluster.requeue).lower()}",
         f"drain={str(cluster.checks.drain).lower()}",
-        *(f"{name}=({shlex.join(words)})" for name, words in commands(job).items()),
+        *container_lines(job),
+        *unpacked_lines(job),
+        *(f"{name}=({joined(words)})" for name, words in commands(job).items()),
         "settings=(",
         *(f"  {shlex.quote(argument)}" for argument in job.arguments),
         ")",
-        *software(cluster),
+        *software(job),
         steps("job.sh"),
     ]
     return "\n".join(lines)
@@ -125,50 +133,145 @@ def _option(name: str, value: object) -> str | None:
     return f"{name}={value}"
 
 
+def _gpus(cluster: ClusterConfig) -> str | None:
+    """Return sbatch's option for the GPUs of a node; None for nodes without GPUs."""
+    if not cluster.gpus_per_node:
+        return None
+    if cluster.gres is None:
+        return f"--gpus-per-node={cluster.gpus_per_node}"
+    return f"--gres={cluster.gres}:{cluster.gpus_per_node}"
+
+
 def steps(name: str) -> str:
     """Return the text of a bash file in this folder, with `forwarding.sh` in place of the comment `# forwarding.sh`."""
     text, forwarding = ((SCRIPTS / file).read_text() for file in (name, "forwarding.sh"))
     return text.replace("# forwarding.sh\n", forwarding)
 
 
-def software(cluster: ClusterConfig) -> list[str]:
+def software(job: SlurmJob) -> list[str]:
     """Return the script's lines that load modules, activate the virtual environment and export variables."""
+    cluster = job.cluster
     if cluster.modules:
         lines = [f"module load {shlex.join(cluster.modules)}"]
     else:
         lines = []
     if cluster.venv:
         lines += ["# shellcheck disable=SC1091", f"source {shlex.quote(f'{cluster.venv}/bin/activate')}"]
-    return lines + [f"export {name}={_text(value)}" for name, value in cluster.environment.items()]
+    return lines + [f"export {name}={_text(value)}" for name, value in exports(job).items()]
+
+
+def cache_of(cluster: ClusterConfig) -> Path:
+    """Return the folder for compiled kernels: `cluster.cache`, or the user's cache folder."""
+    if cluster.cache is None:
+        return user_cache().absolute()
+    return Path(cluster.cache)
+
+
+def exports(job: SlurmJob) -> dict[str, str]:
+    """Return the environment variables that the script exports; `cluster.environment` overrides the caches."""
+    caches = {
+        "XDG_CACHE_HOME": str(job.cache),
+        "TRITON_CACHE_DIR": f"{job.cache}/triton",
+        "TORCHINDUCTOR_CACHE_DIR": f"{job.cache}/torchinductor",
+    }
+    return caches | job.cluster.environment
+
+
+def one_process(cluster: ClusterConfig, environment: Mapping[str, str]) -> ClusterConfig:
+    """Return the settings for a job with a single process, with one GPU if nodes have GPUs.
+
+    Options that would reserve a full node are left out: a node's memory, and `--exclusive`. `environment` has the
+    variables for training on GPUs.
+    """
+    if cluster.gpus_per_node:
+        variables = {**environment, **cluster.environment}
+    else:
+        variables = cluster.environment
+    return replace(
+        cluster,
+        gpus_per_node=min(1, cluster.gpus_per_node),
+        processes_per_node=1,
+        memory=None,
+        sbatch=[option for option in cluster.sbatch if option != WHOLE_NODE],
+        environment=variables,
+        spares=0,
+    )
 
 
 def commands(job: SlurmJob) -> dict[str, list[str]]:
-    """Return three lists of command-line words, which include the container's options.
+    """Return three lists of command-line words.
 
     alone    command that runs a Python module as one process on the script's node
     task     command that runs a Python module in each task of an srun
     step     options for srun
+
+    The word `CONTAINER` stands for the container's options, which `container_lines` define.
     """
     cluster = job.cluster
-    container = job.cluster.container
+    container = cluster.container
     python = [cluster.python, "-P", "-m"]
     step = [f"--wait={job.patience}"]
     if cluster.cpus_per_process:
         step.append(f"--cpus-per-task={cluster.cpus_per_process}")
     if cluster.spares:
         step.append("--no-kill")
-    mounts = ",".join([f"{job.run_dir}:{job.run_dir}", f"{job.working_dir}:{job.working_dir}", *container.mounts])
     if not container.image:
         return {"alone": python, "task": python, "step": step}
     if container.runtime is Runtime.pyxis:
-        pyxis_options = [f"--container-image={container.image}", f"--container-mounts={mounts}"]
-        pyxis_options.append(f"--container-workdir={job.working_dir}")
-        alone = ["srun", "--overlap", "--nodes=1", "--ntasks=1", *pyxis_options, *python]
-        return {"alone": alone, "task": python, "step": [*step, *pyxis_options]}
-    gpus = ["--nv"] if cluster.gpus_per_node else []
-    container_options = [*gpus, "--bind", mounts, "--pwd", str(job.working_dir), container.image]
-    wrapped = ["apptainer", "exec", *container_options, *python]
+        alone = ["srun", "--overlap", "--nodes=1", "--ntasks=1", CONTAINER, *python]
+        return {"alone": alone, "task": python, "step": [*step, CONTAINER]}
+    wrapped = ["apptainer", "exec", CONTAINER, *python]
     return {"alone": wrapped, "task": wrapped, "step": step}
+
+
+def container_lines(job: SlurmJob) -> list[str]:
+    """Return the script's lines that define the container's options, and create the folder for the cache.
+
+    Pyxis prefers an image's own values of environment variables, except those in --container-env.
+    """
+    cluster = job.cluster
+    container = cluster.container
+    if not container.image:
+        return []
+    if container.runtime is Runtime.pyxis:
+        options = [
+            f"--container-image={container.image}",
+            f"--container-mounts={mounts(job)}",
+            f"--container-workdir={job.working_dir}",
+            f"--container-env={','.join(['PYTHONPATH', *exports(job)])}",
+        ]
+    else:
+        gpus = ["--nv"] if cluster.gpus_per_node else []
+        options = [*gpus, "--bind", mounts(job), "--pwd", str(job.working_dir), container.image]
+    cache = f"mkdir -p {shlex.quote(str(job.cache))}  # the container mounts this folder"
+    return [cache, f"container=({shlex.join(options)})"]
+
+
+def unpacked_lines(job: SlurmJob) -> list[str]:
+    """Return the script's lines that name the unpacked container; the name is empty if nothing is unpacked.
+
+    Without a name, Pyxis would unpack the image again at every step. A container with a name is unpacked once on each
+    node, and remains there after the step. The name contains the job's number, which a requeued job keeps. So a later
+    job does not use a container of an older image.
+    """
+    container = job.cluster.container
+    if not container.image or container.runtime is not Runtime.pyxis:
+        return ["unpacked=''  # no container that stays on the nodes"]
+    return [
+        "unpacked=hybridtron-$SLURM_JOB_ID  # the container that each node unpacks once, for all steps and attempts",
+        'container+=(--container-name="$unpacked")',
+    ]
+
+
+def mounts(job: SlurmJob) -> str:
+    """Return the container's mounts: the run's and the working folder, the cache, and `cluster.container.mounts`."""
+    own = dict.fromkeys([job.run_dir, job.working_dir, job.cache])
+    return ",".join([*(f"{path}:{path}" for path in own), *job.cluster.container.mounts])
+
+
+def joined(words: Sequence[str]) -> str:
+    """Join words as `shlex.join` does, but leave the word `CONTAINER` unquoted."""
+    return " ".join(word if word == CONTAINER else shlex.quote(word) for word in words)
 
 
 def _text(value: str) -> str:

@@ -26,6 +26,14 @@ everywhere() {  # LOG MODULE ...: run a module on the chosen nodes, one process 
     --distribution=block --kill-on-bad-exit=0 --output="$output" "${step[@]}" "${task[@]}" "$@"
 }
 
+finish() {  # CODE: end the job for good, and remove the unpacked container, which some settings of pyxis leave there
+  if [ -n "$unpacked" ]; then
+    srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+      --kill-on-bad-exit=0 enroot remove --force "pyxis_$unpacked" >"$logs/removed.txt" 2>&1
+  fi
+  exit "$1"
+}
+
 # Get a decision, which follows from the run's history: a word, the nodes that it applies to, the nodes that were just
 # found to be bad, and the number of spare nodes, which are the last ones. A dash means none. The job's log has reasons.
 ask() {
@@ -38,7 +46,7 @@ ask() {
 again() {  # [NODE,...]: requeue this job and exclude these nodes
   if [ "$requeue" != true ]; then
     echo "the run is not at its end, and cluster.requeue=false: the chain's next job resumes it, or submit it again" >&2
-    exit 1
+    finish 1
   fi
   # a job that was already cancelled, or requeued by somebody else, must not be requeued
   [ "$(squeue --noheader --job "$SLURM_JOB_ID" --format %T)" = RUNNING ] || exit 1
@@ -52,8 +60,8 @@ again() {  # [NODE,...]: requeue this job and exclude these nodes
 ask begin --nodes "$nodes"
 case $word in
   go) ;;
-  done) exit 0 ;;
-  *) exit 1 ;;
+  done) finish 0 ;;
+  *) finish 1 ;;
 esac
 
 # Is every node fit to train on?
@@ -68,7 +76,7 @@ if [ -z "$stopped" ]; then
   case $word in
     go) use_nodes "$named"; export HYBRIDTRON_SPARES ;;
     again) again "$named" ;;
-    *) exit 1 ;;
+    *) finish 1 ;;
   esac
 fi
 
@@ -81,7 +89,7 @@ fi
 
 ask end --code "$code_of_run" ${stopped:+--stopped}
 case $word in
-  done) exit 0 ;;
+  done) finish 0 ;;
   again) again "$named" ;;
-  *) exit 1 ;;
+  *) finish 1 ;;
 esac

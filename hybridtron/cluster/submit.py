@@ -39,7 +39,7 @@ from pathlib import Path
 from hybridtron.cluster import scheduler
 from hybridtron.cluster.estimate import estimate
 from hybridtron.cluster.gpu_env import wanted_variables
-from hybridtron.cluster.job import SlurmJob, script
+from hybridtron.cluster.job import SlurmJob, cache_of, script
 from hybridtron.cluster.problems import (
     cluster_problems,
     device_problems,
@@ -160,6 +160,7 @@ def job_of(plan: RunPlan, settings: Sequence[str], nodes: int) -> SlurmJob:
         fitting=(*fitting, nodes),
         patience=patience_s(config, restarts),
         cluster=cluster,
+        cache=cache_of(cluster),
         files=tuple(files),
     )
 

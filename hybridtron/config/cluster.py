@@ -73,6 +73,8 @@ class ClusterConfig:
     # the run saves a checkpoint and stops this number of seconds before the time limit
     stop_before: Annotated[int, at_least(1)] = 300
     gpus_per_node: Annotated[int, at_least(0)] = 0  # GPUs of a node; each GPU gets one process; 0: no GPUs
+    # name of the GPUs in sbatch's --gres, such as gpu or gpu:h100, for clusters that need --gres; null: --gpus-per-node
+    gres: Annotated[str | None, matching(r"[\w:.-]*[A-Za-z_]", "a name without a number, such as gpu:h100")] = None
     processes_per_node: Annotated[int, at_least(1)] = 1  # processes of a node without GPUs
     # CPU cores of each process, including cores for the workers of its data loader
     cpus_per_process: Annotated[int | None, at_least(1)] = None
@@ -84,6 +86,9 @@ class ClusterConfig:
     python: str = "python"  # command of the Python interpreter
     container: ContainerConfig = field(default_factory=ContainerConfig)
     environment: dict[str, str] = field(default_factory=dict)  # environment variables, such as NCCL's
+    # absolute path of a folder that all nodes share, for compiled kernels of Triton, torch.compile and this package;
+    # null: the user's cache folder ($XDG_CACHE_HOME, or ~/.cache)
+    cache: Annotated[str | None, matching(r"/[^:,]*", "an absolute path")] = None
     requeue: bool = True  # let jobs requeue themselves; false: use `hybridtron submit --chain`
     # wait: wait in the queue for other nodes; smaller: continue with fewer nodes, if the layout fits on them
     on_lost_node: LostNode = LostNode.wait

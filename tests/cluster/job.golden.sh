@@ -23,9 +23,13 @@ fitting=4  # numbers of nodes that fit the layout
 spares=0  # nodes in addition, which take the place of lost nodes
 requeue=true
 drain=false
-alone=(srun --overlap --nodes=1 --ntasks=1 --container-image=/shared/images/hybridtron.sqsh --container-mounts=/shared/runs/samba_421m:/shared/runs/samba_421m,/home/someone/hybridtron:/home/someone/hybridtron,/data:/data --container-workdir=/home/someone/hybridtron python -P -m)
+mkdir -p /home/someone/.cache  # the container mounts this folder
+container=(--container-image=/shared/images/hybridtron.sqsh --container-mounts=/shared/runs/samba_421m:/shared/runs/samba_421m,/home/someone/hybridtron:/home/someone/hybridtron,/home/someone/.cache:/home/someone/.cache,/data:/data --container-workdir=/home/someone/hybridtron --container-env=PYTHONPATH,XDG_CACHE_HOME,TRITON_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR,NCCL_SOCKET_IFNAME,NCCL_IB_HCA,NCCL_IB_TIMEOUT,GLOO_SOCKET_IFNAME,OMP_NUM_THREADS)
+unpacked=hybridtron-$SLURM_JOB_ID  # the container that each node unpacks once, for all steps and attempts
+container+=(--container-name="$unpacked")
+alone=(srun --overlap --nodes=1 --ntasks=1 "${container[@]}" python -P -m)
 task=(python -P -m)
-step=(--wait=1860 --cpus-per-task=12 --container-image=/shared/images/hybridtron.sqsh --container-mounts=/shared/runs/samba_421m:/shared/runs/samba_421m,/home/someone/hybridtron:/home/someone/hybridtron,/data:/data --container-workdir=/home/someone/hybridtron)
+step=(--wait=1860 --cpus-per-task=12 "${container[@]}")
 settings=(
   recipe=samba_421m
   cluster=h100_infiniband
@@ -33,6 +37,9 @@ settings=(
   phases.0.micro_batch=4
   run.dir=/shared/runs/samba_421m
 )
+export XDG_CACHE_HOME='/home/someone/.cache'
+export TRITON_CACHE_DIR='/home/someone/.cache/triton'
+export TORCHINDUCTOR_CACHE_DIR='/home/someone/.cache/torchinductor'
 export NCCL_SOCKET_IFNAME='eth0'
 export NCCL_IB_HCA='=mlx5_0,mlx5_1,mlx5_2,mlx5_3,mlx5_4,mlx5_5,mlx5_6,mlx5_7'
 export NCCL_IB_TIMEOUT='22'
@@ -78,6 +85,14 @@ everywhere() {  # LOG MODULE ...: run a module on the chosen nodes, one process 
     --distribution=block --kill-on-bad-exit=0 --output="$output" "${step[@]}" "${task[@]}" "$@"
 }
 
+finish() {  # CODE: end the job for good, and remove the unpacked container, which some settings of pyxis leave there
+  if [ -n "$unpacked" ]; then
+    srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+      --kill-on-bad-exit=0 enroot remove --force "pyxis_$unpacked" >"$logs/removed.txt" 2>&1
+  fi
+  exit "$1"
+}
+
 # Get a decision, which follows from the run's history: a word, the nodes that it applies to, the nodes that were just
 # found to be bad, and the number of spare nodes, which are the last ones. A dash means none. The job's log has reasons.
 ask() {
@@ -90,7 +105,7 @@ ask() {
 again() {  # [NODE,...]: requeue this job and exclude these nodes
   if [ "$requeue" != true ]; then
     echo "the run is not at its end, and cluster.requeue=false: the chain's next job resumes it, or submit it again" >&2
-    exit 1
+    finish 1
   fi
   # a job that was already cancelled, or requeued by somebody else, must not be requeued
   [ "$(squeue --noheader --job "$SLURM_JOB_ID" --format %T)" = RUNNING ] || exit 1
@@ -104,8 +119,8 @@ again() {  # [NODE,...]: requeue this job and exclude these nodes
 ask begin --nodes "$nodes"
 case $word in
   go) ;;
-  done) exit 0 ;;
-  *) exit 1 ;;
+  done) finish 0 ;;
+  *) finish 1 ;;
 esac
 
 # Is every node fit to train on?
@@ -120,7 +135,7 @@ if [ -z "$stopped" ]; then
   case $word in
     go) use_nodes "$named"; export HYBRIDTRON_SPARES ;;
     again) again "$named" ;;
-    *) exit 1 ;;
+    *) finish 1 ;;
   esac
 fi
 
@@ -133,7 +148,7 @@ fi
 
 ask end --code "$code_of_run" ${stopped:+--stopped}
 case $word in
-  done) exit 0 ;;
+  done) finish 0 ;;
   again) again "$named" ;;
-  *) exit 1 ;;
+  *) finish 1 ;;
 esac

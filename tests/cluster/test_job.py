@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridtron.cluster.job import SlurmJob, directives, script, steps, unusable
+from hybridtron.cluster.job import SlurmJob, cache_of, directives, script, steps, unusable
 from hybridtron.config.cluster import ChecksConfig, ClusterConfig, ContainerConfig, Runtime
 from hybridtron.config.load import load
 
@@ -29,7 +29,7 @@ case $1 in
 esac
 """
 STAND_INS = {
-    "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
+    "srun": 'echo "$@" >>sruns; while [[ $1 == --* ]]; do shift; done; [ "$1" = enroot ] || exec "$@"',
     "scontrol": '[ "$2" = hostnames ] && echo n1 || echo "NodeName=n1 NodeAddr=10.0.0.1 "',
     "squeue": "echo RUNNING",
 }
@@ -44,6 +44,7 @@ def job(cluster: ClusterConfig, *arguments: str, fitting: tuple[int, ...] = (4,)
         fitting=fitting,
         patience=1860,
         cluster=cluster,
+        cache=Path("/home/someone/.cache"),
     )
 
 
@@ -87,12 +88,14 @@ def test_a_cluster_that_must_not_requeue_drains_bad_nodes_inside_a_container() -
     assert {"--no-requeue", "--gpus-per-node=4", "--ntasks-per-node=4"} <= set(directives(draining).values())
     assert "\nrequeue=false\ndrain=true\n" in written
     assert "\nrequeue=true\ndrain=false\n" in script(JOBS["h100_infiniband"])
-    inside = (
-        "apptainer exec --nv --bind /shared/runs/samba_421m:/shared/runs/samba_421m,"
-        "/home/someone/hybridtron:/home/someone/hybridtron,/data:/data:ro "
-        "--pwd /home/someone/hybridtron /shared/hybridtron.sif python -P -m"
+    options = (
+        "--nv --bind /shared/runs/samba_421m:/shared/runs/samba_421m,/home/someone/hybridtron:/home/someone/hybridtron,"
+        "/home/someone/.cache:/home/someone/.cache,/data:/data:ro --pwd /home/someone/hybridtron /shared/hybridtron.sif"
     )
+    inside = 'apptainer exec "${container[@]}" python -P -m'
+    assert f"\nmkdir -p /home/someone/.cache  # the container mounts this folder\ncontainer=({options})\n" in written
     assert f"\nalone=({inside})\ntask=({inside})\n" in written
+    assert "--container" not in written.partition("settings=(")[0]
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -112,27 +115,95 @@ def test_every_attempt_draws_a_port_below_the_ephemeral_ones() -> None:
     assert all(20000 <= port < 32768 for port in ports)
 
 
-def test_values_reach_the_program_unchanged(tmp_path: Path) -> None:
-    """Run the full script with stand-ins for SLURM's programs, and quoted for python that records its arguments."""
-    python = tmp_path / "my 'python'"
+def carried_out(cluster: ClusterConfig, folder: Path, *arguments: str, restart: int = 0) -> list[str]:
+    """Run the full script with stand-ins for SLURM's programs, and for python that records its arguments.
+
+    Returns the arguments of each srun. `cluster.python` is replaced.
+    """
+    python = folder / "my 'python'"
     python.write_text(f"#!/bin/bash\n{STAND_IN}")
     python.chmod(0o755)
-    for name in ("srun", "scontrol", "squeue"):
-        (tmp_path / name).write_text(f"#!/bin/bash\n{STAND_INS[name]}")
-        (tmp_path / name).chmod(0o755)
-    bare = ClusterConfig(python=str(python), environment={"NASTY": NASTY})
-    quoted = replace(
-        job(bare, f"run.sample_prompt={NASTY}", fitting=(1,)), run_dir=tmp_path / "run", working_dir=tmp_path
-    )
-    slurm = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    for name, does in STAND_INS.items():
+        (folder / name).write_text(f"#!/bin/bash\n{does}\n")
+        (folder / name).chmod(0o755)
+    asked = replace(
+        job(replace(cluster, python=str(python)), *arguments, fitting=(1,)),
+        run_dir=folder / "run", working_dir=folder, cache=folder / "cache",
+    )  # fmt: skip
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1", "HOME": str(folder)}
+    slurm |= {"SLURM_RESTART_COUNT": str(restart), "PATH": f"{folder}:/usr/bin:/bin"}
     done = subprocess.run(
-        ["bash", "-c", script(quoted)], cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=300
+        ["bash", "-c", script(asked)], cwd=folder, env=slurm, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
+    return [line.replace(f" {python} ", " python ") for line in (folder / "sruns").read_text().splitlines()]
+
+
+def test_values_reach_the_program_unchanged(tmp_path: Path) -> None:
+    carried_out(ClusterConfig(environment={"NASTY": NASTY}), tmp_path, f"run.sample_prompt={NASTY}")
     reported = (tmp_path / "words").read_text().split("\0")
     assert reported.count(NASTY) == 2  # the variable, in the check and in the run
     assert reported.count(f"run.sample_prompt={NASTY}") == 2
     assert not (tmp_path / "nasty").exists()
+
+
+@pytest.mark.parametrize("restart", [0, 3])
+def test_every_step_and_attempt_of_a_job_uses_one_unpacked_container(restart: int, tmp_path: Path) -> None:
+    image = ContainerConfig("/shared/hybridtron.sqsh", Runtime.pyxis, ["/data:/data:ro"])
+    cluster = ClusterConfig(container=image, environment={"NCCL_DEBUG": "WARN"}, gpus_per_node=2, cpus_per_process=3)
+    sruns = carried_out(cluster, tmp_path, restart=restart)
+    own = (f"{folder}:{folder}" for folder in (tmp_path / "run", tmp_path, tmp_path / "cache"))
+    container = (
+        f"--container-image=/shared/hybridtron.sqsh --container-mounts={','.join(own)},/data:/data:ro "
+        f"--container-workdir={tmp_path} "
+        "--container-env=PYTHONPATH,XDG_CACHE_HOME,TRITON_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR,NCCL_DEBUG "
+        "--container-name=hybridtron-7"
+    )
+    logs = tmp_path / f"run/logs/slurm-7-{restart}"
+    settings = "run.dir=/shared/runs/samba_421m"
+    history = f"--run {tmp_path}/run --job 7 --restart {restart}"
+    alone = f"--overlap --nodes=1 --ntasks=1 {container} python -P -m hybridtron.cluster.attempt"
+    on_nodes = (
+        "--nodelist=n1 --nodes=1 --ntasks=2 --ntasks-per-node=2 --distribution=block --kill-on-bad-exit=0 "
+        f"--output={logs}/{{}}-%t.txt --wait=1860 --cpus-per-task=3 {container} python -P -m"
+    )
+    assert sruns == [
+        f"{alone} begin --nodes n1 {history}",
+        f"{on_nodes.format('check')} hybridtron.cluster.preflight --reports {logs} {settings}",
+        f"{alone} check --nodes n1 --reports {logs} --code 0 --fitting 1 --spares 0 {history}",
+        f"{on_nodes.format('rank')} hybridtron train {settings}",
+        f"{alone} end --code 0 {history}",
+        "--overlap --nodes=1 --ntasks=1 --ntasks-per-node=1 --kill-on-bad-exit=0 enroot remove --force "
+        "pyxis_hybridtron-7",
+    ]
+    assert (tmp_path / "cache").is_dir()
+
+
+@pytest.mark.parametrize("name", [None, "gpu", "gpu:h100"])
+def test_gpus_are_requested_by_the_option_that_the_cluster_needs(name: str | None) -> None:
+    options = directives(job(ClusterConfig(gpus_per_node=8, gres=name))).values()
+    wanted = "--gpus-per-node=8" if name is None else f"--gres={name}:8"
+    assert [option for option in options if "gpu" in option] == [wanted]
+    assert not any("gres" in option for option in directives(job(ClusterConfig(gres=name))).values())
+
+
+def test_compiled_kernels_are_kept_in_a_folder_that_attempts_share() -> None:
+    written = script(job(ClusterConfig(environment={"TRITON_CACHE_DIR": "/local/triton"})))
+    exported = [line for line in written.splitlines() if line.startswith("export") and "CACHE" in line]
+    assert exported == [
+        "export XDG_CACHE_HOME='/home/someone/.cache'",
+        "export TRITON_CACHE_DIR='/local/triton'",
+        "export TORCHINDUCTOR_CACHE_DIR='/home/someone/.cache/torchinductor'",
+    ]
+    assert cache_of(ClusterConfig(cache="/shared/cache")) == Path("/shared/cache")
+
+
+def test_cache_of_the_user_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/scratch/cache")
+    assert cache_of(ClusterConfig()) == Path("/scratch/cache")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert cache_of(ClusterConfig()) == Path("/home/somebody/.cache")
 
 
 @pytest.mark.parametrize("value", ["two words", "$(touch nasty)", "a\n#SBATCH --uid=0", "a'b", 'a"b', "50%j"])

@@ -5,9 +5,9 @@
     python -m hybridtron.cluster.attempt end   --run ... --code N [--stopped]
 
 An attempt is one start of a job; a requeued job starts several times. The job script calls `begin` when a job starts,
-`check` after the check of the nodes (`preflight.py`), and `end` after training. The answer is the last line on stdout.
-It has three words: DECISION NODES BAD. A dash stands for no nodes. If `check` gets --spares, its answer `go` has a
-fourth word: the number of spare nodes, which are the last nodes.
+`check` after the check of the nodes (`preflight.py`) and after the copy of the data (`stage.py`), and `end` after
+training. The answer is the last line on stdout. It has three words: DECISION NODES BAD. A dash stands for no nodes. If
+`check` gets --spares, its answer `go` has a fourth word: the number of spare nodes, which are the last nodes.
 
     go a,b c       train on the nodes a and b; this attempt found that node c is bad
     go - -         continue with all nodes (answer of `begin`)

@@ -115,6 +115,7 @@ def script(job: SlurmJob) -> str:
         f"spares={cluster.spares}  # nodes in addition, which take the place of lost nodes",
         f"requeue={str(cluster.requeue).lower()}",
         f"drain={str(cluster.checks.drain).lower()}",
+        f"stage={str(cluster.stage is not None).lower()}",
         *container_lines(job),
         *unpacked_lines(job),
         *(f"{name}=({joined(words)})" for name, words in commands(job).items()),
@@ -264,8 +265,10 @@ def unpacked_lines(job: SlurmJob) -> list[str]:
 
 
 def mounts(job: SlurmJob) -> str:
-    """Return the container's mounts: the run's and the working folder, the cache, and `cluster.container.mounts`."""
+    """Return the container's mounts: the job's own folders, and `cluster.container.mounts`."""
     own = dict.fromkeys([job.run_dir, job.working_dir, job.cache])
+    if job.cluster.stage is not None:
+        own[Path(job.cluster.stage)] = None
     return ",".join([*(f"{path}:{path}" for path in own), *job.cluster.container.mounts])
 
 

@@ -26,6 +26,13 @@ everywhere() {  # LOG MODULE ...: run a module on the chosen nodes, one process 
     --distribution=block --kill-on-bad-exit=0 --output="$output" "${step[@]}" "${task[@]}" "$@"
 }
 
+# shellcheck disable=SC2329  # `forwarding` calls it
+once_a_node() {  # LOG MODULE ...: run a module as one process on each chosen node, without a limit for the slower nodes
+  per_node=1
+  step+=(--wait=0)
+  everywhere "$@"
+}
+
 finish() {  # CODE: end the job for good, and remove the unpacked container, which some settings of pyxis leave there
   if [ -n "$unpacked" ]; then
     srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
@@ -56,6 +63,14 @@ again() {  # [NODE,...]: requeue this job and exclude these nodes
   exit 1
 }
 
+follow() {  # continue on the nodes that a check has named, or end this attempt
+  case $word in
+    go) use_nodes "$named"; export HYBRIDTRON_SPARES ;;
+    again) again "$named" ;;
+    *) finish 1 ;;
+  esac
+}
+
 # Is there anything to do?
 ask begin --nodes "$nodes"
 case $word in
@@ -73,11 +88,18 @@ if [ -z "$stopped" ]; then
   if [ "$drain" = true ] && [ -n "$bad" ]; then
     scontrol update NodeName="$bad" State=DRAIN Reason="failed the check of job $SLURM_JOB_ID"
   fi
-  case $word in
-    go) use_nodes "$named"; export HYBRIDTRON_SPARES ;;
-    again) again "$named" ;;
-    *) finish 1 ;;
-  esac
+  follow
+fi
+
+# Copy the data to each node's own disk. A node without room is left out.
+if [ "$stage" = true ] && [ -z "$stopped" ]; then
+  mkdir -p "$logs/stage"
+  forwarding once_a_node "$logs/stage/check-%t.txt" hybridtron.cluster.stage --reports "$logs/stage" "${settings[@]}"
+  code_of_stage=$?
+  if [ -z "$stopped" ]; then
+    ask check --nodes "$nodes" --reports "$logs/stage" --code "$code_of_stage" --fitting "$fitting" --spares "$spares"
+    follow
+  fi
 fi
 
 # Train, then decide what follows.

@@ -1,8 +1,8 @@
 """Types for the configuration's section `cluster`: the SLURM cluster to which a run is submitted.
 
-Training reads only the peak FLOPS and the memory of a device, for MFU and memory plans. All other keys are used by
-`hybridtron submit` for the job script. `docs/slurm.md` explains how to write a file for your own cluster. Do not put
-secrets here, since the values are stored in every run's config.yaml.
+Training reads only the peak FLOPS and the memory of a device, for MFU and memory plans, and the folder `stage`. All
+other keys are used by `hybridtron submit` for the job script. `docs/slurm.md` explains how to write a file for your own
+cluster. Do not put secrets here, since the values are stored in every run's config.yaml.
 """
 
 from __future__ import annotations
@@ -86,6 +86,8 @@ class ClusterConfig:
     python: str = "python"  # command of the Python interpreter
     container: ContainerConfig = field(default_factory=ContainerConfig)
     environment: dict[str, str] = field(default_factory=dict)  # environment variables, such as NCCL's
+    # absolute path of a folder on each node's own disk, to which data are copied before ranks start; null: no copy
+    stage: Annotated[str | None, matching(r"/[^:,]*", "an absolute path")] = None
     # absolute path of a folder that all nodes share, for compiled kernels of Triton, torch.compile and this package;
     # null: the user's cache folder ($XDG_CACHE_HOME, or ~/.cache)
     cache: Annotated[str | None, matching(r"/[^:,]*", "an absolute path")] = None

@@ -36,8 +36,8 @@ MIN_VOCABULARY = 300  # entries for the 256 bytes, for eos, and for a few merges
 class TokenFolder:
     """An opened folder: its path, its manifest, and the manifest's digest.
 
-    remote: URL from which shards are fetched into the cache; `path` is then the folder's copy in the cache. None for a
-        local folder.
+    remote: URL from which shards are fetched into the cache, or path of a local folder that is copied into the cache;
+        `path` is then the folder's copy in the cache. None for a local folder that is read in place
     checked: True if another process of this machine, in the same run, compares sizes and digests, so that this
         process need not
     """
@@ -82,7 +82,7 @@ class TokenFolder:
 
     @property
     def name(self) -> str:
-        """A remote folder's URL, or a local folder's path, for messages."""
+        """A remote folder's URL, or a local folder's own path, for messages."""
         return self.remote or str(self.path)
 
     @property

@@ -5,6 +5,7 @@ A source is a named part of a folder with prepared tokens.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import numpy as np
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.schema import DataConfig, Source
 from hybridtron.config.units import parse_bytes
-from hybridtron.data.folder import FolderError
+from hybridtron.data.folder import FolderError, TokenFolder
 from hybridtron.data.mds.opening import open_folder
 from hybridtron.data.mds.store import DocumentStore
 from hybridtron.data.mixture_spec import MixtureSource, mixture_of
@@ -47,9 +48,15 @@ class Sources:
         key = phase.key("data.path")
         if data.source == Source.embedded:
             prepare_embedded(Path(data.path), phase.model.vocab_size)
-        cache = cache_options(data)
+        stage = stage_of(phase)
+        cache = cache_options(data, stage)
+
+        @functools.cache
+        def opened(path: str) -> TokenFolder:
+            return open_folder(path, cache, checked, copied=stage is not None)
+
         try:
-            mixture = mixture_of(data, lambda path: open_folder(path, cache, checked))
+            mixture = mixture_of(data, opened)
         except FolderError as error:
             raise ConfigError([Problem(key, error.code, f"{error}; phase {phase.settings.name} reads it")]) from error
         if problems := content_problems(key, phase, mixture):
@@ -120,10 +127,26 @@ class Sources:
         )
 
 
-def cache_options(data: DataConfig) -> CacheOptions:
-    """Return the settings for the cache that holds downloaded and decompressed shards."""
+def stage_of(phase: ResolvedPhase) -> str | None:
+    """Return the folder to which a phase's data are copied, or None if they are read in place.
+
+    The embedded corpus is small, and is never copied.
+    """
+    if phase.data.source == Source.embedded:
+        return None
+    return phase.config.cluster.stage
+
+
+def cache_options(data: DataConfig, stage: str | None = None) -> CacheOptions:
+    """Return the settings for the cache that holds downloaded, decompressed and copied shards.
+
+    stage: folder for copies of all data, which takes the place of `data.cache`, without its limit
+    """
+    patience = RetryPolicy(data.timeout, data.retries)
+    if stage is not None:
+        return CacheOptions(Path(stage), None, patience, "cluster.stage")
     if data.cache_limit is None:
         limit = None
     else:
         limit = parse_bytes(data.cache_limit)
-    return CacheOptions(Path(data.cache), limit, RetryPolicy(data.timeout, data.retries))
+    return CacheOptions(Path(data.cache), limit, patience)

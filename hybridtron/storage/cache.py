@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hybridtron.storage.digest import digest_of
-from hybridtron.storage.retry import Damaged, RetryPolicy, StorageError
+from hybridtron.storage.retry import Damaged, DiskError, RetryPolicy, StorageError
 
 _ENTRY_NAME_LENGTH = 16  # number of a digest's first characters that form an entry's name
 _POLL_S = 0.05  # seconds between two attempts to take a lock or to reserve space
@@ -39,16 +39,23 @@ _POLL_S = 0.05  # seconds between two attempts to take a lock or to reserve spac
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Settings of the cache: folder, maximum size in bytes (None for no limit), and retry policy for downloads."""
+    """Settings of the cache.
+
+    folder: the cache's folder
+    limit: maximum size in bytes; None for no limit
+    patience: retry policy for downloads
+    key: configuration key of the folder, for messages
+    """
 
     folder: Path
     limit: int | None = None
     patience: RetryPolicy = field(default_factory=RetryPolicy)
+    key: str = "data.cache"
 
 
 @contextmanager
 def disk_advice(options: CacheOptions, size: int) -> Iterator[None]:
-    """Inside the block, replace the OSError for a full disk or an unwritable cache by a StorageError with advice.
+    """Inside the block, replace the OSError for a full disk or an unwritable cache by a DiskError with advice.
 
     Other errors are raised unchanged. `size` is the number of bytes that the block writes, for the message.
     """
@@ -56,15 +63,15 @@ def disk_advice(options: CacheOptions, size: int) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageError(
+            raise DiskError(
                 f"can't be cached: {options.folder} has no room for {size} bytes ({error.strerror}); free disk space, "
-                "set data.cache to a folder on another disk, or evict old shards with a smaller data.cache_limit"
+                f"set {options.key} to a folder on another disk, or evict old shards with a smaller data.cache_limit"
             ) from error
         is_cache_file = error.filename is None or Path(str(error.filename)).is_relative_to(options.folder)
         if is_cache_file and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
-            raise StorageError(
+            raise DiskError(
                 f"can't be cached: the folder {options.folder} can't be written ({error.strerror}), but {size} "
-                "bytes must be stored in it; set data.cache to a folder that you can write"
+                f"bytes must be stored in it; set {options.key} to a folder that you can write"
             ) from error
         raise
 

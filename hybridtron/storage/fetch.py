@@ -7,6 +7,7 @@ its path in the cache.
 from __future__ import annotations
 
 import secrets
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,9 @@ class Wanted(Generic[Opened]):
         """Fetch the file into the temporary `folder`, in one attempt; return its path and the result of `opened`."""
         unpacked_path = folder / secrets.token_hex(8) / "file"
         brought_path = remote.bring(self.stored, unpacked_path.with_name("stored") if self.unpacked else unpacked_path)
+        if self.unpacked is None and brought_path != unpacked_path:  # a local folder keeps its own file
+            unpacked_path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(brought_path, unpacked_path)
         if self.unpacked is not None:
             data = self.unpacked(brought_path)
             unpacked_path.parent.mkdir(parents=True, exist_ok=True)

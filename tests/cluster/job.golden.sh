@@ -23,6 +23,7 @@ fitting=4  # numbers of nodes that fit the layout
 spares=0  # nodes in addition, which take the place of lost nodes
 requeue=true
 drain=false
+stage=false
 mkdir -p /home/someone/.cache  # the container mounts this folder
 container=(--container-image=/shared/images/hybridtron.sqsh --container-mounts=/shared/runs/samba_421m:/shared/runs/samba_421m,/home/someone/hybridtron:/home/someone/hybridtron,/home/someone/.cache:/home/someone/.cache,/data:/data --container-workdir=/home/someone/hybridtron --container-env=PYTHONPATH,XDG_CACHE_HOME,TRITON_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR,NCCL_SOCKET_IFNAME,NCCL_IB_HCA,NCCL_IB_TIMEOUT,GLOO_SOCKET_IFNAME,OMP_NUM_THREADS)
 unpacked=hybridtron-$SLURM_JOB_ID  # the container that each node unpacks once, for all steps and attempts
@@ -85,6 +86,13 @@ everywhere() {  # LOG MODULE ...: run a module on the chosen nodes, one process 
     --distribution=block --kill-on-bad-exit=0 --output="$output" "${step[@]}" "${task[@]}" "$@"
 }
 
+# shellcheck disable=SC2329  # `forwarding` calls it
+once_a_node() {  # LOG MODULE ...: run a module as one process on each chosen node, without a limit for the slower nodes
+  per_node=1
+  step+=(--wait=0)
+  everywhere "$@"
+}
+
 finish() {  # CODE: end the job for good, and remove the unpacked container, which some settings of pyxis leave there
   if [ -n "$unpacked" ]; then
     srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
@@ -115,6 +123,14 @@ again() {  # [NODE,...]: requeue this job and exclude these nodes
   exit 1
 }
 
+follow() {  # continue on the nodes that a check has named, or end this attempt
+  case $word in
+    go) use_nodes "$named"; export HYBRIDTRON_SPARES ;;
+    again) again "$named" ;;
+    *) finish 1 ;;
+  esac
+}
+
 # Is there anything to do?
 ask begin --nodes "$nodes"
 case $word in
@@ -132,11 +148,18 @@ if [ -z "$stopped" ]; then
   if [ "$drain" = true ] && [ -n "$bad" ]; then
     scontrol update NodeName="$bad" State=DRAIN Reason="failed the check of job $SLURM_JOB_ID"
   fi
-  case $word in
-    go) use_nodes "$named"; export HYBRIDTRON_SPARES ;;
-    again) again "$named" ;;
-    *) finish 1 ;;
-  esac
+  follow
+fi
+
+# Copy the data to each node's own disk. A node without room is left out.
+if [ "$stage" = true ] && [ -z "$stopped" ]; then
+  mkdir -p "$logs/stage"
+  forwarding once_a_node "$logs/stage/check-%t.txt" hybridtron.cluster.stage --reports "$logs/stage" "${settings[@]}"
+  code_of_stage=$?
+  if [ -z "$stopped" ]; then
+    ask check --nodes "$nodes" --reports "$logs/stage" --code "$code_of_stage" --fitting "$fitting" --spares "$spares"
+    follow
+  fi
 fi
 
 # Train, then decide what follows.

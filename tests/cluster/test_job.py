@@ -179,6 +179,25 @@ def test_every_step_and_attempt_of_a_job_uses_one_unpacked_container(restart: in
     assert (tmp_path / "cache").is_dir()
 
 
+def test_data_are_copied_by_one_process_on_each_node_before_ranks_start(tmp_path: Path) -> None:
+    cluster = ClusterConfig(processes_per_node=4, stage="/local/disk")
+    modules = [line.partition(" hybridtron")[2].split()[0] for line in carried_out(cluster, tmp_path)]
+    assert modules == [".cluster.preflight", ".cluster.stage", "train"]
+    copying = (tmp_path / "sruns").read_text().splitlines()[1]
+    logs = tmp_path / "run/logs/slurm-7-0/stage"
+    assert copying == (
+        "--nodelist=n1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --distribution=block --kill-on-bad-exit=0 "
+        f"--output={logs}/check-%t.txt --wait=1860 --wait=0 {tmp_path}/my 'python' -P -m hybridtron.cluster.stage "
+        f"--reports {logs} run.dir=/shared/runs/samba_421m"
+    )
+    assert logs.is_dir()
+
+
+def test_container_mounts_the_folder_for_copies() -> None:
+    image = ContainerConfig("/shared/hybridtron.sqsh")
+    assert ",/local/disk:/local/disk" in script(job(ClusterConfig(container=image, stage="/local/disk")))
+
+
 @pytest.mark.parametrize("name", [None, "gpu", "gpu:h100"])
 def test_gpus_are_requested_by_the_option_that_the_cluster_needs(name: str | None) -> None:
     options = directives(job(ClusterConfig(gpus_per_node=8, gres=name))).values()

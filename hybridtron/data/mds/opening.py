@@ -1,12 +1,14 @@
 """Opens folders of prepared tokens by path or URL.
 
-From a URL, all files except shards are downloaded into the cache, and their digests are verified.
+From a URL, all files except shards are downloaded into the cache, and their digests are verified. A local folder is
+read in place, or copied into the cache in the same way, so that a shared disk is read only once.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -22,17 +24,30 @@ from hybridtron.storage.retry import Damaged, StorageError
 Opened = TypeVar("Opened")
 
 
-def open_folder(path: str, cache: CacheOptions, checked: bool = False) -> TokenFolder:
+def open_folder(path: str, cache: CacheOptions, checked: bool = False, copied: bool = False) -> TokenFolder:
     """Open a prepared folder by its path or URL; raise FolderError if it can't be used.
 
     checked: True if another process of this machine has just opened the path, and compares sizes and digests
+    copied: True if a local folder is copied into the cache, at the latest when shards are first used
     """
-    if not is_url(path):
+    if is_url(path):
+        folder = _fetch_folder(path.rstrip("/"), cache)
+    elif not copied:
         folder = TokenFolder.open(Path(path), checked)
     else:
-        folder = _fetch_folder(path.rstrip("/"), cache)
+        folder = _copied_folder(str(Path(path).resolve()), cache, checked)
     check_limit(folder, cache)
     return folder
+
+
+def _copied_folder(path: str, cache: CacheOptions, checked: bool) -> TokenFolder:
+    """Copy all files of a local folder except its shards into the cache; with `checked`, read the existing copy."""
+    if not checked:
+        return _fetch_folder(path, cache)
+    try:
+        return replace(TokenFolder.unchecked(CacheEntry(cache, path).root), remote=path, checked=True)
+    except OSError as error:
+        raise FolderError(path, f"has no copy in {cache.folder} ({cache.key}): {error}") from error
 
 
 def check_limit(folder: TokenFolder, cache: CacheOptions) -> None:

@@ -146,6 +146,17 @@ class DocumentStore:
         """True if shards are read through the cache. Fetching several in parallel with `prepare` then saves time."""
         return self._remote is not None
 
+    def missing(self) -> dict[int, int]:
+        """Return the shards that the cache lacks, or holds with a wrong size: shard -> bytes that it will occupy."""
+        if self._remote is None:
+            return {}
+        paths = [self._entry.root / f"{self._where}/{shard.file}" for shard in self._shards]
+        return {
+            number: shard.size
+            for number, (shard, path) in enumerate(zip(self._shards, paths, strict=True))
+            if not path.is_file() or path.stat().st_size != shard.size
+        }
+
     def prepare(self, shards: Iterable[int]) -> None:
         """Fetch these shards into the cache, several in parallel, and verify them; raise DataError if one fails."""
         missing = [shard for shard in dict.fromkeys(shards) if shard not in self._mapped]

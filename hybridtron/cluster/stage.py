@@ -1,0 +1,47 @@
+"""Copy of a run's data to this node's own disk, before ranks start.
+
+    python -m hybridtron.cluster.stage --reports FOLDER key=value ...
+
+The job script starts one process on each node, if `cluster.stage` is set. The process writes the node's report, which
+`attempt.py` reads like a report of the preflight: a node without room is a bad node, and the job continues without it
+or is requeued. An error that is not the node's fault, such as damaged data, ends the attempt. This module must keep its
+name, because scripts of queued jobs call it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from pathlib import Path
+
+from hybridtron.cluster.preflight import NodeReport
+from hybridtron.config.load import load
+from hybridtron.config.resolve import RunPlan
+from hybridtron.data.staging import is_of_the_disk, stage
+
+
+def main(arguments: list[str]) -> int:
+    """Copy the data, and write the node's report. Always returns 0."""
+    parser = argparse.ArgumentParser(description="Copy a run's data to this node's own disk.")
+    parser.add_argument("--reports", type=Path, required=True)
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings as for `hybridtron train`")
+    asked = parser.parse_intermixed_args(arguments)
+    report = NodeReport(os.environ.get("SLURMD_NODENAME", socket.gethostname()))
+    plan = RunPlan.of(load(asked.settings))
+    try:
+        report.measured.append(stage(plan))
+    except Exception as error:
+        if is_of_the_disk(error):
+            report.faults.append(f"can't hold the data: {' '.join(str(error).split())}")
+        else:
+            report.together = f"{report.node} can't copy the data: {' '.join(str(error).split())}"
+    report.write(asked.reports)
+    state = "; ".join([*report.faults, *filter(None, [report.together]), *report.measured])
+    print(f"{report.node}: {state}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

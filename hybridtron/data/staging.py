@@ -1,0 +1,74 @@
+"""Copies of a run's data on a node's own disk, so that training does not read a shared file system.
+
+A node's copy is an entry of a cache (`storage/cache.py`) in the folder `cluster.stage`. Only the sources that phases
+read are copied, with their held-out documents. A copy's files are compared with the digests in the manifest of the
+original, which is read again each time. So an existing copy is used, an incomplete or damaged copy is mended, and after
+a change of the original only changed files are copied. Data at a URL is downloaded in the same way. The folder has no
+limit: nothing is evicted, and copies remain after the run.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+from hybridtron.config.resolve import RunPlan
+from hybridtron.data.mds.store import DocumentStore
+from hybridtron.data.sources import Sources, stage_of
+from hybridtron.problems import ConfigError, Problem
+from hybridtron.storage.retry import DiskError
+
+AT_ONCE = 32  # shards that are copied and mapped at the same time
+
+
+def stage(plan: RunPlan) -> str:
+    """Copy the data of all phases to this machine's folder `cluster.stage`, and verify the copies.
+
+    Returns a text with the amount of copied data. Raises ConfigError before a shard is copied if the disk has too
+    little free space. Raises ConfigError or DataError if data can't be read or written.
+    """
+    began = time.monotonic()
+    stores = _stores(plan)
+    missing = [(store, store.missing()) for store in stores.values()]
+    num_bytes = sum(sum(sizes.values()) for _, sizes in missing)
+    folder = plan.config.cluster.stage
+    if folder is not None and num_bytes:
+        _require_room(Path(folder), num_bytes)
+    for store in stores.values():  # existing shards too: their digests are verified before ranks start
+        num_shards = len(store.shard_documents)
+        for first in range(0, num_shards, AT_ONCE):
+            store.prepare(range(first, min(first + AT_ONCE, num_shards)))
+    copied = f"{num_bytes / 1e9:.3g} GB in {sum(len(sizes) for _, sizes in missing)} shards"
+    return f"copied {copied}, {time.monotonic() - began:.1f} s"
+
+
+def _stores(plan: RunPlan) -> dict[tuple[str, str, str], DocumentStore]:
+    """Return a store for each split of each source that is copied, by folder, split and source."""
+    stores: dict[tuple[str, str, str], DocumentStore] = {}
+    for phase in plan.phases:
+        if stage_of(phase) is None:
+            continue
+        sources = Sources.open(phase)
+        for split in ("train", "validation"):
+            for source, store in zip(sources.having(split), sources.stores(split), strict=True):
+                stores.setdefault((source.folder.name, split, source.source), store)
+    return stores
+
+
+def _require_room(folder: Path, num_bytes: int) -> None:
+    """Raise ConfigError if a folder's disk has fewer free bytes than the copies need."""
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        cure = "remove old copies from the folder, name a larger disk, or set cluster.stage=null to read data in place"
+        why = f"is {folder}, which has {free:,} bytes free, but the data need {num_bytes:,} bytes more"
+        problem = Problem("cluster.stage", "does-not-fit", f"{why}: {cure}")
+        raise ConfigError([problem]) from DiskError(problem.message)
+
+
+def is_of_the_disk(error: BaseException) -> bool:
+    """Return True if an error of `stage`, or a cause of the error, is this machine's own disk."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, DiskError):
+        cause = cause.__cause__
+    return cause is not None

@@ -26,6 +26,7 @@ from hybridtron.cluster.job import (
     directives,
     joined,
     one_process,
+    opening,
     software,
     steps,
 )
@@ -133,16 +134,11 @@ def script(array: ArrayJob) -> str:
         comments = ["# A command to run after the runs have ended."]
     else:
         options |= {"array": f"--array=0-{count - 1}", "run.dir": f"--output={job.run_dir}/logs/slurm-%A_%a.txt"}
-    return "\n".join([
-        "#!/bin/bash",
-        *(f"#SBATCH {option}" for option in options.values()),
-        *comments,
-        f"# Written by hybridtron sweep --slurm. Users may edit this script and submit it: sbatch {array.script_path}",
-        "# shellcheck disable=SC2016,SC2034,SC2054  # settings are quoted, so $ and commas have no special meaning",
-        f"code={shlex.quote(str(job.run_dir / 'code'))}",
-        "export PYTHONPATH=$code${PYTHONPATH:+:$PYTHONPATH}",
-        *(_command(array) if array.command else _elements(array)),
-    ])  # fmt: skip
+    comments.append(
+        f"# Written by hybridtron sweep --slurm. Users may edit this script and submit it: sbatch {array.script_path}"
+    )
+    rest = _command(array) if array.command else _elements(array)
+    return "\n".join([*opening(job, options, comments), *rest])
 
 
 def _elements(array: ArrayJob) -> list[str]:

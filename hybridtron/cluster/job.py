@@ -128,6 +128,18 @@ def script(job: SlurmJob) -> str:
     return "\n".join(lines)
 
 
+def opening(job: SlurmJob, options: Mapping[str, str], comments: Sequence[str]) -> list[str]:
+    """Return the first lines of a script for single processes: #SBATCH lines, comments, and the package's path."""
+    return [
+        "#!/bin/bash",
+        *(f"#SBATCH {option}" for option in options.values()),
+        *comments,
+        "# shellcheck disable=SC2016,SC2034,SC2054  # settings are quoted, so $ and commas have no special meaning",
+        f"code={shlex.quote(str(job.run_dir / 'code'))}",
+        "export PYTHONPATH=$code${PYTHONPATH:+:$PYTHONPATH}",
+    ]
+
+
 def _option(name: str, value: object) -> str | None:
     if value is None:
         return None

@@ -128,12 +128,19 @@ def queue_problems(job: SlurmJob, nodes: int, ask_sbatch: bool) -> Iterator[Prob
     """
     problems = list(partition_problems(job.cluster, nodes))
     yield from problems
-    if not ask_sbatch or problems:
-        return
-    try:
-        _trial(job)
-    except SlurmError as error:
-        yield Problem("cluster", "unavailable", f"SLURM would not start this job: {error}")
+    if ask_sbatch and not problems:
+        yield from trial_problems(script(job))
+
+
+def trial_problems(text: str) -> Iterator[Problem]:
+    """Yield the problem that `sbatch --test-only` reports for a script, without queueing the job."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job.sh"
+        path.write_text(text)
+        try:
+            scheduler.would_start(path)
+        except SlurmError as error:
+            yield Problem("cluster", "unavailable", f"SLURM would not start this job: {error}")
 
 
 def partition_problems(cluster: ClusterConfig, nodes: int) -> Iterator[Problem]:
@@ -187,11 +194,3 @@ def _partition_problems(
             "out-of-range",
             f"{above}: use at most {longest}; the job is requeued until the run has finished",
         )
-
-
-def _trial(job: SlurmJob) -> None:
-    """Let sbatch check the script without queueing the job. Raises SlurmError with the problem that sbatch reports."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "job.sh"
-        path.write_text(script(job))
-        scheduler.would_start(path)

@@ -78,14 +78,17 @@ def would_start(script: Path) -> None:
     _output(["sbatch", "--test-only", str(script)])
 
 
-def submit(script: Path, after: str | None) -> str:
+def submit(script: Path, after: str | None, only_after_success: bool = False) -> str:
     """Queue a script and return the new job's number.
 
-    The new job starts after the job with number `after` has ended, successfully or not. If `after` is None, the new job
+    The new job starts after the job with number `after` has ended, successfully or not. With `only_after_success`,
+    SLURM cancels the new job if the other job fails. A requeued job has not ended. If `after` is None, the new job
     starts as soon as resources are free.
     """
     if after is None:
         dependency = []
+    elif only_after_success:
+        dependency = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"]
     else:
         dependency = [f"--dependency=afterany:{after}"]
     return _output(["sbatch", "--parsable", *dependency, str(script)]).strip().partition(";")[0]

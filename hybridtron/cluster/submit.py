@@ -12,6 +12,8 @@ Options:
     --dry-run    print the script, but write and submit nothing; missing data are a warning and not an error
     --chain K    submit K jobs, each of which starts after the previous job has ended; a job ends immediately if the run
                  has finished
+    --then C     submit a further job for the command C, evaluate or export, which starts if the run has finished; may
+                 be repeated, and each job starts if the previous one has succeeded
 
 Before anything is queued, the command prints the run's steps, tokens, hours and number of jobs to stderr.
 
@@ -36,7 +38,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hybridtron.cluster import scheduler
+from hybridtron.cluster import scheduler, then
 from hybridtron.cluster.estimate import estimate
 from hybridtron.cluster.gpu_env import wanted_variables
 from hybridtron.cluster.job import SlurmJob, cache_of, script
@@ -49,8 +51,10 @@ from hybridtron.cluster.problems import (
     queue_problems,
     resume_problems,
     spare_problems,
+    trial_problems,
 )
 from hybridtron.cluster.scheduler import SlurmError
+from hybridtron.cluster.then import NAMES, FollowUp, follow_ups, then_problems
 from hybridtron.config.check import check, warnings
 from hybridtron.config.checks.parallel import parallel_problems
 from hybridtron.config.cluster import LostNode
@@ -81,8 +85,12 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the script, write and submit nothing")
     parser.add_argument("--chain", type=int, default=1, metavar="K", help="submit K jobs, which run one after another")
+    parser.add_argument(
+        "--then", action="append", default=[], metavar="COMMAND", help=f"when the run has finished: {', '.join(NAMES)}"
+    )
     asked = parser.parse_intermixed_args(arguments)
-    plan, job = plan_job(asked.settings, asked.chain, asked.dry_run)
+    plan, job = plan_job(asked.settings, asked.chain, asked.dry_run, asked.then)
+    after = follow_ups(asked.then, job)
     # data problems are only warnings in a dry run; otherwise `plan_job` has already raised them, so this list is empty
     data = [f"{problem.key}  {problem.message}" for problem in data_problems(plan)]
     for warning in [*warnings(plan), *data]:
@@ -91,12 +99,19 @@ def main(arguments: list[str]) -> int:
         print(f"plan: {line}", file=sys.stderr)  # stdout has only the script
     if asked.dry_run:
         print(script(job), end="")
+        for follow_up in after:
+            print(f"\n{then.script(follow_up)}", end="")
         return 0
-    return submit(plan.config, job, asked.chain)
+    return submit(plan.config, job, asked.chain, after)
 
 
-def plan_job(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> tuple[RunPlan, SlurmJob]:
-    """Build the run's plan and the job from `key=value` settings. Raises ConfigError with all problems together."""
+def plan_job(
+    settings: Sequence[str], chain: int = 1, dry_run: bool = False, commands: Sequence[str] = ()
+) -> tuple[RunPlan, SlurmJob]:
+    """Build the run's plan and the job from `key=value` settings. Raises ConfigError with all problems together.
+
+    commands: commands of follow-up jobs
+    """
     node_counts = [setting.removeprefix("nodes=") for setting in settings if setting.startswith("nodes=")]
     kept = [setting for setting in settings if not setting.startswith("nodes=")]
     problems = [
@@ -122,9 +137,11 @@ def plan_job(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> 
     if not dry_run:  # a dry run may happen on a machine without the data
         problems += data_problems(plan)
     problems += [*cluster_problems(config.cluster), *device_problems(plan), *resume_problems(config.run.resume)]
-    problems += [*folder_problems(job.run_dir), *job_problems(job)]
+    problems += [*folder_problems(job.run_dir), *job_problems(job), *then_problems(commands, job)]
     if (silence := scheduler.silence()) is None:
         problems += queue_problems(job, nodes + config.cluster.spares, ask_sbatch=not problems)
+        if not problems:
+            problems += [problem for item in follow_ups(commands, job) for problem in trial_problems(then.script(item))]
     elif not dry_run:
         problems.append(Problem("cluster", "unavailable", f"SLURM does not answer: {silence}"))
     if problems:
@@ -174,13 +191,14 @@ def patience_s(config: Config, restarts: int) -> int:
     return math.ceil(config.run.timeout) + 60
 
 
-def submit(config: Config, job: SlurmJob, chain: int) -> int:
-    """Write the run's folder and queue `chain` jobs. Returns the exit code.
+def submit(config: Config, job: SlurmJob, chain: int, after: Sequence[FollowUp] = ()) -> int:
+    """Write the run's folder and queue `chain` jobs, then follow-up jobs. Returns the exit code.
 
     Nothing is written or queued if earlier jobs of this folder are queued or running, or if SLURM does not answer.
     """
     notes = notes_of(job.run_dir)
     jobs: list[str] = []
+    later: list[str] = []
     try:
         obstacle = under_way(job.run_dir, "run")
     except SlurmError as error:  # submission.json is not overwritten, since the jobs that it lists may still run
@@ -194,15 +212,21 @@ def submit(config: Config, job: SlurmJob, chain: int) -> int:
         write_run_folder(config, job)
         for _ in range(chain):
             jobs.append(scheduler.submit(job.script_path, jobs[-1] if jobs else None))
-            write_notes(notes, job, jobs, None)
+            write_notes(notes, job, jobs, later, None)
+        for follow_up in after:
+            follow_up.script_path.write_text(then.script(follow_up))
+            later.append(scheduler.submit(follow_up.script_path, [*jobs, *later][-1], only_after_success=True))
+            write_notes(notes, job, jobs, later, None)
     except SlurmError as error:
         print(error, file=sys.stderr)
         if jobs:
-            print(f"jobs submitted before this error are still queued: {' '.join(jobs)}", file=sys.stderr)
-        write_notes(notes, job, jobs, str(error))
+            print(f"jobs submitted before this error are still queued: {' '.join([*jobs, *later])}", file=sys.stderr)
+        write_notes(notes, job, jobs, later, str(error))
         return 1
     print(f"submitted as job {', '.join(jobs)}; its log: {job.run_dir}/logs/slurm-{jobs[0]}.txt\n"
           f"for the run's state: hybridtron status {job.run_dir}")  # fmt: skip
+    for number, before, follow_up in zip(later, [jobs[-1], *later], after, strict=False):
+        print(f"job {number}, if job {before} succeeds: {follow_up.command}")
     return 0
 
 
@@ -216,7 +240,8 @@ def under_way(folder: Path, what: str) -> str | None:
 
     `what` is the word for the folder in the message: run or sweep. Raises SlurmError if SLURM does not answer.
     """
-    jobs = [entry.job for entry in scheduler.queued(read_record(notes_of(folder)).get("jobs", []))]
+    notes = read_record(notes_of(folder))
+    jobs = [entry.job for entry in scheduler.queued([*notes.get("jobs", []), *notes.get("then", [])])]
     if not jobs:
         return None
     return f"the {what} {folder} has unfinished jobs {', '.join(jobs)}: wait, or cancel with scancel {' '.join(jobs)}"
@@ -252,11 +277,15 @@ def copy_code(target: Path, files: Sequence[OutsideFile]) -> None:
     temporary.rename(target)
 
 
-def write_notes(notes: Path, job: SlurmJob, jobs: list[str], error: str | None) -> None:
-    """Write slurm/submission.json: job numbers, SLURM's error or null, time, nodes, arguments, and git's state."""
+def write_notes(notes: Path, job: SlurmJob, jobs: list[str], later: list[str], error: str | None) -> None:
+    """Write slurm/submission.json: job numbers, SLURM's error or null, time, nodes, arguments, and git's state.
+
+    later: numbers of the follow-up jobs
+    """
     notes.parent.mkdir(parents=True, exist_ok=True)
     noted = {
         "jobs": jobs,
+        "then": later,
         "error": error,
         "submitted": time.strftime("%F %T"),
         "nodes": job.fitting[-1],

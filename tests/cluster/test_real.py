@@ -274,14 +274,41 @@ def test_run_without_progress_stops_after_two_attempts(cluster: Cluster, countin
     shutil.copytree(counting_folder, data)
     for shard in data.rglob("*.mds"):
         shard.write_bytes(shard.read_bytes()[:-1] + b"?")
-    (job,) = cluster.submit([*arguments(data, run), "run.restarts=0"])
+    (job,) = cluster.submit([*arguments(data, run), "run.restarts=0", "--then", "evaluate", "--then", "export"])
+    later = json.loads((run / "slurm" / "submission.json").read_text())["then"]
     cluster.requeued(job, run, restarts=1)
+    assert [cluster.job(follow_up)["JobState"] for follow_up in later] == ["PENDING", "PENDING"]
     assert cluster.ended(job, run) == "FAILED"
+    assert [cluster.ended(follow_up, run) for follow_up in later] == ["CANCELLED", "CANCELLED"]
     first, second = attempts(run)
     assert (first["outcome"], first["decision"]) == ("failed", "again")
     assert (second["outcome"], second["decision"]) == ("failed", "stop")
     assert "step 0" in second["why"]
     assert "digest" in second["why"]
+
+
+def test_follow_ups_wait_for_the_last_attempt_of_a_run_that_reads_copies(
+    cluster: Cluster, undisturbed: Path, counting_folder: Path, run_dir: Path
+) -> None:
+    run = run_dir / "run"
+    disk = run_dir / "disk"
+    whole = [*arguments(counting_folder, run), f"cluster.stage={disk}", "cluster.checks.disk_gb=0"]
+    (job,) = cluster.submit([*whole, "--then", "evaluate --instruments states --rows 1 --length 1x",
+                             "--then", "export --verify none"])  # fmt: skip
+    evaluate, export = json.loads((run / "slurm" / "submission.json").read_text())["then"]
+    cluster.wait_until(lambda: phase_of(run) == PHASES[1], run)
+    cluster.reported("scancel", "--batch", "--signal=USR1", job)
+    cluster.requeued(job, run, restarts=1)
+    assert [cluster.job(later)["JobState"] for later in (evaluate, export)] == ["PENDING", "PENDING"]
+    for each in (job, evaluate, export):
+        assert cluster.ended(each, run) == "COMPLETED", logs_of(run)
+    assert (run / "evaluation").is_dir()
+    assert (run_dir / "run-hf" / "config.json").is_file()
+    copied, used = ((run / "logs" / f"slurm-{job}-{start}" / "stage" / "n1.json").read_text() for start in (0, 1))
+    assert "copied 0 GB in 0 shards" not in copied
+    assert "copied 0 GB in 0 shards" in used
+    assert list(disk.glob("*/train/**/*.mds"))
+    assert same_end(run, undisturbed)
 
 
 def test_jobs_that_would_never_start_are_refused(cluster: Cluster, counting_folder: Path, run_dir: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from hybridtron.cluster import attempt, stage
 from hybridtron.data import staging
-from tests.train.conftest import counting_folder as counting_folder  # the fixture
 from tests.train.conftest import small_run_arguments
 
 

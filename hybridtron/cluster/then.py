@@ -1,0 +1,121 @@
+"""Follow-up jobs of a run: `hybridtron submit ... --then evaluate --then export`.
+
+    evaluate    hybridtron evaluate RUN
+    export      hybridtron export RUN --output RUN-hf
+
+Further words are arguments of the command: `--then "evaluate --suite samba"`. Each follow-up job is one process on one
+node, with one GPU if nodes have GPUs. A job starts only if the previous job has succeeded: SLURM cancels the jobs after
+a failed job. A run that requeues itself keeps its job's number, so the follow-up jobs wait for its last attempt.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hybridtron.cluster.job import (
+    SlurmJob,
+    commands,
+    container_lines,
+    directives,
+    joined,
+    one_process,
+    opening,
+    software,
+)
+from hybridtron.config.saved import WITH_PASSWORD
+from hybridtron.problems import Problem, did_you_mean
+
+NAMES = ("evaluate", "export")
+
+
+@dataclass(frozen=True)
+class FollowUp:
+    """A follow-up job.
+
+    job: the job's settings
+    number: place in the chain, from 1
+    words: command of `hybridtron`, and its arguments
+    """
+
+    job: SlurmJob
+    number: int
+    words: tuple[str, ...]
+
+    @property
+    def script_path(self) -> Path:
+        return self.job.run_dir / "slurm" / f"then-{self.number}-{self.words[0]}.sh"
+
+    @property
+    def command(self) -> str:
+        """The command as a user would type it."""
+        return shlex.join(["hybridtron", *self.words])
+
+
+def follow_ups(asked: Sequence[str], job: SlurmJob) -> list[FollowUp]:
+    """Build the follow-up jobs of a run's job. Call `then_problems` first."""
+    return [FollowUp(_job_of(job, number), number, _words(text, job)) for number, text in enumerate(asked, 1)]
+
+
+def then_problems(asked: Sequence[str], job: SlurmJob) -> Iterator[Problem]:
+    """Yield problems of follow-up commands: unknown names, passwords, unclosed quotes, and an existing export."""
+    for text in asked:
+        if WITH_PASSWORD.search(text):
+            yield Problem("--then", "secret", "contains a password, which would be written into the job's script")
+            continue
+        try:
+            name = (shlex.split(text) or [""])[0]
+        except ValueError as error:
+            yield Problem("--then", "malformed", f"is {text!r}, which a shell can't split: {error}")
+            continue
+        if name not in NAMES:
+            known = f"must begin with one of {', '.join(NAMES)}"
+            yield Problem("--then", "unknown-name", f"is {text!r}{did_you_mean(name, NAMES)}, {known}")
+            continue
+        output = _output(job)
+        if str(output) in _words(text, job) and output.exists():
+            cure = "remove it, or name another folder: --then 'export --output DIR'"
+            yield Problem("--then", "exists", f"export would write {output}, which exists: {cure}")
+
+
+def script(follow_up: FollowUp) -> str:
+    """Return a follow-up job's script."""
+    job = follow_up.job
+    options = directives(job)
+    del options["cluster.stop_before"]  # the commands save nothing when SLURM signals them
+    comments = [
+        f"# Follow-up {follow_up.number}: {follow_up.command.splitlines()[0]}",
+        f"# Written by hybridtron submit. Users may edit this script and submit it: sbatch {follow_up.script_path}",
+    ]
+    command = joined([*commands(job)["alone"], "hybridtron", *follow_up.words])
+    lines = [*opening(job, options, comments), *container_lines(job), *software(job), f"exec {command}", ""]
+    return "\n".join(lines)
+
+
+def _job_of(job: SlurmJob, number: int) -> SlurmJob:
+    """Build a job with one process. Its container also mounts the folder above the run, where an export is written."""
+    cluster = one_process(job.cluster, {})
+    above = job.run_dir.parent
+    container = replace(cluster.container, mounts=[f"{above}:{above}", *cluster.container.mounts])
+    return replace(
+        job,
+        name=f"{job.name}-then-{number}",
+        arguments=(),
+        fitting=(1,),
+        cluster=replace(cluster, container=container, stage=None),
+    )
+
+
+def _words(text: str, job: SlurmJob) -> tuple[str, ...]:
+    """Return a command's words: its name, the run's folder, the export's folder, and further arguments."""
+    name, *further = shlex.split(text)
+    chosen = any(word.partition("=")[0] == "--output" for word in further)
+    output = [] if chosen or name != "export" else ["--output", str(_output(job))]
+    return (name, str(job.run_dir), *output, *further)
+
+
+def _output(job: SlurmJob) -> Path:
+    """Return the default folder of the export."""
+    return job.run_dir.with_name(f"{job.run_dir.name}-hf")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hybridtron.cluster import scheduler
@@ -101,7 +101,9 @@ def _stage(run: SweepRun, runs: Mapping[str, SweepRun]) -> int:
 
 def _job_of(path: Path, name: str, config: Config) -> SlurmJob:
     """Build a job for a single process, with one GPU if nodes have GPUs."""
-    cluster = one_process(config.cluster, wanted_variables(config.parallel))
+    cluster = replace(one_process(config.cluster), memory=None)  # runs share a node, and its memory
+    if cluster.gpus_per_node:
+        cluster = replace(cluster, environment=wanted_variables(config.parallel) | cluster.environment)
     return SlurmJob(path, Path.cwd(), name, (), (1,), 0, cluster, cache_of(cluster))
 
 

@@ -2,6 +2,7 @@
 
     python -m hybridtron.cluster.attempt begin --run FOLDER --job ID --restart N --nodes a,b
     python -m hybridtron.cluster.attempt check --run ... --nodes a,b --reports FOLDER --code N --fitting 1,2 --spares 0
+    python -m hybridtron.cluster.attempt check --copy ...
     python -m hybridtron.cluster.attempt end   --run ... --code N [--stopped]
 
 An attempt is one start of a job; a requeued job starts several times. The job script calls `begin` when a job starts,
@@ -46,6 +47,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--code", type=int, default=0)
     parser.add_argument("--fitting", type=lambda text: [int(number) for number in text.split(",")])
     parser.add_argument("--spares", type=int)
+    parser.add_argument("--copy", action="store_true", help="for check: the reports are about the copy of the data")
     parser.add_argument("--stopped", action="store_true")
     asked = parser.parse_args(arguments)
     if asked.question == "check" and (asked.reports is None or asked.fitting is None):
@@ -83,7 +85,7 @@ def check(asked: argparse.Namespace) -> str:
     """Choose the nodes to train on, from the nodes' reports.
 
     If too few nodes are good for the layout, the job is requeued without the bad nodes. If no single node is at fault,
-    but the nodes fail together, the attempt has failed.
+    but the nodes fail together, the attempt has failed. With --copy, it has also failed if every node has a fault.
     """
     reports = {name: report for name in asked.nodes if (report := read_record(asked.reports / f"{name}.json"))}
     for name, report in reports.items():
@@ -96,6 +98,9 @@ def check(asked: argparse.Namespace) -> str:
     if not faults and (together or asked.code or not reports):
         why = together or f"the check ended with exit code {asked.code}; see {asked.reports}/check-*.txt"
         return end_before_training(asked, outcome="failed", reason=f"the check of the nodes failed: {why}")
+    if asked.copy and len(faults) == len(asked.nodes):
+        name = asked.nodes[0]
+        return end_before_training(asked, outcome="failed", reason=f"every node fails: {name} {faults[name]}")
     for name, fault in faults.items():
         say(f"BAD NODE {name}: {fault}")
     good = [name for name in asked.nodes if name not in faults]

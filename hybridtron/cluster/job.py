@@ -115,7 +115,7 @@ def script(job: SlurmJob) -> str:
         f"spares={cluster.spares}  # nodes in addition, which take the place of lost nodes",
         f"requeue={str(cluster.requeue).lower()}",
         f"drain={str(cluster.checks.drain).lower()}",
-        f"stage={str(cluster.stage is not None).lower()}",
+        f"stage={shlex.quote(cluster.stage or '')}  # folder on each node for copies of the data",
         *container_lines(job),
         *unpacked_lines(job),
         *(f"{name}=({joined(words)})" for name, words in commands(job).items()),
@@ -170,7 +170,10 @@ def software(job: SlurmJob) -> list[str]:
         lines = []
     if cluster.venv:
         lines += ["# shellcheck disable=SC1091", f"source {shlex.quote(f'{cluster.venv}/bin/activate')}"]
-    return lines + [f"export {name}={_text(value)}" for name, value in exports(job).items()]
+    for name, value in exports(job).items():
+        kept = "" if name in cluster.environment or cluster.cache else f'[ -n "${{{name}:-}}" ] || '
+        lines.append(f"{kept}export {name}={_text(value)}")
+    return lines
 
 
 def cache_of(cluster: ClusterConfig) -> Path:
@@ -181,7 +184,10 @@ def cache_of(cluster: ClusterConfig) -> Path:
 
 
 def exports(job: SlurmJob) -> dict[str, str]:
-    """Return the environment variables that the script exports; `cluster.environment` overrides the caches."""
+    """Return the environment variables that the script exports; `cluster.environment` overrides the caches.
+
+    Without `cluster.cache`, caches that the environment of the submission names are kept.
+    """
     caches = {
         "XDG_CACHE_HOME": str(job.cache),
         "TRITON_CACHE_DIR": f"{job.cache}/triton",
@@ -190,23 +196,16 @@ def exports(job: SlurmJob) -> dict[str, str]:
     return caches | job.cluster.environment
 
 
-def one_process(cluster: ClusterConfig, environment: Mapping[str, str]) -> ClusterConfig:
+def one_process(cluster: ClusterConfig) -> ClusterConfig:
     """Return the settings for a job with a single process, with one GPU if nodes have GPUs.
 
-    Options that would reserve a full node are left out: a node's memory, and `--exclusive`. `environment` has the
-    variables for training on GPUs.
+    The option that would reserve a full node is left out.
     """
-    if cluster.gpus_per_node:
-        variables = {**environment, **cluster.environment}
-    else:
-        variables = cluster.environment
     return replace(
         cluster,
         gpus_per_node=min(1, cluster.gpus_per_node),
         processes_per_node=1,
-        memory=None,
         sbatch=[option for option in cluster.sbatch if option != WHOLE_NODE],
-        environment=variables,
         spares=0,
     )
 

@@ -29,14 +29,18 @@ everywhere() {  # LOG MODULE ...: run a module on the chosen nodes, one process 
 # shellcheck disable=SC2329  # `forwarding` calls it
 once_a_node() {  # LOG MODULE ...: run a module as one process on each chosen node, without a limit for the slower nodes
   per_node=1
-  step+=(--wait=0)
+  step=(--wait=0 "${step[@]:1}")
   everywhere "$@"
+}
+
+outside() {  # COMMAND: run a command on each node, outside the container; a node that does not answer is not waited for
+  timeout 120 srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+    --kill-on-bad-exit=0 "$@"
 }
 
 finish() {  # CODE: end the job for good, and remove the unpacked container, which some settings of pyxis leave there
   if [ -n "$unpacked" ]; then
-    srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
-      --kill-on-bad-exit=0 enroot remove --force "pyxis_$unpacked" >"$logs/removed.txt" 2>&1
+    outside timeout 60 enroot remove --force "pyxis_$unpacked" >"$logs/removed.txt" 2>&1
   fi
   exit "$1"
 }
@@ -72,6 +76,7 @@ follow() {  # continue on the nodes that a check has named, or end this attempt
 }
 
 # Is there anything to do?
+[ -z "$stage" ] || outside mkdir -p "$stage"  # containers mount this folder; a node where it fails reports that itself
 ask begin --nodes "$nodes"
 case $word in
   go) ;;
@@ -91,13 +96,14 @@ if [ -z "$stopped" ]; then
   follow
 fi
 
-# Copy the data to each node's own disk. A node without room is left out.
-if [ "$stage" = true ] && [ -z "$stopped" ]; then
+# Copy the data to each node's own disk. A node that fails is left out.
+if [ -n "$stage" ] && [ -z "$stopped" ]; then
   mkdir -p "$logs/stage"
   forwarding once_a_node "$logs/stage/check-%t.txt" hybridtron.cluster.stage --reports "$logs/stage" "${settings[@]}"
   code_of_stage=$?
   if [ -z "$stopped" ]; then
-    ask check --nodes "$nodes" --reports "$logs/stage" --code "$code_of_stage" --fitting "$fitting" --spares "$spares"
+    ask check --copy --nodes "$nodes" --reports "$logs/stage" --code "$code_of_stage" \
+      --fitting "$fitting" --spares "$spares"
     follow
   fi
 fi

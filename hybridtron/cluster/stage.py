@@ -3,9 +3,9 @@
     python -m hybridtron.cluster.stage --reports FOLDER key=value ...
 
 The job script starts one process on each node, if `cluster.stage` is set. The process writes the node's report, which
-`attempt.py` reads like a report of the preflight: a node without room is a bad node, and the job continues without it
-or is requeued. An error that is not the node's fault, such as damaged data, ends the attempt. This module must keep its
-name, because scripts of queued jobs call it.
+`attempt.py` compares: a node that fails is a bad node, and the job continues without it or is requeued. If all nodes
+fail, the data or the configuration is to blame, and the attempt has failed. This module must keep its name, because
+scripts of queued jobs call it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from hybridtron.cluster.preflight import NodeReport
 from hybridtron.config.load import load
 from hybridtron.config.resolve import RunPlan
-from hybridtron.data.staging import is_of_the_disk, stage
+from hybridtron.data.staging import stage
 
 
 def main(arguments: list[str]) -> int:
@@ -29,17 +29,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings as for `hybridtron train`")
     asked = parser.parse_intermixed_args(arguments)
     report = NodeReport(os.environ.get("SLURMD_NODENAME", socket.gethostname()))
-    plan = RunPlan.of(load(asked.settings))
     try:
-        report.measured.append(stage(plan))
+        report.measured.append(stage(RunPlan.of(load(asked.settings))))
     except Exception as error:
-        if is_of_the_disk(error):
-            report.faults.append(f"can't hold the data: {' '.join(str(error).split())}")
-        else:
-            report.together = f"{report.node} can't copy the data: {' '.join(str(error).split())}"
+        report.faults.append(f"can't copy the data: {' '.join(str(error).split())}")
     report.write(asked.reports)
-    state = "; ".join([*report.faults, *filter(None, [report.together]), *report.measured])
-    print(f"{report.node}: {state}", flush=True)
+    print(f"{report.node}: {'; '.join([*report.faults, *report.measured])}", flush=True)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Follow-up jobs of a run: `hybridtron submit ... --then evaluate --then export`.
+"""Follow-up jobs, which evaluate or export a finished run: the options `--then` of `hybridtron submit`.
 
     evaluate    hybridtron evaluate RUN
     export      hybridtron export RUN --output RUN-hf
@@ -13,6 +13,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from hybridtron.cluster.job import (
@@ -56,11 +57,15 @@ class FollowUp:
 
 def follow_ups(asked: Sequence[str], job: SlurmJob) -> list[FollowUp]:
     """Build the follow-up jobs of a run's job. Call `then_problems` first."""
-    return [FollowUp(_job_of(job, number), number, _words(text, job)) for number, text in enumerate(asked, 1)]
+    return [
+        FollowUp(_job_of(job, number, words), number, words)
+        for number, words in enumerate((_words(text, job) for text in asked), 1)
+    ]
 
 
 def then_problems(asked: Sequence[str], job: SlurmJob) -> Iterator[Problem]:
     """Yield problems of follow-up commands: unknown names, passwords, unclosed quotes, and an existing export."""
+    outputs: list[Path | None] = []
     for text in asked:
         if WITH_PASSWORD.search(text):
             yield Problem("--then", "secret", "contains a password, which would be written into the job's script")
@@ -74,10 +79,13 @@ def then_problems(asked: Sequence[str], job: SlurmJob) -> Iterator[Problem]:
             known = f"must begin with one of {', '.join(NAMES)}"
             yield Problem("--then", "unknown-name", f"is {text!r}{did_you_mean(name, NAMES)}, {known}")
             continue
-        output = _output(job)
-        if str(output) in _words(text, job) and output.exists():
+        output = _output_of(_words(text, job))
+        if output is not None and output in outputs:
+            yield Problem("--then", "duplicate", f"writes {output} twice: name another folder with --output DIR")
+        elif output is not None and name == "export" and output.exists():
             cure = "remove it, or name another folder: --then 'export --output DIR'"
             yield Problem("--then", "exists", f"export would write {output}, which exists: {cure}")
+        outputs.append(output)
 
 
 def script(follow_up: FollowUp) -> str:
@@ -94,11 +102,13 @@ def script(follow_up: FollowUp) -> str:
     return "\n".join(lines)
 
 
-def _job_of(job: SlurmJob, number: int) -> SlurmJob:
-    """Build a job with one process. Its container also mounts the folder above the run, where an export is written."""
-    cluster = one_process(job.cluster, {})
-    above = job.run_dir.parent
-    container = replace(cluster.container, mounts=[f"{above}:{above}", *cluster.container.mounts])
+def _job_of(job: SlurmJob, number: int, words: Sequence[str]) -> SlurmJob:
+    """Build a job with one process. Its container also mounts the folder in which the command creates its output."""
+    cluster = one_process(job.cluster)
+    container = cluster.container
+    if (output := _output_of(words)) is not None:
+        above = (job.working_dir / output).parent
+        container = replace(container, mounts=[f"{above}:{above}", *container.mounts])
     return replace(
         job,
         name=f"{job.name}-then-{number}",
@@ -111,11 +121,16 @@ def _job_of(job: SlurmJob, number: int) -> SlurmJob:
 def _words(text: str, job: SlurmJob) -> tuple[str, ...]:
     """Return a command's words: its name, the run's folder, the export's folder, and further arguments."""
     name, *further = shlex.split(text)
-    chosen = any(word.partition("=")[0] == "--output" for word in further)
-    output = [] if chosen or name != "export" else ["--output", str(_output(job))]
-    return (name, str(job.run_dir), *output, *further)
+    if name == "export" and _output_of(further) is None:
+        further = ["--output", str(job.run_dir.with_name(f"{job.run_dir.name}-hf")), *further]
+    return (name, str(job.run_dir), *further)
 
 
-def _output(job: SlurmJob) -> Path:
-    """Return the default folder of the export."""
-    return job.run_dir.with_name(f"{job.run_dir.name}-hf")
+def _output_of(words: Sequence[str]) -> Path | None:
+    """Return the folder that a command's words name with --output, or None."""
+    for word, following in pairwise([*words, ""]):
+        if word == "--output":
+            return Path(following)
+        if word.startswith("--output="):
+            return Path(word.partition("=")[2])
+    return None

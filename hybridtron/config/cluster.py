@@ -13,6 +13,8 @@ from typing import Annotated
 
 from hybridtron.limits import above, at_least, matching
 
+GRES = r"[A-Za-z_][\w.-]*(:[A-Za-z_][\w.-]*)?"  # a resource's name, and its type
+
 
 class Runtime(StrEnum):
     """Program that starts containers."""
@@ -34,7 +36,7 @@ class ContainerConfig:
 
     image: str | None = None  # path or URL of the image; null: no container
     runtime: Runtime = Runtime.pyxis  # program that starts the container: pyxis (a plugin of srun) or apptainer
-    # folders to mount, as OUTSIDE:INSIDE; the run's folder and the working folder are always mounted
+    # folders to mount, as OUTSIDE:INSIDE; the job's own folders are always mounted
     mounts: Annotated[list[str], matching(r"/[^:,]*:/[^:,]*(:\w+)?", "/OUTSIDE:/INSIDE")] = field(default_factory=list)
 
 
@@ -74,7 +76,7 @@ class ClusterConfig:
     stop_before: Annotated[int, at_least(1)] = 300
     gpus_per_node: Annotated[int, at_least(0)] = 0  # GPUs of a node; each GPU gets one process; 0: no GPUs
     # name of the GPUs in sbatch's --gres, such as gpu or gpu:h100, for clusters that need --gres; null: --gpus-per-node
-    gres: Annotated[str | None, matching(r"[\w:.-]*[A-Za-z_]", "a name without a number, such as gpu:h100")] = None
+    gres: Annotated[str | None, matching(GRES, "a name without a count, such as gpu:h100")] = None
     processes_per_node: Annotated[int, at_least(1)] = 1  # processes of a node without GPUs
     # CPU cores of each process, including cores for the workers of its data loader
     cpus_per_process: Annotated[int | None, at_least(1)] = None

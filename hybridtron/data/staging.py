@@ -17,16 +17,16 @@ from hybridtron.config.resolve import RunPlan
 from hybridtron.data.mds.store import DocumentStore
 from hybridtron.data.sources import Sources, stage_of
 from hybridtron.problems import ConfigError, Problem
-from hybridtron.storage.retry import DiskError
 
 AT_ONCE = 32  # shards that are copied and mapped at the same time
 
 
 def stage(plan: RunPlan) -> str:
-    """Copy the data of all phases to this machine's folder `cluster.stage`, and verify the copies.
+    """Copy the data of all phases to this machine's folder `cluster.stage`.
 
-    Returns a text with the amount of copied data. Raises ConfigError before a shard is copied if the disk has too
-    little free space. Raises ConfigError or DataError if data can't be read or written.
+    A file's digest is verified once. Returns a text with the amount of data that was missing, or of a wrong size.
+    Raises ConfigError before a shard is copied if the disk has too little free space. Raises ConfigError or DataError
+    if data can't be read or written.
     """
     began = time.monotonic()
     stores = _stores(plan)
@@ -35,12 +35,12 @@ def stage(plan: RunPlan) -> str:
     folder = plan.config.cluster.stage
     if folder is not None and num_bytes:
         _require_room(Path(folder), num_bytes)
-    for store in stores.values():  # existing shards too: their digests are verified before ranks start
-        num_shards = len(store.shard_documents)
-        for first in range(0, num_shards, AT_ONCE):
-            store.prepare(range(first, min(first + AT_ONCE, num_shards)))
-    copied = f"{num_bytes / 1e9:.3g} GB in {sum(len(sizes) for _, sizes in missing)} shards"
-    return f"copied {copied}, {time.monotonic() - began:.1f} s"
+    for store in stores.values():  # existing shards too: a changed file is copied again
+        count = len(store.shard_documents)
+        for first in range(0, count, AT_ONCE):
+            store.prepare(range(first, min(first + AT_ONCE, count)))
+    num_shards = sum(len(sizes) for _, sizes in missing)
+    return f"{num_bytes / 1e9:.3g} GB in {num_shards} shards were missing, {time.monotonic() - began:.1f} s"
 
 
 def _stores(plan: RunPlan) -> dict[tuple[str, str, str], DocumentStore]:
@@ -62,13 +62,4 @@ def _require_room(folder: Path, num_bytes: int) -> None:
     if num_bytes > free:
         cure = "remove old copies from the folder, name a larger disk, or set cluster.stage=null to read data in place"
         why = f"is {folder}, which has {free:,} bytes free, but the data need {num_bytes:,} bytes more"
-        problem = Problem("cluster.stage", "does-not-fit", f"{why}: {cure}")
-        raise ConfigError([problem]) from DiskError(problem.message)
-
-
-def is_of_the_disk(error: BaseException) -> bool:
-    """Return True if an error of `stage`, or a cause of the error, is this machine's own disk."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, DiskError):
-        cause = cause.__cause__
-    return cause is not None
+        raise ConfigError([Problem("cluster.stage", "does-not-fit", f"{why}: {cure}")])

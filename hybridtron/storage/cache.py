@@ -11,7 +11,8 @@
 
 KEY is the file's path below the dataset's root. Only files with a mark can be evicted: the data shards. A dataset's few
 small files, such as its index, have no mark and stay in the cache. If the dataset is on a local disk, files are read
-from that disk, and the entry holds only marks. Locks are taken with flock(2), so the kernel releases a process's locks
+from that disk, and the entry holds only marks, unless it is copied
+(`cluster.stage`). Locks are taken with flock(2), so the kernel releases a process's locks
 when the process ends. `fetch.py` downloads the files.
 """
 
@@ -31,7 +32,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hybridtron.storage.digest import digest_of
-from hybridtron.storage.retry import Damaged, DiskError, RetryPolicy, StorageError
+from hybridtron.storage.retry import Damaged, RetryPolicy, StorageError
 
 _ENTRY_NAME_LENGTH = 16  # number of a digest's first characters that form an entry's name
 _POLL_S = 0.05  # seconds between two attempts to take a lock or to reserve space
@@ -55,7 +56,7 @@ class CacheOptions:
 
 @contextmanager
 def disk_advice(options: CacheOptions, size: int) -> Iterator[None]:
-    """Inside the block, replace the OSError for a full disk or an unwritable cache by a DiskError with advice.
+    """Inside the block, replace the OSError for a full disk or an unwritable cache by a StorageError with advice.
 
     Other errors are raised unchanged. `size` is the number of bytes that the block writes, for the message.
     """
@@ -63,13 +64,13 @@ def disk_advice(options: CacheOptions, size: int) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskError(
+            raise StorageError(
                 f"can't be cached: {options.folder} has no room for {size} bytes ({error.strerror}); free disk space, "
-                f"set {options.key} to a folder on another disk, or evict old shards with a smaller data.cache_limit"
+                f"or set {options.key} to a folder on another disk"
             ) from error
         is_cache_file = error.filename is None or Path(str(error.filename)).is_relative_to(options.folder)
         if is_cache_file and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
-            raise DiskError(
+            raise StorageError(
                 f"can't be cached: the folder {options.folder} can't be written ({error.strerror}), but {size} "
                 f"bytes must be stored in it; set {options.key} to a folder that you can write"
             ) from error

@@ -45,10 +45,16 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
-def remote_of(place: str, patience: RetryPolicy) -> Remote:
-    """Return the reader for a folder, given as a URL or a local path. Raise StorageError for an unknown URL scheme."""
+def remote_of(place: str, patience: RetryPolicy, retried: bool = False) -> Remote:
+    """Return the reader for a folder, given as a URL or a local path. Raise StorageError for an unknown URL scheme.
+
+    retried: True if reading a local folder is tried again, because its file system may be a busy shared one
+    """
     if not is_url(place):
-        return LocalFolder(Path(place), patience)
+        local = LocalFolder(Path(place), patience)
+        if retried:
+            local.patience = patience
+        return local
     scheme = urlparse(place).scheme
     if scheme == "s3":
         return Bucket(place, patience)

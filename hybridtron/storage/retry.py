@@ -25,10 +25,6 @@ class StorageError(RuntimeError):
     """Raised when a file can't be read from a store or the cache, or can't be written to it."""
 
 
-class DiskError(StorageError):
-    """Raised when the cache's own disk is full, or its folder can't be written."""
-
-
 class ObjectMissingError(StorageError):
     """Raised when a store has no object with the requested name."""
 

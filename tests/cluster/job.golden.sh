@@ -23,7 +23,7 @@ fitting=4  # numbers of nodes that fit the layout
 spares=0  # nodes in addition, which take the place of lost nodes
 requeue=true
 drain=false
-stage=false
+stage=''  # folder on each node for copies of the data
 mkdir -p /home/someone/.cache  # the container mounts this folder
 container=(--container-image=/shared/images/hybridtron.sqsh --container-mounts=/shared/runs/samba_421m:/shared/runs/samba_421m,/home/someone/hybridtron:/home/someone/hybridtron,/home/someone/.cache:/home/someone/.cache,/data:/data --container-workdir=/home/someone/hybridtron --container-env=PYTHONPATH,XDG_CACHE_HOME,TRITON_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR,NCCL_SOCKET_IFNAME,NCCL_IB_HCA,NCCL_IB_TIMEOUT,GLOO_SOCKET_IFNAME,OMP_NUM_THREADS)
 unpacked=hybridtron-$SLURM_JOB_ID  # the container that each node unpacks once, for all steps and attempts
@@ -38,9 +38,9 @@ settings=(
   phases.0.micro_batch=4
   run.dir=/shared/runs/samba_421m
 )
-export XDG_CACHE_HOME='/home/someone/.cache'
-export TRITON_CACHE_DIR='/home/someone/.cache/triton'
-export TORCHINDUCTOR_CACHE_DIR='/home/someone/.cache/torchinductor'
+[ -n "${XDG_CACHE_HOME:-}" ] || export XDG_CACHE_HOME='/home/someone/.cache'
+[ -n "${TRITON_CACHE_DIR:-}" ] || export TRITON_CACHE_DIR='/home/someone/.cache/triton'
+[ -n "${TORCHINDUCTOR_CACHE_DIR:-}" ] || export TORCHINDUCTOR_CACHE_DIR='/home/someone/.cache/torchinductor'
 export NCCL_SOCKET_IFNAME='eth0'
 export NCCL_IB_HCA='=mlx5_0,mlx5_1,mlx5_2,mlx5_3,mlx5_4,mlx5_5,mlx5_6,mlx5_7'
 export NCCL_IB_TIMEOUT='22'
@@ -89,14 +89,18 @@ everywhere() {  # LOG MODULE ...: run a module on the chosen nodes, one process 
 # shellcheck disable=SC2329  # `forwarding` calls it
 once_a_node() {  # LOG MODULE ...: run a module as one process on each chosen node, without a limit for the slower nodes
   per_node=1
-  step+=(--wait=0)
+  step=(--wait=0 "${step[@]:1}")
   everywhere "$@"
+}
+
+outside() {  # COMMAND: run a command on each node, outside the container; a node that does not answer is not waited for
+  timeout 120 srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+    --kill-on-bad-exit=0 "$@"
 }
 
 finish() {  # CODE: end the job for good, and remove the unpacked container, which some settings of pyxis leave there
   if [ -n "$unpacked" ]; then
-    srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
-      --kill-on-bad-exit=0 enroot remove --force "pyxis_$unpacked" >"$logs/removed.txt" 2>&1
+    outside timeout 60 enroot remove --force "pyxis_$unpacked" >"$logs/removed.txt" 2>&1
   fi
   exit "$1"
 }
@@ -132,6 +136,7 @@ follow() {  # continue on the nodes that a check has named, or end this attempt
 }
 
 # Is there anything to do?
+[ -z "$stage" ] || outside mkdir -p "$stage"  # containers mount this folder; a node where it fails reports that itself
 ask begin --nodes "$nodes"
 case $word in
   go) ;;
@@ -151,13 +156,14 @@ if [ -z "$stopped" ]; then
   follow
 fi
 
-# Copy the data to each node's own disk. A node without room is left out.
-if [ "$stage" = true ] && [ -z "$stopped" ]; then
+# Copy the data to each node's own disk. A node that fails is left out.
+if [ -n "$stage" ] && [ -z "$stopped" ]; then
   mkdir -p "$logs/stage"
   forwarding once_a_node "$logs/stage/check-%t.txt" hybridtron.cluster.stage --reports "$logs/stage" "${settings[@]}"
   code_of_stage=$?
   if [ -z "$stopped" ]; then
-    ask check --nodes "$nodes" --reports "$logs/stage" --code "$code_of_stage" --fitting "$fitting" --spares "$spares"
+    ask check --copy --nodes "$nodes" --reports "$logs/stage" --code "$code_of_stage" \
+      --fitting "$fitting" --spares "$spares"
     follow
   fi
 fi

@@ -29,7 +29,7 @@ case $1 in
 esac
 """
 STAND_INS = {
-    "srun": 'echo "$@" >>sruns; while [[ $1 == --* ]]; do shift; done; [ "$1" = enroot ] || exec "$@"',
+    "srun": 'echo "$@" >>sruns; while [[ $1 == --* ]]; do shift; done; exec "$@"',
     "scontrol": '[ "$2" = hostnames ] && echo n1 || echo "NodeName=n1 NodeAddr=10.0.0.1 "',
     "squeue": "echo RUNNING",
 }
@@ -173,21 +173,25 @@ def test_every_step_and_attempt_of_a_job_uses_one_unpacked_container(restart: in
         f"{alone} check --nodes n1 --reports {logs} --code 0 --fitting 1 --spares 0 {history}",
         f"{on_nodes.format('rank')} hybridtron train {settings}",
         f"{alone} end --code 0 {history}",
-        "--overlap --nodes=1 --ntasks=1 --ntasks-per-node=1 --kill-on-bad-exit=0 enroot remove --force "
-        "pyxis_hybridtron-7",
+        "--overlap --nodes=1 --ntasks=1 --ntasks-per-node=1 --kill-on-bad-exit=0 timeout 60 enroot remove "
+        "--force pyxis_hybridtron-7",
     ]
     assert (tmp_path / "cache").is_dir()
 
 
 def test_data_are_copied_by_one_process_on_each_node_before_ranks_start(tmp_path: Path) -> None:
-    cluster = ClusterConfig(processes_per_node=4, stage="/local/disk")
-    modules = [line.partition(" hybridtron")[2].split()[0] for line in carried_out(cluster, tmp_path)]
-    assert modules == [".cluster.preflight", ".cluster.stage", "train"]
-    copying = (tmp_path / "sruns").read_text().splitlines()[1]
+    cluster = ClusterConfig(processes_per_node=4, stage=str(tmp_path / "disk"))
+    creating, preflight, copying, training = carried_out(cluster, tmp_path)
+    assert creating == (
+        f"--overlap --nodes=1 --ntasks=1 --ntasks-per-node=1 --kill-on-bad-exit=0 mkdir -p {tmp_path}/disk"
+    )
+    assert (tmp_path / "disk").is_dir()
+    assert "hybridtron.cluster.preflight" in preflight
+    assert "hybridtron train" in training
     logs = tmp_path / "run/logs/slurm-7-0/stage"
     assert copying == (
         "--nodelist=n1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --distribution=block --kill-on-bad-exit=0 "
-        f"--output={logs}/check-%t.txt --wait=1860 --wait=0 {tmp_path}/my 'python' -P -m hybridtron.cluster.stage "
+        f"--output={logs}/check-%t.txt --wait=0 python -P -m hybridtron.cluster.stage "
         f"--reports {logs} run.dir=/shared/runs/samba_421m"
     )
     assert logs.is_dir()
@@ -201,6 +205,8 @@ def test_container_mounts_the_folder_for_copies() -> None:
 @pytest.mark.parametrize("name", [None, "gpu", "gpu:h100"])
 def test_gpus_are_requested_by_the_option_that_the_cluster_needs(name: str | None) -> None:
     options = directives(job(ClusterConfig(gpus_per_node=8, gres=name))).values()
+    if name is not None:
+        assert load([f"cluster.gres={name}"]).cluster.gres == name
     wanted = "--gpus-per-node=8" if name is None else f"--gres={name}:8"
     assert [option for option in options if "gpu" in option] == [wanted]
     assert not any("gres" in option for option in directives(job(ClusterConfig(gres=name))).values())
@@ -209,11 +215,13 @@ def test_gpus_are_requested_by_the_option_that_the_cluster_needs(name: str | Non
 def test_compiled_kernels_are_kept_in_a_folder_that_attempts_share() -> None:
     written = script(job(ClusterConfig(environment={"TRITON_CACHE_DIR": "/local/triton"})))
     exported = [line for line in written.splitlines() if line.startswith("export") and "CACHE" in line]
-    assert exported == [
-        "export XDG_CACHE_HOME='/home/someone/.cache'",
-        "export TRITON_CACHE_DIR='/local/triton'",
-        "export TORCHINDUCTOR_CACHE_DIR='/home/someone/.cache/torchinductor'",
-    ]
+    assert exported == ["export TRITON_CACHE_DIR='/local/triton'"]
+    assert (
+        """[ -n "${TORCHINDUCTOR_CACHE_DIR:-}" ] || """
+        "export TORCHINDUCTOR_CACHE_DIR='/home/someone/.cache/torchinductor'\n"
+    ) in written
+    chosen = script(job(ClusterConfig(cache="/home/someone/.cache")))
+    assert "\nexport TRITON_CACHE_DIR='/home/someone/.cache/triton'\n" in chosen
     assert cache_of(ClusterConfig(cache="/shared/cache")) == Path("/shared/cache")
 
 

@@ -305,8 +305,8 @@ def test_follow_ups_wait_for_the_last_attempt_of_a_run_that_reads_copies(
     assert (run / "evaluation").is_dir()
     assert (run_dir / "run-hf" / "config.json").is_file()
     copied, used = ((run / "logs" / f"slurm-{job}-{start}" / "stage" / "n1.json").read_text() for start in (0, 1))
-    assert "copied 0 GB in 0 shards" not in copied
-    assert "copied 0 GB in 0 shards" in used
+    assert "0 GB in 0 shards were missing" not in copied
+    assert "0 GB in 0 shards were missing" in used
     assert list(disk.glob("*/train/**/*.mds"))
     assert same_end(run, undisturbed)
 

@@ -57,7 +57,7 @@ def test_follow_up_takes_one_process_of_one_node(name: str, tmp_path: Path) -> N
         path.write_text(then.script(follow_up))
         head = [line.removeprefix("#SBATCH ") for line in path.read_text().splitlines() if line.startswith("#SBATCH")]
         assert {"--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=1"} <= set(head)
-        assert not any(line.startswith(("--exclusive", "--mem", "--signal", "--no-kill")) for line in head)
+        assert not any(line.startswith(("--exclusive", "--signal", "--no-kill")) for line in head)
         subprocess.run(["bash", "-n", path], check=True)
         checked = subprocess.run([SHELLCHECK, path], capture_output=True, text=True)
         assert checked.returncode == 0, checked.stdout
@@ -78,6 +78,8 @@ def test_follow_up_runs_the_command_in_the_container(tmp_path: Path) -> None:
         "/shared/runs:/shared/runs,/data:/data --container-workdir=/home/someone/hybridtron "
         "--container-env=PYTHONPATH,XDG_CACHE_HOME,TRITON_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR)"
     )
+    (elsewhere,) = then.follow_ups(["export --output /models/samba"], job(ClusterConfig(container=image)))
+    assert ",/models:/models," in then.script(elsewhere)
     assert "--container-name" not in then.script(export)  # pyxis removes it after the only step
 
 
@@ -85,6 +87,7 @@ def test_follow_up_runs_the_command_in_the_container(tmp_path: Path) -> None:
     ("text", "code"),
     [
         ("evalute", "unknown-name"), ("", "unknown-name"), ("train", "unknown-name"), ("export 'a", "malformed"),
+        ("export --output other", "duplicate"),
         ("evaluate --data s3://me:secret@bucket/a", "secret"), ("export", "exists"),
     ],
 )  # fmt: skip

@@ -73,7 +73,7 @@ def _fetch_folder(url: str, cache: CacheOptions) -> TokenFolder:
     """
     entry = CacheEntry(cache, url)
     try:
-        remote = remote_of(url, cache.patience)
+        remote = remote_of(url, cache.patience, retried=True)
     except StorageError as error:
         raise FolderError(url, str(error), code="unsupported") from error
 

@@ -71,7 +71,7 @@ class DocumentStore:
         self._remote = None  # store from which shards are fetched; None if they are read in place
         if folder.remote is not None or manifest.compression is not None:
             check_limit(folder, cache)
-            self._remote = remote_of(place, cache.patience)
+            self._remote = remote_of(place, cache.patience, retried=folder.remote is not None)
         self._packed = folder.packed_digests(split, source)
         self.lengths = folder.lengths(split, source)
         self.shard_documents = np.array([shard.documents for shard in self._shards], dtype=np.int64)
@@ -147,15 +147,14 @@ class DocumentStore:
         return self._remote is not None
 
     def missing(self) -> dict[int, int]:
-        """Return the shards that the cache lacks, or holds with a wrong size: shard -> bytes that it will occupy."""
-        if self._remote is None:
-            return {}
-        paths = [self._entry.root / f"{self._where}/{shard.file}" for shard in self._shards]
-        return {
-            number: shard.size
-            for number, (shard, path) in enumerate(zip(self._shards, paths, strict=True))
-            if not path.is_file() or path.stat().st_size != shard.size
-        }
+        """Return the shards that the cache lacks, or holds with a wrong size: shard -> bytes that are missing."""
+        lacking = {}
+        for number, shard in enumerate(self._shards):
+            path = self._entry.root / f"{self._where}/{shard.file}"
+            size = path.stat().st_size if path.is_file() else 0
+            if size != shard.size:
+                lacking[number] = shard.size - size
+        return lacking
 
     def prepare(self, shards: Iterable[int]) -> None:
         """Fetch these shards into the cache, several in parallel, and verify them; raise DataError if one fails."""

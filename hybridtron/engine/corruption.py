@@ -40,9 +40,8 @@ def digests_of(tensors: Sequence[Tensor]) -> Tensor:
     sums = []
     for tensor in tensors:
         words = tensor.detach().view(WORDS[tensor.element_size()])
-        sums.append(
-            words.sum(dtype=words.dtype)
-        )  # in the words' own type, because torch would copy them to a wider one
+        # in the words' own type: to sum in a wider one, torch would first copy them to it
+        sums.append(words.sum(dtype=words.dtype))
     if not sums:
         return torch.zeros(0, dtype=torch.int64, device=compute_device())
     return torch.cat([total.reshape(1) for total in sums]).long()

@@ -11,9 +11,9 @@ A checkpoint is a folder with these files:
     random-00000..., ...             the random number generators' states
 
 The first part of a name (model, optimizer, ...) is the kind of file. In training, the processes of a node write at most
-one file per kind, numbered by the node (`node_files.py`). Version 0.2.0 wrote such files for each process; they are
-read in the same way. Nothing is pickled. If the model fuses projections into one weight, each projection is stored as
-its own tensor (`in_proj.weight.x`, `in_proj.weight.z`).
+one file per kind, numbered by the node (`node_files.py`). In version 0.2.0 each process wrote its own files, numbered
+by its rank. They are read in the same way. Nothing is pickled. If the model fuses projections into one weight, each
+projection is stored as its own tensor (`in_proj.weight.x`, `in_proj.weight.z`).
 
 A chunk is a rectangle of a full tensor. Each chunk was written by one process. A process that needs a rectangle copies
 from every chunk that overlaps the rectangle. So a run can use another parallel layout than the run that wrote the

@@ -21,7 +21,7 @@ class Content:
     """One process's part of a checkpoint.
 
     blocks: kind of file (`model`, `optimizer`, `states`, ...) -> tensor shards (`ShardedTensor`s)
-    small: file's name -> content, for the files without tensors; empty on all ranks but rank 0
+    small: file's name -> content, for the files without tensors; empty if another process writes these files
     keys: keys of all tensors of which this process holds a shard, whether it writes the shard or not
     """
 
@@ -74,7 +74,7 @@ def _keys(held: Mapping[str, Sequence[Any]]) -> list[str]:
 
 
 def _small(engine: Engine, tokenizer: Path, writes: bool) -> dict[str, bytes]:
-    """Return the files without tensors, on a process that writes them."""
+    """Return the files without tensors; an empty dictionary unless this process `writes` them."""
     if not writes:
         return {}
     return {"config.yaml": to_yaml(engine.config).encode(), "tokenizer.json": tokenizer.read_bytes()}

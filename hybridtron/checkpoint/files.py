@@ -38,7 +38,7 @@ NAMES = {
 }
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NAME_OF_DTYPE = {dtype: name for name, dtype in NAMES.items()}
-NO_DIGEST = "0" * 32  # in place of the digest of a chunk that is not yet written
+NO_DIGEST = "0" * 32  # stands for a chunk's digest until the chunk is written
 _BYTES_PER_WRITE = 2**20  # few enough to stay in the CPU's cache between digesting and writing
 
 
@@ -55,7 +55,7 @@ def write_tensors(path: Path, blocks: Sequence[Any]) -> tuple[File, list[StoredS
 
 
 class TensorInfo(NamedTuple):
-    """A tensor in a file: its name there, its dtype's name, and its shape. All are plain values for messages."""
+    """A tensor in a file: its name in the file, its dtype's name, and its shape. Ranks can send these plain values."""
 
     name: str
     dtype: str
@@ -73,12 +73,12 @@ def head_of_infos(infos: Iterable[TensorInfo]) -> bytes:
 
 
 def size_of(infos: Iterable[TensorInfo]) -> int:
-    """Return the bytes of tensors together."""
+    """Return the total size of tensors in bytes."""
     return sum(math.prod(shape) * NAMES[dtype].itemsize for _, dtype, shape in infos)
 
 
 def plan_chunks(file_name: str, blocks: Sequence[Any], start: int) -> list[StoredShard]:
-    """Return the manifest's entries for blocks that will lie in a file from `start` on; digests are missing."""
+    """Return the manifest's entries, without digests, for blocks that will lie in a file from position `start` on."""
     chunks = []
     for block in blocks:
         chunks.append(
@@ -98,7 +98,7 @@ def plan_chunks(file_name: str, blocks: Sequence[Any], start: int) -> list[Store
 
 
 def write_part(path: Path, blocks: Sequence[Any], planned: Sequence[StoredShard], head: bytes) -> list[StoredShard]:
-    """Write blocks at their planned positions in a file; wait until they are on disk, and return them with digests.
+    """Write blocks at their planned positions in a file, and wait until they are on disk. Return entries with digests.
 
     `head` lies directly before the first block; it is empty if another process writes the file's head. Other processes
     may write other parts of the file at the same time.
@@ -110,7 +110,7 @@ def write_part(path: Path, blocks: Sequence[Any], planned: Sequence[StoredShard]
         for block, chunk in zip(blocks, planned, strict=True):
             stored = bytes_of(block.data)
             size = math.prod(chunk.size) * NAMES[chunk.dtype].itemsize
-            if block.key != chunk.key or len(stored) != size:  # it would overwrite another process's bytes
+            if block.key != chunk.key or len(stored) != size:  # the block could overwrite another process's
                 raise BrokenCheckpoint(f"{block.key} has {len(stored)} bytes, but {chunk.key} was planned with {size}")
             chunks.append(chunk._replace(digest=_write_and_digest(write, stored)))
     return chunks

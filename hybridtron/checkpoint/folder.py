@@ -171,7 +171,7 @@ def _archive(folder: Path, mark: str) -> Path:
 
 
 def archive_later(run_dir: Path, after: int, mark: str = "superseded") -> list[Path]:
-    """Rename all checkpoints of steps after `after` to `superseded-...` or another mark; return their new paths.
+    """Rename all checkpoints of steps after `after` to `MARK-...`; return their new paths.
 
     A run that restarts at step `after` calls this, since it will write new checkpoints of the same steps.
     """

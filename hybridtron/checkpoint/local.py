@@ -113,7 +113,7 @@ def stored_identity(run_dir: Path) -> str | None:
 
 
 def identity_for(config: Config) -> str:
-    """Return the identity of the run's local folders, which a start from scratch or from a path changes.
+    """Return the identity of the run's local folders. A start from scratch or from a path gets a new identity.
 
     So no later start finds the local checkpoints of an abandoned start.
     """

@@ -56,7 +56,7 @@ class LocalWriter:
 
     folder: this node's folder
     control: the training thread's control group; `plan` uses it
-    background: a control group of its own for the thread that calls `write`
+    background: another control group, for the thread that calls `write`
     layout: the parallel layout, as text
     """
 

@@ -3,9 +3,9 @@
     model-00003.safetensors   the tensors that the ranks of node 3 write, in the order of these ranks
     list-00003                the records of node 3's ranks; rank 0 reads them, and removes the file at the end
 
-So a save has as many files as kinds and nodes, and no more with more ranks on a node. Before the ranks write, they
-exchange the names and shapes of their tensors on their node. From these each rank computes the same head and the same
-positions. A record has a fixed place, too: only the digests in it are unknown before the tensors are written.
+So the number of files does not grow with the number of ranks on a node. Before the ranks of a node write, they exchange
+the names and shapes of their tensors. From these each rank computes the same head and the same positions. A record has
+a fixed place, too: only the digests in it are unknown before the tensors are written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hybridtron.parallel.control import Control
 from hybridtron.storage.digest import digest_of
 from hybridtron.storage.durable import writing
 
-MIN_ROOM = 4096  # bytes of the smallest record, so that the reason of a failure has room
+MIN_ROOM = 4096  # smallest size of a record in bytes; the reason of a failure must fit
 DIGEST_BYTES = 32
 WRITERS = 2  # threads: one digests while the other flushes to disk
 
@@ -35,8 +35,8 @@ class NodePart:
     """This rank's part of its node's files for one checkpoint.
 
     chunks: kind of file (`model`, `optimizer`, ...) -> the chunks that this rank writes, without their digests
-    heads: kind of file -> the file's head, on the node's first rank, which writes the heads; empty on other ranks
-    files: name of a file -> its entry for the manifest, also on the first rank only
+    heads: kind of file -> the file's head; empty except on the node's first rank, which writes the heads
+    files: name of a file -> its entry for the manifest; empty except on the node's first rank
     """
 
     chunks: Mapping[str, Sequence[StoredShard]]
@@ -78,7 +78,7 @@ def plan_part(blocks: Mapping[str, Sequence[Any]], control: Control) -> NodePart
 
 
 def distinct_on_node(blocks: Mapping[str, Sequence[Any]], control: Control) -> dict[str, list[Any]]:
-    """Return the blocks that no earlier rank of this node holds, too. All ranks of a node call this together."""
+    """Return this rank's blocks that no earlier rank on its node holds. All ranks of a node call this together."""
     names = {kind: [[name, shape] for name, _, shape in infos_of(of_kind)] for kind, of_kind in blocks.items()}
     of_ranks = control.all_gather_on_node(names)
     index = control.nodes[control.node].index(control.rank)
@@ -125,7 +125,7 @@ class Records:
     def reserve(self, folder: Path, rank: int) -> None:
         """Write zeros at the place of a rank's record. So a disk that becomes full still has room for the record.
 
-        This holds on file systems that overwrite a block in its place.
+        This is true on file systems that overwrite a block in its place.
         """
         name, start, room = self._places[rank]
         with writing(folder / name, start) as write:
@@ -160,11 +160,11 @@ class Records:
 
 
 def room_for(values: Mapping[str, Any]) -> int:
-    """Return the bytes for a record with these values, in which digests may still be missing."""
+    """Return the size in bytes of a record with these values. `NO_DIGEST` may stand for digests in the values."""
     return max(MIN_ROOM, DIGEST_BYTES + len(json.dumps(values).encode()))
 
 
 def failure_record(reason: str) -> dict[str, str]:
-    """Return the record of a rank that could not write its part; a long reason is cut so that every record has room."""
+    """Return the record of a rank that could not write its part. A long reason is cut, so that it fits every record."""
     ascii_only = reason.encode("ascii", "backslashreplace").decode("ascii")
     return {"failure": ascii_only[: MIN_ROOM // 8]}

@@ -81,7 +81,7 @@ def restore_newest(
     for checkpoint in candidates:
         engine, boundary = engine_for(checkpoint)
         if isinstance(checkpoint, LocalCheckpoint):
-            copied = []  # each node has the weights of its ranks
+            copied = []  # a local checkpoint has all weights of the node's ranks
         else:
             copied = engine.copied_weights()
         fault = _first_fault(_restore(checkpoint, engine, boundary, copied), engine.groups)

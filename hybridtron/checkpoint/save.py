@@ -131,7 +131,7 @@ class Saver:
             self.settle()
 
     def save_locally(self, engine: Engine, meta: Meta, tokenizer: Path) -> None:
-        """Write a step's node-local checkpoint; otherwise the same as `save`.
+        """Write a step's node-local checkpoint, or with `checkpoint.asynchronous` start to write it.
 
         A failure is only reported: training continues, since it can resume from checkpoints in the run's folder.
         """
@@ -228,7 +228,7 @@ class Saver:
                 folder_error = error  # raised later, in `_run`: all processes must reach the exchange first
         control = self.groups.control
         part = plan_part(content.blocks, control)
-        # Other processes write into the folder, so it must exist: this exchange begins on rank 0 after that.
+        # rank 0 joins this exchange after it has created the folder, so no process writes before the folder exists
         rooms = control.all_gather(room_for(record_of(content, part, part.chunks)))
         return SavePlan(temporary, folder_error, part, Records(control.nodes, rooms))
 

@@ -85,7 +85,7 @@ def check(asked: argparse.Namespace) -> str:
     """Choose the nodes to train on, from the nodes' reports.
 
     If too few nodes are good for the layout, the job is requeued without the bad nodes. If no single node is at fault,
-    but the nodes fail together, the attempt has failed. With --copy, it has also failed if every node has a fault.
+    but the nodes fail together, the attempt has failed. With --copy, it also fails if every node has a fault.
     """
     reports = {name: report for name in asked.nodes if (report := read_record(asked.reports / f"{name}.json"))}
     for name, report in reports.items():

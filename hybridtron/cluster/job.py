@@ -186,7 +186,7 @@ def cache_of(cluster: ClusterConfig) -> Path:
 def exports(job: SlurmJob) -> dict[str, str]:
     """Return the environment variables that the script exports; `cluster.environment` overrides the caches.
 
-    Without `cluster.cache`, caches that the environment of the submission names are kept.
+    Without `cluster.cache`, `software` keeps the values of cache variables that the job inherits.
     """
     caches = {
         "XDG_CACHE_HOME": str(job.cache),
@@ -217,7 +217,7 @@ def commands(job: SlurmJob) -> dict[str, list[str]]:
     task     command that runs a Python module in each task of an srun
     step     options for srun
 
-    The word `CONTAINER` stands for the container's options, which `container_lines` define.
+    The word `CONTAINER` stands for the container's options. `container_lines` defines these options in the script.
     """
     cluster = job.cluster
     container = cluster.container
@@ -239,7 +239,7 @@ def commands(job: SlurmJob) -> dict[str, list[str]]:
 def container_lines(job: SlurmJob) -> list[str]:
     """Return the script's lines that define the container's options, and create the folder for the cache.
 
-    Pyxis prefers an image's own values of environment variables, except those in --container-env.
+    In Pyxis an image's environment variables override the job's, except variables that --container-env lists.
     """
     cluster = job.cluster
     container = cluster.container

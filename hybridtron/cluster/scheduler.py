@@ -82,8 +82,8 @@ def submit(script: Path, after: str | None, only_after_success: bool = False) ->
     """Queue a script and return the new job's number.
 
     The new job starts after the job with number `after` has ended, successfully or not. With `only_after_success`,
-    SLURM cancels the new job if the other job fails. A requeued job has not ended. If `after` is None, the new job
-    starts as soon as resources are free.
+    SLURM cancels the new job if job `after` fails; a requeued job has neither ended nor failed. If `after` is None, the
+    new job starts as soon as resources are free.
     """
     if after is None:
         dependency = []

@@ -1,4 +1,4 @@
-"""Copy of a run's data to this node's own disk, before ranks start.
+"""Copy a run's data to this node's own disk, before ranks start.
 
     python -m hybridtron.cluster.stage --reports FOLDER key=value ...
 

@@ -12,8 +12,8 @@ Options:
     --dry-run    print the script, but write and submit nothing; missing data are a warning and not an error
     --chain K    submit K jobs, each of which starts after the previous job has ended; a job ends immediately if the run
                  has finished
-    --then C     submit a further job for the command C, evaluate or export, which starts if the run has finished; may
-                 be repeated, and each job starts if the previous one has succeeded
+    --then C     submit a follow-up job, which starts if the run has finished, and runs the command C: evaluate or
+                 export; may be repeated: each follow-up job starts if the previous job has succeeded
 
 Before anything is queued, the command prints the run's steps, tokens, hours and number of jobs to stderr.
 

@@ -1,4 +1,4 @@
-"""Follow-up jobs, which evaluate or export a finished run: the options `--then` of `hybridtron submit`.
+"""Follow-up jobs of `hybridtron submit --then`: they evaluate or export a finished run.
 
     evaluate    hybridtron evaluate RUN
     export      hybridtron export RUN --output RUN-hf

@@ -27,7 +27,7 @@ def file_with_progress(file: RemoteFile, folder: Path) -> Path:
 
 
 def _shown_by(report_progress: Callable[[int, int], None]) -> Moved:
-    """Return a function for a download, which shows the received bytes in a progress bar."""
+    """Return a function that a download calls to show its received bytes in a progress bar."""
 
     def moved(name: str, done: int, size: int | None) -> None:
         report_progress(done, done if size is None else size)

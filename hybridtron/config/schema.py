@@ -234,7 +234,8 @@ class CheckpointConfig:
     keep_best: bool = False  # also keep the checkpoint with the lowest held-out loss
     # address s3://BUCKET/PREFIX to which finished checkpoints are copied; null: no copies
     mirror: Annotated[str | None, matching("s3://[^/]+/.+", "s3://BUCKET/PREFIX, or left out")] = None
-    # folder on each node's own disk, for local checkpoints: the node's part and a copy of another node's; null: none
+    # folder on each node's own disk for local checkpoints, each with the node's part and a copy of another node's part;
+    # null: no local checkpoints
     local_dir: str | None = None
     # interval between local checkpoints, in steps, or in tokens with a unit; the newest two are kept
     local_every: Annotated[str, INTERVAL] = "100"
@@ -264,10 +265,10 @@ class RunConfig:
     restarts: Annotated[int | None, at_least(0)] = None
     deterministic: bool = False  # bit-reproducible on the same layout and machine; slower
     # steps between comparisons of weights over data-parallel ranks; if set, each step also compares a rank's optimizer
-    # state with that after the last update; null: no comparison (docs/scale.md)
+    # state with its state after the last update; null: no comparison (docs/scale.md)
     verify_state: Annotated[int | None, at_least(1)] = None
-    # steps between checks in which all data-parallel ranks compute one micro-batch, whose gradients must have equal
-    # bits; needs run.deterministic=true; null: no check (docs/scale.md)
+    # steps between checks in which all data-parallel ranks compute the same micro-batch, and must get gradients with
+    # equal bits; needs run.deterministic=true; null: no check (docs/scale.md)
     verify_every: Annotated[int | None, at_least(1)] = None
     # auto: resume from the newest valid checkpoint; never: start from scratch; or a checkpoint's folder
     resume: str = "auto"

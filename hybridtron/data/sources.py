@@ -140,7 +140,7 @@ def stage_of(phase: ResolvedPhase) -> str | None:
 def cache_options(data: DataConfig, stage: str | None = None) -> CacheOptions:
     """Return the settings for the cache that holds downloaded, decompressed and copied shards.
 
-    stage: folder for copies of all data, which takes the place of `data.cache`, without its limit
+    stage: folder for copies of all data; it takes the place of `data.cache`, and has no limit
     """
     patience = RetryPolicy(data.timeout, data.retries)
     if stage is not None:

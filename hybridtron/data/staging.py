@@ -1,10 +1,10 @@
 """Copies of a run's data on a node's own disk, so that training does not read a shared file system.
 
 A node's copy is an entry of a cache (`storage/cache.py`) in the folder `cluster.stage`. Only the sources that phases
-read are copied, with their held-out documents. A copy's files are compared with the digests in the manifest of the
-original, which is read again each time. So an existing copy is used, an incomplete or damaged copy is mended, and after
-a change of the original only changed files are copied. Data at a URL is downloaded in the same way. The folder has no
-limit: nothing is evicted, and copies remain after the run.
+read are copied, with their held-out documents. Each time, the original's manifest is read again, and a copy's files are
+compared with its digests. So an existing copy is used, an incomplete or damaged copy is mended, and after a change of
+the original only changed files are copied. Data at a URL is downloaded in the same way. The folder has no limit:
+nothing is evicted, and copies remain after the run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ AT_ONCE = 32  # shards that are copied and mapped at the same time
 def stage(plan: RunPlan) -> str:
     """Copy the data of all phases to this machine's folder `cluster.stage`.
 
-    A file's digest is verified once. Returns a text with the amount of data that was missing, or of a wrong size.
+    A file's digest is verified once. Returns a text with the amount of data that was missing or had a wrong size.
     Raises ConfigError before a shard is copied if the disk has too little free space. Raises ConfigError or DataError
     if data can't be read or written.
     """
@@ -44,7 +44,7 @@ def stage(plan: RunPlan) -> str:
 
 
 def _stores(plan: RunPlan) -> dict[tuple[str, str, str], DocumentStore]:
-    """Return a store for each split of each source that is copied, by folder, split and source."""
+    """Return (folder, split, source) -> store, for each split of each source that is copied."""
     stores: dict[tuple[str, str, str], DocumentStore] = {}
     for phase in plan.phases:
         if stage_of(phase) is None:

@@ -1,9 +1,9 @@
 """Checks for silent corruption: digests of optimizer states, weights and gradients, whose bits must be equal.
 
-    state       a rank's moments, moving averages and fp32 masters, and the weights that it rounds from its masters,
-                before an update: equal to those after the last one
-    weights     a shard of the weights: equal on all ranks that hold copies of the shard
-    gradients   of a micro-batch that every data-parallel rank has computed: equal on all of them
+    state       a rank's moments, moving averages and fp32 masters, and the weights that it rounds from its masters:
+                before an update they must equal those after the last update
+    weights     a shard of the weights must be equal on all ranks that hold copies of the shard
+    gradients   all data-parallel ranks compute the same micro-batch, and must get equal gradients
 
 A tensor's digest is the sum of its words, read as integers, modulo 2^32 (2^16 for bf16, 2^64 for fp64). A change within
 a single word always changes the sum, so each flipped bit is seen for certain. Changes of several words are seen unless
@@ -40,8 +40,7 @@ def digests_of(tensors: Sequence[Tensor]) -> Tensor:
     sums = []
     for tensor in tensors:
         words = tensor.detach().view(WORDS[tensor.element_size()])
-        # in the words' own type: to sum in a wider one, torch would first copy them to it
-        sums.append(words.sum(dtype=words.dtype))
+        sums.append(words.sum(dtype=words.dtype))  # in the words' own type: for a wider type torch would copy the words
     if not sums:
         return torch.zeros(0, dtype=torch.int64, device=compute_device())
     return torch.cat([total.reshape(1) for total in sums]).long()
@@ -76,7 +75,7 @@ class CorruptionChecks:
     """Comparisons of a step, on one rank.
 
     watches_state: whether the optimizer's state is compared in each step
-    counts: after a step, the number of ranks with a difference, for each kind of comparison in the step
+    counts: kind of comparison -> number of ranks with a difference in the last step
     """
 
     def __init__(self, optimizer: Optimizer, weights: Mapping[str, Any], groups: Groups) -> None:
@@ -99,7 +98,7 @@ class CorruptionChecks:
         self._made = {}
 
     def flags(self) -> list[Tensor]:
-        """Compare state and weights before an update; return 1 or 0 for each comparison of the step, (1,)."""
+        """Compare state and weights before an update; return for each comparison a tensor (1,): 1 if digests differ."""
         if self.watches_state and self.optimizer.digests is not None:
             self._made[STATE] = self._compare_state(self.optimizer.digests)
         if self.weights_due:
@@ -107,17 +106,17 @@ class CorruptionChecks:
         return [made.differ.any().float().reshape(1) for made in self._made.values()]
 
     def take_counts(self, sums: Sequence[float]) -> None:
-        """Take the sums of all ranks' flags."""
+        """Store the sums of all ranks' flags in `counts`."""
         self.counts = {kind: int(count) for kind, count in zip(self._made, sums, strict=True)}
 
     def after_update(self, accepted: bool) -> None:
-        """Take the digests of the state, which the next step compares."""
+        """Compute the digests of the state for the comparison in the next step."""
         if self.watches_state and (accepted or self.optimizer.digests is None):
             self.optimizer.digests = digests_of([tensor for _, tensor in self._state()])
 
     @torch.no_grad()
     def compare_gradients(self) -> None:
-        """Compare the accumulated gradients, not reduced yet, with those of the other data-parallel ranks."""
+        """Compare the accumulated gradients, before they are reduced, over the data-parallel ranks."""
         learning = {name: weight.main_grad for name, weight in self.weights.items() if weight.requires_grad}
         digests = digests_of(list(learning.values()))
         keys = [key_of(name, self.groups.data) for name in learning]
@@ -139,7 +138,7 @@ class CorruptionChecks:
         return Comparison([key for key, _ in state], digests, digests != before)
 
     def _compare_weights(self) -> Comparison:
-        """Compare weights by family, because each has its own ranks with copies."""
+        """Compare weights family by family, because copies of another family may be on other ranks."""
         keys = []
         digests = []
         differ = []
@@ -155,6 +154,6 @@ class CorruptionChecks:
 
 
 def key_of(name: str, ranks: RankGroup) -> str:
-    """Return a key for the weight of these ranks: other ranks may hold another shard of the same weight."""
+    """Return a key for these ranks' shard of a weight. Other ranks may hold another shard of the same weight."""
     first = dist.get_process_group_ranks(ranks.group)[0]
     return f"{name} of ranks {first}"

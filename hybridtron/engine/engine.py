@@ -186,10 +186,11 @@ class Engine:
     def compare_gradients(self, batches: Sequence[Batch], source: int, step: int) -> None:
         """Compute one micro-batch on every data-parallel rank, and compare the bits of its gradients.
 
-        Call this before `forward_backward`, while all gradients are zero, as they are afterwards. Neither carried
-        states nor random choices of the step depend on this call.
+        Call this before `forward_backward`, while all gradients are zero; at the end they are zero again. Neither
+        carried states nor random choices of the step depend on this call.
 
-        batches: this rank's micro-batches in the step; all ranks compute the first of the rank with index `source`
+        batches: this rank's micro-batches in the step
+        source: index of the rank whose first micro-batch all ranks compute
         """
         own = batches[0].chunks(self.phase.chunks_together)[0]
         batch = same_batch(own, source, self.groups.data).keyed(step_key(self._seed, step, 0, 0), carried=False)

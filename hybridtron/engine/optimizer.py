@@ -84,7 +84,7 @@ class Optimizer:
             shards = {name: shard for name, shard in self.shards.items() if shard.weight.allreduce is dense}
             self._make_state(optimizer, config, shards)
         self.accepted_steps = 0
-        self.digests: Tensor | None = None  # of the state after the last update (`corruption.py`); None if unknown
+        self.digests: Tensor | None = None  # the state's, after the last update (`corruption.py`); None if unknown
         self.average_decay = config.run.ema
         if self.average_decay is not None:
             for shard in self.shards.values():
@@ -132,9 +132,9 @@ class Optimizer:
     def squared_norm(self, numbers: Sequence[float] = (), flags: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
         """Return the squared gradient norm, and the sum of each number and each flag, over all ranks.
 
-        The flags, and the results, are on the device, and the host does not wait for it. With Megatron's own function
-        it would wait once per weight. The numbers are reduced together with the norm of the dense weights. Without the
-        distributed optimizer this reduction spans the ranks of one replica, so that the numbers are reduced over the
+        Flags and results are on the device, and the host does not wait for them. With Megatron's own function it would
+        wait once per weight. Numbers and flags are reduced together with the norm of the dense weights. Without the
+        distributed optimizer this reduction spans the ranks of one replica, so numbers and flags are reduced over the
         replicas too.
         """
         self.megatron.prepare_grads()  # sets the gradients of the masters, from which the norm is computed

@@ -59,7 +59,7 @@ def no_choices(routers: Mapping[int, MoESpec], device: torch.device) -> dict[int
 def add_choices(sums: Mapping[int, Routed], new: Mapping[int, Routed]) -> None:
     """Add the counts of a forward pass, whose layers are those of one pipeline stage, to `sums` in place.
 
-    On a GPU, one launch each adds the loads, the entropies and the dropped choices of many layers.
+    On a GPU this takes few launches: each adds the loads, the entropies or the dropped choices of many layers.
     """
     if not new:
         return
@@ -83,7 +83,7 @@ def reduce_choices(sums: Mapping[int, Routed], groups: Groups) -> dict[int, Rout
 
 
 def _by_index(indices: Iterable[int], counts: Tensor, entropies: Tensor, sizes: Sequence[int]) -> dict[int, Routed]:
-    """Return each router's part of flat tensors; `counts` has its loads, then its dropped choices."""
+    """Return each router's part of flat tensors; in `counts`, a router's dropped choices follow its loads."""
     parts = counts.split(list(sizes))
     return {
         index: Routed(part[:-1], entropy, part[-1])

@@ -134,7 +134,7 @@ def run_unreduced(
     finalize = config.finalize_model_grads_func
     no_sync = config.no_sync_func
     config.finalize_model_grads_func = _finalize_nothing
-    config.no_sync_func = nullcontext  # Megatron's own would end before the last micro-batch
+    config.no_sync_func = nullcontext  # Megatron's own context would end before the last micro-batch
     try:
         with ExitStack() as unreduced:
             for stage in stages:

@@ -25,7 +25,7 @@ from hybridtron.interop.rules import Rules, TensorRule
 Settings = dict[str, Any]
 # a minimum for Mamba-2's step size that has no effect; not 0, because transformers takes the logarithm of the minimum
 NO_FLOOR = 1e-30
-# start of the names of tensors that predict further tokens -> their description
+# prefix of tensor names -> description, for tensors that predict further tokens
 MULTI_TOKEN: Mapping[str, str] = {"mtp.": "layers for multi-token prediction"}
 MAX_EXPERTS = 2**17  # limit for the experts of all layers; the largest models have 512 in a hundred layers
 

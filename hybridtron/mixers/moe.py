@@ -259,9 +259,9 @@ def within_capacity(routing: Routing, spec: MoESpec, parts: RowParts) -> KeptCho
 def balance_of_rows(routing: Routing, spec: MoESpec, parts: RowParts) -> Tensor:
     """Return each row's balance loss (B,), over all tokens of the row, on every rank that has some of them.
 
-    The loss is coefficient E sum_e f_e p_e. f_e is the fraction of choices that fell on expert e, p_e the mean of the
-    scores' shares. A loss of each row is independent of the layout: it does not matter which rows share a micro-batch
-    or a rank.
+    The loss is coefficient * E * sum over e of f_e p_e. f_e is the fraction of choices that fell on expert e, and p_e
+    is the mean of the scores' shares. A loss of each row is independent of the layout: it does not matter which rows
+    share a micro-batch or a rank.
     """
     shares_TE = routing.scores_TE
     if spec.scores != "softmax":  # softmax's scores sum to 1 already

@@ -202,7 +202,7 @@ def device_of(inputs: tuple[Any, ...]) -> str:
 
 
 def reasons(skipped: dict[str, list[str]]) -> str:
-    """Join names of implementations by the reason why they were not chosen."""
+    """Return as one text the reasons why implementations were not chosen. `skipped` maps each reason to their names."""
     return "; ".join(f"{_listed(names)}: {reason}" for reason, names in skipped.items())
 
 

@@ -71,8 +71,8 @@ class KernelSizes(NamedTuple):
 
     rule: module of the mask's function
     heads: H, G and K
-    lengths: B, L and S; None if the kernel takes any
-    kind: dtype, and whether B is 1, and L and S fit into a tile: torch compiles a kernel for each of these
+    lengths: B, L and S; None if the kernel takes any lengths
+    kind: dtype, whether B is 1, whether L fits into a tile, and whether S does; torch compiles a kernel for each kind
     """
 
     rule: str
@@ -86,8 +86,8 @@ def attend_to_tiles(
 ) -> Tensor:
     """Return the attention output (B, L, H, K) under a block mask.
 
-    With `repeats`, a kernel is compiled for these sizes alone, which is faster than a kernel for any sizes. Set it only
-    if a run has few different sizes, those of the tensors that the mask's function reads included.
+    With `repeats`, a kernel is compiled for these sizes alone, and is faster than a kernel for any sizes. Set `repeats`
+    only if a run has few different sizes. The sizes of tensors that the mask's function reads count, too.
 
     The result does not depend on `window`. A rehearsal on a simulated GPU reads `window` (None: no limit) to estimate
     the work. On a CPU FlexAttention has no backward pass; tests run its forward pass there.
@@ -122,7 +122,7 @@ def _kernel(window: int | None, sizes: KernelSizes) -> Callable[..., Tensor]:
 def _compiled(sizes: KernelSizes) -> Callable[..., Tensor]:
     """Compile a copy of FlexAttention's function for these sizes.
 
-    A kernel for fixed sizes raises torch's error in place of a call without a kernel.
+    If torch can't make a kernel for fixed sizes, its error is raised: FlexAttention does not run without a kernel.
     """
     own = types.FunctionType(_attended.__code__.replace(), _attended.__globals__)
     fixed = sizes.lengths is not None

@@ -71,7 +71,7 @@ def choices(device: str) -> list[tuple[str, str, str]]:
 def attention_choice(case: AttentionCase, device: str) -> tuple[str, str]:
     """Return the name of the implementation that a call of the case runs on a device, and the reason as text.
 
-    The reason has the reason for the chosen row's place in the table, then the rows before it and why they do not run.
+    The text has the reason for the row's place in the table, then the reasons why earlier rows do not run.
     """
     if attention.forced is not None or device != "cuda":
         return attention.choice(device)

@@ -14,11 +14,12 @@ KEY = "run.verify_every"
 def corruption_problems(phase: ResolvedPhase, world_size: int | None) -> Iterator[Problem]:
     """List all reasons why data-parallel ranks can't compare the gradients of a micro-batch.
 
-    - run.deterministic: without it, two correct ranks may add in another order
-    - context: a rank's rows are shards, whose ranks exchange tokens
+    - run.deterministic: without it, two correct ranks may add in different orders
+    - context: a rank has only a shard of each row, and exchanges tokens with other ranks
     - expert: all ranks of a group exchange tokens, so no rank computes a micro-batch alone
     - precision: a pass in FP8 would change the statistics that later passes read
-    - compile, cuda_graph: ranks may pick other kernels, and a graph runs no other pass
+    - compile: ranks may choose different kernels
+    - cuda_graph: a graph can't run the additional pass
     """
     config = phase.config
     if config.run.verify_every is None:

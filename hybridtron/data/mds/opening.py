@@ -1,7 +1,7 @@
 """Opens folders of prepared tokens by path or URL.
 
 From a URL, all files except shards are downloaded into the cache, and their digests are verified. A local folder is
-read in place, or copied into the cache in the same way, so that a shared disk is read only once.
+read in place, or copied into the cache in the same way. The copy saves repeated reads from a shared disk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def open_folder(path: str, cache: CacheOptions, checked: bool = False, copied: b
     """Open a prepared folder by its path or URL; raise FolderError if it can't be used.
 
     checked: True if another process of this machine has just opened the path, and compares sizes and digests
-    copied: True if a local folder is copied into the cache, at the latest when shards are first used
+    copied: True if a local folder is copied into the cache; a shard is copied at the latest when it is first used
     """
     if is_url(path):
         folder = _fetch_folder(path.rstrip("/"), cache)

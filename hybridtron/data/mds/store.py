@@ -147,7 +147,7 @@ class DocumentStore:
         return self._remote is not None
 
     def missing(self) -> dict[int, int]:
-        """Return the shards that the cache lacks, or holds with a wrong size: shard -> bytes that are missing."""
+        """Return shard -> missing bytes, for shards that are not in the cache or have a wrong size there."""
         lacking = {}
         for number, shard in enumerate(self._shards):
             path = self._entry.root / f"{self._where}/{shard.file}"

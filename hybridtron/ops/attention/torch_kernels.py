@@ -24,7 +24,7 @@ from hybridtron.device import cudnn_version
 from hybridtron.ops.attention.reference import AttentionInputs, attend_to_rows
 from hybridtron.ops.documents import document_boundaries
 
-CUDNN_VERSION = (9, 15, 1)  # torch's own lower limit: before, rows that no multiple of 128 divides have wrong results
+CUDNN_VERSION = (9, 15, 1)  # torch's own lower limit: before, rows have wrong results unless 128 divides their length
 ALL_BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 VARLEN_NEEDS = {"window_size", "enable_gqa"}
 

@@ -1,7 +1,8 @@
-"""Triton kernels of the order of choices: they count, where torch would sort; `permutation.py` has the equations.
+"""Triton kernels that order choices by expert, by counts in place of a sort; `permutation.py` has the equations.
 
-    rank[n]       number of earlier choices of the same expert in the program's part of the choices
-    start[p, e]   place of the first choice of expert e in part p: its part's earlier parts and earlier experts precede
+    rank[n]       number of earlier choices of the same expert in the same part of the choices
+    start[p, e]   place of part p's first choice of expert e: after all choices of earlier experts, and after the
+                  choices of expert e in earlier parts
     place[n] = start[part of n, expert of n] + rank[n]
 
 The first kernel counts each part, the second adds counts over parts, and the third stores places. All numbers are
@@ -19,10 +20,10 @@ import triton.language as tl
 from hybridtron.ops.experts.permutation import ExpertOrder, ExpertOrderInputs
 from hybridtron.ops.kernel_launch import ceil_div, launch, tile_of_rows
 
-ELEMENTS = 4096  # of a tile of choices and experts
+ELEMENTS = 4096  # choices times experts in a tile
 WARP_ELEMENTS = 1024  # 32 per thread
 PART = 256  # least number of choices in a part
-EXPERTS_TOGETHER = 4  # whose counts one program adds
+EXPERTS_TOGETHER = 4  # experts whose counts one program adds
 PARTS_TOGETHER = 128
 PLACED = 1024  # choices that one program places
 
@@ -75,7 +76,7 @@ def _starts(
     count_PE: tl.tensor, loads_E: tl.tensor, ends_E: tl.tensor, parts: int, experts: int, PARTS: tl.constexpr,
     TOGETHER: tl.constexpr, EXPERTS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Replace the counts of some experts by the places of their parts, and store their ends. Grid: tiles of experts."""
+    """Replace the counts of some experts by their `start`, and store the experts' ends. Grid: tiles of experts."""
     e = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
     other = tl.arange(0, EXPERTS)
     loads = tl.load(loads_E + other, other < experts, 0).to(tl.int32)

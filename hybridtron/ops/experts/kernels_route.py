@@ -1,13 +1,14 @@
 """Triton kernels of the router: scores, choice, weights, loads and entropy, and the gradients of the logits.
 
-`reference.py` has the rules, and `routing.py` the gradients of the chosen scores. From the gradient g of all scores s,
+`reference.py` has the rules, and `routing.py` has the gradients of the chosen scores. The gradient of the logits z
+follows from the gradient g of all scores s:
 
     softmax: grad z = s (g - sum over e of g_e s_e),   sigmoid: grad z = g s (1 - s)
 
-A program has some tokens with the scores of all experts,
-and takes the largest score K times; torch would sort all scores. It stores the loads and the entropy of its tile, and a
-second kernel adds those of all tiles in a fixed order, without atomics. For the choice, NaN counts as infinity, unlike
-in the reference; a step with NaN is refused anyway. The kernels have run in Triton's interpreter only.
+A program has some tokens with the scores of all experts, and takes the largest score K times; torch would sort all
+scores. The program stores the loads and the entropy of its tile. A second kernel adds the loads and entropies of all
+tiles in a fixed order, without atomics. For the choice, NaN counts as infinity, unlike in the reference; a step with
+NaN is refused anyway. The kernels have run in Triton's interpreter only.
 
 Legend: T tokens, E experts, G groups, K experts per token.
 """
@@ -29,9 +30,9 @@ from hybridtron.ops.precision import at_least_fp32
 
 ELEMENTS = 2048  # per program
 WARP_ELEMENTS = 512  # 16 per thread
-TILES_TOGETHER = 256  # whose loads one program adds at a time
-EXPERTS_TOGETHER = 4  # whose loads one program adds
-LEAST = tl.constexpr(-3.0e38)  # of experts outside the best groups: they come before channels that are no experts
+TILES_TOGETHER = 256  # tiles whose loads one program adds at a time
+EXPERTS_TOGETHER = 4  # experts whose loads one program adds
+LEAST = tl.constexpr(-3.0e38)  # score of experts outside the best groups; channels that are no experts have -inf
 LITTLE = tl.constexpr(TINY)
 
 
@@ -80,20 +81,20 @@ class _Route(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
-        _, of_weights_TK, _, of_scores_TE, _ = grads
-        if of_weights_TK is None and of_scores_TE is None:
+        _, grad_weights_TK, _, grad_scores_TE, _ = grads
+        if grad_weights_TK is None and grad_scores_TE is None:
             return None, None, None
         scores_TE, experts_TK = ctx.saved_tensors
         options: Router = ctx.options
-        of_logits_TE = torch.empty_like(scores_TE)
+        grad_logits_TE = torch.empty_like(scores_TE)
         tokens, experts = scores_TE.shape
         rows, block, warps = tile_of_rows(experts, ELEMENTS, WARP_ELEMENTS)
         launch(
-            _logit_gradients, (ceil_div(tokens, rows),), scores_TE, experts_TK, _side_by_side(of_weights_TK),
-            _side_by_side(of_scores_TE), of_logits_TE, tokens, experts, options.scale, options.top_k,
+            _logit_gradients, (ceil_div(tokens, rows),), scores_TE, experts_TK, _side_by_side(grad_weights_TK),
+            _side_by_side(grad_scores_TE), grad_logits_TE, tokens, experts, options.scale, options.top_k,
             options.scores == "softmax", options.normalise, rows, block, warps=warps,
         )  # fmt: skip
-        return of_logits_TE, None, None
+        return grad_logits_TE, None, None
 
 
 def _side_by_side(gradient: Tensor | None) -> Tensor | None:
@@ -209,40 +210,40 @@ def _total(
 
 @triton.jit
 def _logit_gradients(
-    scores_TE: tl.tensor, experts_TK: tl.tensor, of_weights_TK: tl.tensor, of_scores_TE: tl.tensor,
-    of_logits_TE: tl.tensor, tokens: int, experts: int, scale: float, K: tl.constexpr, SOFTMAX: tl.constexpr,
+    scores_TE: tl.tensor, experts_TK: tl.tensor, grad_weights_TK: tl.tensor, grad_scores_TE: tl.tensor,
+    grad_logits_TE: tl.tensor, tokens: int, experts: int, scale: float, K: tl.constexpr, SOFTMAX: tl.constexpr,
     NORMALISE: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the gradients of a tile's logits; `of_weights_TK` or `of_scores_TE` may be None. Grid: tiles of tokens."""
+    """Store the gradients of a tile's logits; `grad_weights_TK` or `grad_scores_TE` may be None. Grid: tiles of tokens."""
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, EXPERTS)
     inside = (t < tokens)[:, None] & (e < experts)[None, :]
     at = t[:, None] * experts + e[None, :]
     scores = tl.load(scores_TE + at, inside, 0.0)
-    if of_scores_TE is None:
-        of_scores = tl.zeros((TOKENS, EXPERTS), tl.float32)
+    if grad_scores_TE is None:
+        grad_scores = tl.zeros((TOKENS, EXPERTS), tl.float32)
     else:
-        of_scores = tl.load(of_scores_TE + at, inside, 0.0)
-    if of_weights_TK is not None:
+        grad_scores = tl.load(grad_scores_TE + at, inside, 0.0)
+    if grad_weights_TK is not None:
         sum_T = tl.zeros((TOKENS,), tl.float32)
         product_T = tl.zeros((TOKENS,), tl.float32)
-        of_chosen = tl.zeros((TOKENS, EXPERTS), tl.float32)
+        grad_chosen = tl.zeros((TOKENS, EXPERTS), tl.float32)
         chosen = tl.zeros((TOKENS, EXPERTS), tl.float32)
         for k in tl.static_range(K):
             index = tl.load(experts_TK + t * K + k, t < tokens, 0)
-            of_weight_T = tl.load(of_weights_TK + t * K + k, t < tokens, 0.0) * scale
+            grad_weight_T = tl.load(grad_weights_TK + t * K + k, t < tokens, 0.0) * scale
             is_chosen = e[None, :] == index[:, None]
             score_T = tl.sum(tl.where(is_chosen, scores, 0.0), 1)
             sum_T += score_T
-            product_T += of_weight_T * score_T
-            of_chosen = tl.where(is_chosen, of_weight_T[:, None], of_chosen)
+            product_T += grad_weight_T * score_T
+            grad_chosen = tl.where(is_chosen, grad_weight_T[:, None], grad_chosen)
             chosen = tl.where(is_chosen, 1.0, chosen)
         if NORMALISE:
             sum_T += LITTLE
-            of_chosen = (of_chosen - chosen * (product_T / sum_T)[:, None]) / sum_T[:, None]
-        of_scores += of_chosen
+            grad_chosen = (grad_chosen - chosen * (product_T / sum_T)[:, None]) / sum_T[:, None]
+        grad_scores += grad_chosen
     if SOFTMAX:
-        of_logits = scores * (of_scores - tl.sum(scores * of_scores, 1)[:, None])
+        grad_logits = scores * (grad_scores - tl.sum(scores * grad_scores, 1)[:, None])
     else:
-        of_logits = of_scores * scores * (1.0 - scores)
-    tl.store(of_logits_TE + at, of_logits, inside)
+        grad_logits = grad_scores * scores * (1.0 - scores)
+    tl.store(grad_logits_TE + at, grad_logits, inside)

@@ -66,7 +66,7 @@ class _ChosenWeights(torch.autograd.Function):
 
         grad s_k = scale (grad w_k - sum over j of grad w_j p_j) / (s_1 + ... + s_K)
 
-    A token's experts differ, so its gradients are stored to zeros: autograd would add them there, by atomics on a GPU.
+    A token's experts differ, so its gradients are stored into zeros. Autograd would add them, on a GPU by atomics.
     """
 
     @staticmethod

@@ -14,7 +14,7 @@ from hybridtron.ops.experts.permutation import ExpertOrderInputs, FromExpertsInp
 from hybridtron.ops.kernel_launch import own_kernels
 
 MOST_CHANNELS = 2**14  # a program has all channels, or the scores of all experts, of a token
-MOST_EXPERTS = 2**10  # a program counts the choices of all experts; with a capacity, of all experts in each row
+MOST_EXPERTS = 2**10  # a program counts the choices of all experts, or with a capacity of all pairs of row and expert
 
 
 def _reason(channels: int) -> str | None:

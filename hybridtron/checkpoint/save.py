@@ -111,7 +111,7 @@ class Saver:
         self._unchecked: Copies | None = None  # copies of an asynchronous checkpoint, until `check` is called
         self.longest_s = 0.0  # seconds that the slowest checkpoint took to write
         self.mirror = mirror_of(self.config) if groups.is_first else None
-        # a step that checks for corruption have verified: the newest checkpoint up to this step is kept; None: any
+        # last step that checks for corruption have verified, or None; the newest checkpoint up to this step is kept
         self.verified: int | None = None
 
     def save(self, engine: Engine, meta: Meta, tokenizer: Path) -> None:

@@ -172,7 +172,7 @@ def node_name() -> str:
 
 
 def _boot() -> str:
-    """Return the random text that Linux draws at each boot: two machines may have the same name."""
+    """Return the random text that Linux draws at each boot. It tells machines with the same name apart."""
     with suppress(OSError):
         return BOOT_ID.read_text()
     return ""

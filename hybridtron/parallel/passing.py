@@ -1,4 +1,4 @@
-"""Passing of bytes between two ranks' host memory, in pieces, so that no rank holds all of them at once."""
+"""Pass bytes between the host memory of two ranks, in pieces, so that no rank holds all bytes at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pass_on(
     """Send messages to the global rank `target`, and at the same time receive messages from the rank `source`.
 
     `outgoing` yields byte tensors, and `incoming` has the sizes of the messages that `source` sends. `take` gets each
-    received message. A rank that sends nothing gives an empty iterator, one that receives nothing an empty list.
+    received message. On a rank that sends nothing `outgoing` is empty; on a rank that receives nothing `incoming` is.
     """
     for size in [*incoming, None]:
         sent = _send_next(group, outgoing, target)
@@ -47,7 +47,7 @@ def pass_on(
 
 
 def _send_next(group: dist.ProcessGroup, outgoing: Iterator[Tensor], target: int) -> dist.Work | None:
-    """Begin to send the next message; return None if there is none."""
+    """Begin to send the next message; return None if no message is left."""
     message = next(outgoing, None)
     if message is None:
         return None

@@ -1,4 +1,4 @@
-"""Broadcast of a micro-batch from one data-parallel rank to the others, so that all of them compute the same."""
+"""Broadcast of one data-parallel rank's micro-batch, so that all of these ranks compute the same micro-batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridtron.parallel.mesh import RankGroup
 
 
 def same_batch(own: Batch, source: int, ranks: RankGroup) -> Batch:
-    """Return the micro-batch of the rank with index `source` among these ranks, which call this together.
+    """Return the micro-batch of the rank with index `source` in `ranks`. All of these ranks call this together.
 
     own: this rank's micro-batch, with full rows; micro-batches have equal shapes
 

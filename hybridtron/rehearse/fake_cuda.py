@@ -98,7 +98,7 @@ def pretend(library: ctypes.CDLL, gpu: GPU) -> None:
     for name in ("_lazy_init", "empty_cache", "manual_seed", "reset_peak_memory_stats", "set_device", "set_rng_state"):
         setattr(cuda, name, lambda *_: None)
     cudnn: Any = torch.backends.cudnn
-    cudnn.version = lambda: None  # its attention has no simulated kernel, on machines with cuDNN too
+    cudnn.version = lambda: None  # cuDNN's attention has no simulated kernel
     torch_module: Any = torch
     torch_module.Generator = FakeGenerator
     fake_module: Any = fake_tensor

@@ -11,9 +11,8 @@
 
 KEY is the file's path below the dataset's root. Only files with a mark can be evicted: the data shards. A dataset's few
 small files, such as its index, have no mark and stay in the cache. If the dataset is on a local disk, files are read
-from that disk, and the entry holds only marks, unless it is copied
-(`cluster.stage`). Locks are taken with flock(2), so the kernel releases a process's locks
-when the process ends. `fetch.py` downloads the files.
+from that disk, and the entry holds only marks, unless the dataset is copied (`cluster.stage`). Locks are taken with
+flock(2), so the kernel releases a process's locks when the process ends. `fetch.py` downloads the files.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ EARLY = 2**24  # a flush begins when this many bytes were written since the last
 def writing(path: Path, start: int | None = None) -> Iterator[Callable[[memoryview], None]]:
     """Open a file, and yield a function that writes consecutive bytes to it.
 
-    The file is new. With `start` it may exist: the bytes are written from this position on, and other bytes in the file
-    stay, since other processes may write them at the same time.
+    Without `start` the file is new. With `start` it may exist: bytes are written from this position on, and all other
+    bytes in the file stay, since other processes may write them at the same time.
 
     While further bytes are written, a thread flushes earlier bytes to disk (fsync). When the block ends without an
     error, all bytes are on disk.

@@ -89,13 +89,13 @@ def download(source: str, folder: Path, kind: str, suffixes: Sequence[str], move
 def download_file(file: RemoteFile, folder: Path, moved: Moved) -> Path:
     """Download a known file into a folder, unless it is there, and return its path.
 
-    Raises DownloadError if the file can't be downloaded, or if its size or SHA-256 is not the expected one.
+    Raises DownloadError if the file can't be downloaded, or if its size or SHA-256 differs from the expected value.
     """
     return _all_fetched([file], folder, _read_record(folder), moved)[0]
 
 
 def _all_fetched(files: Sequence[RemoteFile], folder: Path, record: dict[str, Any], moved: Moved) -> list[Path]:
-    """Return the paths of files that are in the folder, complete, verified and recorded."""
+    """Fetch files into the folder, verify and record them, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for published in files:

@@ -48,7 +48,7 @@ def is_url(path: str) -> bool:
 def remote_of(place: str, patience: RetryPolicy, retried: bool = False) -> Remote:
     """Return the reader for a folder, given as a URL or a local path. Raise StorageError for an unknown URL scheme.
 
-    retried: True if reading a local folder is tried again, because its file system may be a busy shared one
+    retried: True if failed reads from a local folder are repeated, because its shared file system may be busy
     """
     if not is_url(place):
         local = LocalFolder(Path(place), patience)

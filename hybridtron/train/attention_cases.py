@@ -1,7 +1,7 @@
-"""The cases of attention in a run: what each layer of a phase asks of attention's kernels.
+"""Attention cases of a run: properties of the calls that the layers of a phase make to attention kernels.
 
-Which kernel runs is decided by these cases (`ops/attention/table.py`). The run's first lines show it for each letter,
-and `run.force_ops` is checked against all of them before anything starts.
+These cases decide which kernel runs (`ops/attention/table.py`). The run's first lines show the kernel for each letter.
+Before anything starts, `run.force_ops` is checked against all cases.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hybridtron.problems import Problem
 def attention_cases(phase: ResolvedPhase, times: int = 1) -> dict[str, AttentionCase]:
     """Return label -> case for each letter with full or windowed attention, such as `attention W`.
 
-    Rows have `times` the length of training. Under context parallelism, a rank's rows have its share of the tokens.
+    Rows are `times` as long as in training. Under context parallelism, a rank's rows have its share of the tokens.
     """
     arch = phase.arch
     tokens = times * phase.settings.seq_len

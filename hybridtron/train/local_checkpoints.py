@@ -23,7 +23,7 @@ LOG = logging.getLogger(__name__)
 
 
 def newer_local_start(shared: Checkpoint | None, plan: RunPlan, groups: Groups) -> Checkpoint | None:
-    """Return the newest local checkpoint if it is newer than the one in the run's folder, which else is returned.
+    """Return the newest local checkpoint if it is newer than `shared`, which is in the run's folder; else `shared`.
 
     All ranks call this together, and each gets the part of its node.
     """

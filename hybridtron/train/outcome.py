@@ -224,8 +224,8 @@ def record_unfinished(failures: Failures) -> Iterator[None]:
 
     Preempted is recorded by rank 0 only. ExportsFailed is recorded as `finished`, with the reasons. If several ranks
     fail with other exceptions, the first rank that fails records its failure, and the other ranks raise FailedElsewhere
-    in place of their own exceptions. A ConfigError is never replaced, and neither is a CorruptRank, which all ranks
-    raise, and which is recorded with the rank that it names.
+    in place of their own exceptions. A ConfigError or CorruptRank is never replaced. All ranks raise a CorruptRank
+    together, and it is recorded with the rank that it names.
     """
     try:
         yield

@@ -34,7 +34,7 @@ class RollbackRequested(Exception):
     """Raised to request a rollback after the failed step `step`.
 
     `what` describes the failure, and `advice` says how a user might prevent it. `newest` is the last step whose
-    checkpoint is usable. `skips_data` is False if the data can't be the cause, so that the steps are trained again.
+    checkpoint may be restored. `skips_data` is False if the data can't be the cause: the run then reads them again.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Rollback:
         if self.start is None:
             earlier = []
         else:
-            # local checkpoints are removed when newer ones are written
+            # without local checkpoints: a newer local checkpoint may have replaced them
             earlier = [entry for entry in candidates(self.start, self.config) if not isinstance(entry, LocalCheckpoint)]
         usable = {
             checkpoint.folder: checkpoint

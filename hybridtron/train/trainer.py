@@ -364,7 +364,7 @@ class Trainer:
             except NotFinite as fault:
                 raise rollback.not_saved(step, fault) from fault
         if place is SavePlace.local:
-            return  # the interval of checkpoints in the run's folder follows from the times of these alone
+            return  # only times of checkpoints in the run's folder are counted, and decide their interval
         self.time_log.count_save(time.perf_counter() - began)
         self.requests.longest_save = max(self.requests.longest_save, self.saver.longest_s)
 
@@ -376,7 +376,7 @@ class Trainer:
             raise rollback.not_saved(self.saver.step, fault) from fault
 
     def roll_back(self, request: RollbackRequested) -> None:
-        """Restore the newest usable checkpoint, and skip the data of the steps after it, unless it is not the cause.
+        """Restore the newest usable checkpoint, and skip the data of later steps, unless data can't be the cause.
 
         The failed step's batch is the last batch that is skipped.
         """
@@ -384,7 +384,7 @@ class Trainer:
         failed = request.step
         if isinstance(request, CorruptionFound):
             failed -= 1  # the step has not been counted
-            with suppress(NotFinite):  # that checkpoint was removed
+            with suppress(NotFinite):  # a checkpoint with such values was removed
                 self.saver.settle()
             self.corruption.archive_suspects(request)
         self.saver.settle()  # a checkpoint that is still being written may become the newest usable checkpoint

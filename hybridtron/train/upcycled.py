@@ -123,7 +123,7 @@ def upcycled_layers(stored: Architecture, arch: Architecture) -> list[UpcycledLa
 
 def frozen_problems(layers: Sequence[UpcycledLayer], plan: RunPlan) -> Iterator[Problem]:
     """Yield a problem for each letter whose upcycled router or experts no phase trains."""
-    # a phase with init_from replaces all weights, so that phases from there on change nothing of these
+    # a phase with init_from replaces all weights, so only the phases before it train these layers
     phases = list(takewhile(lambda phase: phase.settings.init_from is None, plan.phases))
     first = plan.phases[0]
     key = first.own_key("train") if first.model.adapters is None else first.key("model.adapters")

@@ -20,9 +20,9 @@ All three runs must end with weights, optimizer states and recurrent states that
 all steps must be equal too. No fault may stall a run for longer than twice run.timeout.
 
 With --ordeals the program instead trains a supervised run (`run.restarts`), once undisturbed and once with these faults
-in turn: a rank is killed, hangs in a step, hangs in a checkpoint, its node is lost, and a bit of its moments is flipped
-(`run.verify_state`). The run must continue inside one launch, with a spare in place of the lost node and of the node
-with the flipped bit, and each fault must be found within its section's time limit.
+in turn: a rank is killed, a rank hangs in a step or in a checkpoint, a node is lost, and a bit of a rank's moments is
+flipped (`run.verify_state`). The run must continue inside one launch, with a spare in place of the lost node and of the
+node with the flipped bit. Each fault must be found within its section's time limit.
 
 Faults are injected after random numbers of steps. Every kind of fault is injected once before any kind repeats. The
 --seed determines the order of faults and the numbers of steps, but not the moment within a step.
@@ -170,7 +170,7 @@ def pass_ordeals(chosen: argparse.Namespace) -> int:
     failures = []
     for run, its_ordeals in ((clean, {}), (disturbed, steps)):
         run.home.mkdir()
-        codes = ordeals.run_supervised(run, its_ordeals, spares=3)  # two faults in a row use up the first one
+        codes = ordeals.run_supervised(run, its_ordeals, spares=3)  # two faults in a row use up the first spare
         failures += ordeals.wrong(run, its_ordeals, codes)
     result = ChaosResult(failures)
     if not failures:

@@ -1,10 +1,11 @@
-"""Times every row of attention's table side by side on the shapes of training: `hybridtron/ops/attention/table.py`.
+"""Times all rows of the table in `hybridtron/ops/attention/table.py` side by side, on the shapes of training.
 
-Each shape has a case for each row that this machine has and that takes the shape, and a case `order` with the rows from
-fastest to slowest beside the row that the table chooses. If they differ, the table's order is wrong on this card.
+Each shape has a case for each row that this machine has and that takes the shape. A further case `order` has the rows
+from fastest to slowest, and the row that the table chooses. If this is not the fastest row, the table's order is wrong
+on this card.
 
-Output and gradients of every row are compared with those of the form for any device, which computes block after block
-without cuDNN, since a fast kernel may also be wrong. A wrong row has no place in the order.
+A fast kernel may be wrong. So the output and gradients of every row are compared with those of `blocked`, which takes
+any device, and computes block after block without cuDNN. A wrong row has no place in the order.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hybridtron.proving.gpu.queue.machine import fastest
 from hybridtron.proving.gpu.queue.rows import Recorder, Row
 
 ROUNDS = 5
-CLOSE = 0.03  # of the largest value; bf16 keeps 8 bits
+CLOSE = 0.03  # largest allowed difference, relative to the largest value; bf16 keeps 8 bits
 
 
 @dataclass(frozen=True)

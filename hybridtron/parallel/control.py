@@ -172,7 +172,7 @@ def node_name() -> str:
 
 
 def _boot() -> str:
-    """Return the random text that Linux draws at each boot. It tells machines with the same name apart."""
+    """Return the random text that Linux draws at each boot. It differs between machines with the same name."""
     with suppress(OSError):
         return BOOT_ID.read_text()
     return ""

@@ -165,7 +165,7 @@ def loads_change_memory(phase: ResolvedPhase) -> bool:
 
 
 def row_use(spec: MoESpec, phase: ResolvedPhase) -> SublayerUse:
-    """Return the elements that one row needs on the rank whose experts compute the row.
+    """Return the elements needed for one row on the rank whose experts compute the row.
 
     The rank saves the input and the inner channels of each row, and its passes hold a row's input and output twice. Of
     slots, it also saves the outputs that return.

@@ -224,7 +224,7 @@ def check_same_weights(initial: Checkpoint, arch: Architecture, key: str, may_gr
 
 
 def check_copies_learn(initial: Checkpoint, plan: RunPlan) -> None:
-    """Raise ConfigError if experts start as copies of the MLPs in `initial`, and no phase trains them or the router."""
+    """Raise ConfigError if experts start as copies of MLPs, and no phase trains them, or no phase trains the router."""
     layers = upcycled_layers(initial.plan.arch, plan.phases[0].arch)
     if problems := list(frozen_problems(layers, plan)):
         raise ConfigError(problems)
@@ -334,7 +334,7 @@ def check_fp8(plan: RunPlan) -> None:
 def check_forced_ops(plan: RunPlan) -> None:
     """Raise ConfigError if `run.force_ops` names an implementation that can't run.
 
-    An implementation can't run if this process's device lacks it, or if a layer asks for what it doesn't compute.
+    An implementation can't run if this process's device lacks it, or if it can't compute the attention of a layer.
     """
     forced = plan.config.run.force_ops
     problems = force_problems(forced, compute_device().type)

@@ -97,9 +97,9 @@ def choices_by_case(device: str, cases: Mapping[str, AttentionCase]) -> list[tup
 def forced_attention_problems(name: str, cases: Iterable[AttentionCase]) -> list[Problem]:
     """List the fault of `run.force_ops` if the named row of attention's table can't compute one of the cases."""
     for row in TABLE:
-        found = {reason for case in cases if row.name == name and (reason := row.refusal(case)) is not None}
-        if found:
-            return [forced_problem(attention.name, name, "; ".join(sorted(found)))]
+        reasons = {reason for case in cases if row.name == name and (reason := row.refusal(case)) is not None}
+        if reasons:
+            return [forced_problem(attention.name, name, "; ".join(sorted(reasons)))]
     return []
 
 

@@ -23,7 +23,7 @@ def report_of(node: str, data: Path, folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 def answer(folder: Path, capsys: pytest.CaptureFixture[str], restart: int = 0) -> str:
-    """What the job's script is told after the copy on the nodes n1 and n2."""
+    """Return the answer that the job's script gets after the copy on the nodes n1 and n2."""
     (folder / "run" / "slurm").mkdir(parents=True, exist_ok=True)
     about = ["--run", str(folder / "run"), "--job", "7", "--restart", str(restart), "--nodes", "n1,n2"]
     attempt.main(["begin", *about])

@@ -214,7 +214,7 @@ def _logit_gradients(
     grad_logits_TE: tl.tensor, tokens: int, experts: int, scale: float, K: tl.constexpr, SOFTMAX: tl.constexpr,
     NORMALISE: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the gradients of a tile's logits; `grad_weights_TK` or `grad_scores_TE` may be None. Grid: tiles of tokens."""
+    """Store the gradients of a tile's logits; those of weights or scores may be None. Grid: tiles of tokens."""
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, EXPERTS)
     inside = (t < tokens)[:, None] & (e < experts)[None, :]

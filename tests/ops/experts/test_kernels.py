@@ -88,8 +88,8 @@ def routed(form: str, logits: Tensor, correction: Tensor | None, options: Router
     logits = logits.detach().requires_grad_()
     routing = route.named(form).function(RouteInputs(logits, correction, options))
     slopes = torch.linspace(-1, 2, routing.weights_TK.numel(), device=logits.device).view_as(routing.weights_TK)
-    of_scores = torch.linspace(1, -1, logits.numel(), device=logits.device).view_as(logits)
-    loss = (routing.weights_TK * slopes).sum() + (routing.scores_TE * of_scores).sum()
+    score_slopes = torch.linspace(1, -1, logits.numel(), device=logits.device).view_as(logits)
+    loss = (routing.weights_TK * slopes).sum() + (routing.scores_TE * score_slopes).sum()
     return routing, torch.autograd.grad(loss, logits)[0]
 
 
@@ -115,7 +115,7 @@ def test_triton_routing_equals_the_reference(
     torch.testing.assert_close(our_gradient.cpu().double(), their_gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_triton_routing_has_gradients_of_weights_or_scores_alone() -> None:
+def test_triton_routing_takes_gradients_for_one_output_alone() -> None:
     logits = torch.randn(20, 12, device=compute_device(), requires_grad=True)
     options = Router(3, "sigmoid", normalise=True, scale=2.5)
     for output in ("weights_TK", "scores_TE"):

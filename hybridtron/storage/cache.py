@@ -63,9 +63,11 @@ def disk_advice(options: CacheOptions, size: int) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            cure = f"free disk space, or set {options.key} to a folder on another disk"
+            if options.key == "data.cache":  # other folders hold copies of all data, and evict none
+                cure += ", or evict old shards with a smaller data.cache_limit"
             raise StorageError(
-                f"can't be cached: {options.folder} has no room for {size} bytes ({error.strerror}); free disk space, "
-                f"or set {options.key} to a folder on another disk"
+                f"can't be cached: {options.folder} has no room for {size} bytes ({error.strerror}); {cure}"
             ) from error
         is_cache_file = error.filename is None or Path(str(error.filename)).is_relative_to(options.folder)
         if is_cache_file and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):

@@ -155,7 +155,7 @@ def _fetched(published: RemoteFile, folder: Path, record: dict[str, Any], moved:
         raise DownloadError(f"{published.url} has the name of the record {RECORD}: rename it", code="conflict")
     known = record["files"].get(published.name)
     address = published.url.partition("?")[0]  # without the query, which may hold a signature that is renewed
-    if known is not None and known["url"] != address and published.sha256 is None:
+    if known is not None and known["url"] != address and published.sha256 != known["sha256"]:
         raise DownloadError(
             f"{path} was downloaded from {known['url']}, not from {address}: use another folder", code="conflict"
         )

@@ -164,6 +164,21 @@ def test_a_known_file_may_move_to_another_address(server: Publisher, tmp_path: P
     assert download_file(moved, tmp_path, lambda name, done, size: None) == path
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_data_sets_with_equal_file_names_need_two_folders(server: Publisher, tmp_path: Path, stored: bool) -> None:
+    """Also if the index has the other file's SHA-256, and if the first file is gone."""
+    for author, data in (("mary", DATA), ("john", DATA[::-1])):
+        server.publish(f"{author}/texts", {"a.jsonl": data}, hashed="a.jsonl")
+    (path,) = fetch("hf:mary/texts", tmp_path)
+    if not stored:
+        path.unlink()
+    record = (tmp_path / RECORD).read_bytes()
+    with raises_code(DownloadError, "conflict", "use another folder"):
+        fetch("hf:john/texts", tmp_path)
+    assert path.exists() == stored
+    assert json.loads((tmp_path / RECORD).read_text())["files"] == json.loads(record)["files"]
+
+
 def test_files_of_others_are_not_taken_for_published_ones(server: Publisher, tmp_path: Path) -> None:
     server.files["/part.jsonl"] = DATA
     (tmp_path / "part.jsonl").write_bytes(b"mine")

@@ -184,10 +184,14 @@ def even_rows_per_token(spec: MoESpec, phase: ResolvedPhase) -> float:
 
 
 def even_rows_gib(spec: MoESpec, phase: ResolvedPhase) -> float:
-    """Return the GiB that the rows of a micro-batch need in a layer during its backward pass, with even loads."""
+    """Return the GiB that the rows of a micro-batch need in a layer during its backward pass, with even loads.
+
+    If a forward pass runs several chunks per row, the rows of all chunks are saved, unless the chunks run again.
+    """
     use = row_use(spec, phase)
     rows = phase.tokens_of_rank * even_rows_per_token(spec, phase)
-    return rows * (use.kept + use.working) * VALUE_BYTES[phase.precision.name] / 2**30
+    saved_chunks = 1 if chunks_run_again(phase) else phase.chunks_together
+    return rows * (saved_chunks * use.kept + use.working) * VALUE_BYTES[phase.precision.name] / 2**30
 
 
 def with_rows(uses: Sequence[SublayerUse], phase: ResolvedPhase, imbalance: float) -> tuple[SublayerUse, ...]:

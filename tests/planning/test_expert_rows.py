@@ -7,7 +7,7 @@ import pytest
 from hybridtron.architecture.moe import MoESpec
 from hybridtron.config.load import load
 from hybridtron.config.resolve import ResolvedPhase, RunPlan
-from hybridtron.planning.activations import even_rows_gib, sublayer_uses, with_rows
+from hybridtron.planning.activations import even_rows_gib, row_use, sublayer_uses, with_rows
 
 FULL_EXPERTS = ("parallel.tensor=2", "parallel.sequence=true", "parallel.expert_tensor=1")
 
@@ -31,6 +31,17 @@ def test_memory_of_rows_counts_saved_and_passing_elements() -> None:
     assert even_rows_gib(spec, phase) == pytest.approx(rows * values * 4 / 2**30)
     half = phase_of("parallel.context=2")
     assert even_rows_gib(spec, half) == even_rows_gib(spec, phase) / 2
+
+
+@pytest.mark.parametrize(("recompute", "saved"), [("none", 4), ("layer", 1)])
+def test_memory_of_rows_counts_the_chunks_of_a_pass(recompute: str, saved: int) -> None:
+    """Four chunks pass together; a pass that runs them again saves the rows of one at a time."""
+    settings = ("states.mode=tbtt", "states.chunks=4", f"parallel.recompute={recompute}")
+    alone, together = (phase_of(*settings, f"states.through_time={value}") for value in ("false", "true"))
+    _, spec = experts_of(alone)
+    row = row_use(spec, alone)
+    more = (saved * row.kept + row.working) / (row.kept + row.working)
+    assert even_rows_gib(spec, together) == pytest.approx(more * even_rows_gib(spec, alone))
 
 
 @pytest.mark.parametrize("settings", [(), ("parallel.recompute=layer",), ("parallel.context=2",), FULL_EXPERTS])

@@ -114,34 +114,41 @@ DOWN = "layers.*.mixer.down"
 ROUTER_AND_HALVES = [ROUTER, "layers.1.mixer.gate_up", *(f"layers.{layer}.mixer.down" for layer in range(3, 40, 2))]
 
 
+EXPERTS = "experts of -, which no later phase trains, so that they stay equal copies"
+RANDOM = "a router of -, which no later phase trains, so that it stays as random"
+
+
 @pytest.mark.parametrize(
-    ("settings", "key"),
+    ("settings", "key", "frozen"),
     [
-        ([], None),
-        ([LORA], "phases.0.adapters"),
-        ([LORA, f"phases.0.train=[{ROUTER}]"], "phases.0.adapters"),
-        ([LORA, f"phases.0.train=[{DOWN}]"], "phases.0.adapters"),
-        ([f"phases.0.train=[{ROUTER}]"], "phases.0.train"),
-        ([LORA, f"phases.0.train=[layers.1.mixer.router, {DOWN}]"], "phases.0.adapters"),
-        ([LORA, f"phases.0.train=[{ROUTER}, {DOWN}]"], None),
-        (["model.adapters={preset: lora}"], "model.adapters"),
-        ([LORA, "phases.0.train=[" + ", ".join(ROUTER_AND_HALVES) + "]"], None),
-        ([f"phases=[{{name: a, {PHASE}, adapters: {{preset: lora}}}}, {{name: b, {PHASE}}}]"], None),
+        ([], None, None),
+        ([LORA], "phases.0.adapters", EXPERTS),
+        ([LORA, f"phases.0.train=[{ROUTER}]"], "phases.0.adapters", EXPERTS),
+        ([LORA, f"phases.0.train=[{DOWN}]"], "phases.0.adapters", RANDOM),
+        ([f"phases.0.train=[{ROUTER}]"], "phases.0.train", EXPERTS),
+        ([LORA, f"phases.0.train=[layers.1.mixer.router, {DOWN}]"], "phases.0.adapters", RANDOM),
+        ([LORA, f"phases.0.train=[{ROUTER}, {DOWN}]"], None, None),
+        (["model.adapters={preset: lora}"], "model.adapters", EXPERTS),
+        ([LORA, "phases.0.train=[" + ", ".join(ROUTER_AND_HALVES) + "]"], None, None),
+        ([f"phases=[{{name: a, {PHASE}, adapters: {{preset: lora}}}}, {{name: b, {PHASE}}}]"], None, None),
         (
             [f"phases=[{{name: a, {PHASE}, adapters: {{preset: lora}}}}, {{name: b, {PHASE}, train: [{DOWN}]}}]"],
             "phases.0.adapters",
+            RANDOM,
         ),
     ],
 )
-def test_frozen_experts_and_routers_are_a_problem(settings: list[str], key: str | None) -> None:
+def test_frozen_experts_and_routers_are_a_problem(settings: list[str], key: str | None, frozen: str | None) -> None:
     plan = RunPlan.of(load(["recipe=moe_laptop", *settings]))
     layers = [
         UpcycledLayer(index, plan.arch.letters[index], spec, SwiGLUSpec(hidden=spec.hidden))
         for index, spec in enumerate(plan.arch.specs)
         if isinstance(spec, MoESpec)
     ]
+    problems = list(frozen_problems(layers, plan))
     expected = [] if key is None else [(key, "no-effect")]
-    assert [(problem.key, problem.code) for problem in frozen_problems(layers, plan)] == expected
+    assert [(problem.key, problem.code) for problem in problems] == expected
+    assert all(f"freezes {frozen}" in problem.message for problem in problems)
 
 
 @pytest.mark.slow

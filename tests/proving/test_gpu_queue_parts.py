@@ -21,6 +21,7 @@ from hybridtron.config.resolve import RunPlan
 from hybridtron.engine import graphed
 from hybridtron.engine.engine import Engine
 from hybridtron.mixers.rwkv6 import read_before_step
+from hybridtron.ops.attention import AttentionInputs, reference
 from hybridtron.ops.attention.table import TABLE, case_of
 from hybridtron.ops.conv import ConvInputs, causal_conv
 from hybridtron.ops.delta import DeltaInputs, delta_scan
@@ -31,6 +32,7 @@ from hybridtron.ops.ssd import DecayInputs, decay_scan
 from hybridtron.planning.count import count
 from hybridtron.planning.memory import plan
 from hybridtron.proving.gpu.queue import attention, child, experts_step, kernel_times, machine, norms, whole_step
+from hybridtron.proving.gpu.queue.attention import AttentionShape
 from hybridtron.proving.gpu.queue.kernel_times import DeviceSpan, Launched
 from hybridtron.proving.gpu.queue.parts import FLA, PARTS, RECIPES, QueuePart, named
 from hybridtron.proving.gpu.queue.rows import Recorder, Row, read
@@ -225,6 +227,7 @@ def test_attention_part_times_every_row_of_the_table(kind: str, tmp_path: Path) 
         names = {row.name for row in TABLE} - (set() if shape.compiles else {"flex"})
         assert all(rows.pop(f"{label}: {name}")["both_ms"] > 0 for name in names)
         assert set(rows.pop(f"{label}: order")["fastest first"].split()) == names
+        assert rows.pop(f"{label}: reference")["is"] == "measured"
     assert rows == {}
 
 
@@ -253,16 +256,59 @@ def test_attention_part_leaves_out_rows_with_the_reason(tmp_path: Path, monkeypa
     assert rows["small: order"]["fastest first"] == "flex"
 
 
-def test_attention_part_fails_where_rows_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def wrong_output(inputs: AttentionInputs) -> Tensor:
+    return 1.1 * attention.attention_op(inputs)
+
+
+def wrong_gradients(inputs: AttentionInputs) -> Tensor:
+    """The op with an exact output and 1.1 times the gradients."""
+    y = attention.attention_op(inputs)
+    return y.detach() + 1.1 * (y - y.detach())
+
+
+@pytest.mark.parametrize("wrong", [wrong_output, wrong_gradients])
+def test_attention_part_fails_where_rows_differ(
+    wrong: Callable[[AttentionInputs], Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention, "SHAPES", {"full": {"small": attention.TINY}})
     monkeypatch.setattr(attention, "unable", lambda row, inputs: None)
-    wrong = {"cudnn": lambda inputs: 1.1 * attention.attention_op(inputs)}
-    functions = [wrong.get(row.name, attention.attention_op) for row in TABLE]
-    table = [replace(row, function=function) for row, function in zip(TABLE, functions, strict=True)]
+    table = [replace(row, function=attention.attention_op) for row in TABLE]
+    for name in ("cudnn", "sdpa"):
+        place = next(number for number, row in enumerate(table) if row.name == name)
+        table[place] = replace(table[place], function=wrong)
     monkeypatch.setattr(attention, "TABLE", table)
     recorder = Recorder(tmp_path / "rows.jsonl", "attention")
     attention.attention(recorder, "full")
-    assert recorder.failures == ["small: cudnn"]
+    assert recorder.failures == ["small: cudnn", "small: sdpa"]
+    order = {row["case"]: row for row in read(tmp_path)}["small: order"]["fastest first"]
+    assert set(order.split()) == {row.name for row in TABLE} - {"cudnn", "sdpa"}
+
+
+def test_attention_part_times_shapes_after_a_failed_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = attention.exact
+
+    def exact(inputs: AttentionInputs) -> list[Tensor]:
+        if inputs.window is not None:
+            raise torch.OutOfMemoryError("no memory")
+        return kept(inputs)
+
+    monkeypatch.setattr(attention, "exact", exact)
+    shapes = {"windowed": replace(attention.TINY, window=16), "small": attention.TINY}
+    monkeypatch.setattr(attention, "SHAPES", {"full": shapes})
+    recorder = Recorder(tmp_path / "rows.jsonl", "attention", tiny=True)
+    attention.attention(recorder, "full")
+    assert recorder.failures == ["windowed: reference"]
+    assert [row["case"] for row in read(tmp_path) if row["case"].startswith("windowed")] == ["windowed: reference"]
+    assert {row["case"] for row in read(tmp_path)} > {"small: reference", "small: sdpa", "small: order"}
+
+
+@pytest.mark.parametrize("shape", [attention.TINY, attention.WINDOWS["grouped, window 2048 of 8k, documents"]])
+def test_attention_reference_in_blocks_is_the_specification(shape: AttentionShape) -> None:
+    inputs = attention.made(shape, True)
+    q, k, v = (x.detach().float().requires_grad_() for x in inputs[:3])
+    whole = attention.results(reference.attention, inputs._replace(q_BLHK=q, k_BLGK=k, v_BLGK=v))
+    for actual, expected in zip(attention.exact(inputs, block=24), whole, strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.slow

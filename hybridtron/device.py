@@ -34,7 +34,12 @@ FP8_CAPABILITY = (9, 0)  # minimum compute capability: Hopper
 
 @functools.cache
 def compute_device() -> torch.device:
-    """Return this process's GPU, or the CPU if torch finds no GPU. The first call makes the GPU the current device."""
+    """Return this process's GPU, or the CPU if torch finds no GPU. The first call makes the GPU the current device.
+
+    The first call also turns cuDNN off in torch's scaled_dot_product_attention. By default torch prefers cuDNN on
+    Hopper and Blackwell, also where `ops/attention/table.py` rules it out. The table's row `cudnn` turns it on.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", device_index(os.environ, torch.cuda.device_count()))

@@ -25,7 +25,6 @@ from hybridtron.ops.attention.reference import AttentionInputs, attend_to_rows
 from hybridtron.ops.documents import document_boundaries
 
 CUDNN_VERSION = (9, 15, 1)  # torch's own lower limit: before, rows have wrong results unless 128 divides their length
-ALL_BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 VARLEN_NEEDS = {"window_size", "enable_gqa"}
 
 
@@ -46,12 +45,11 @@ def cudnn_missing() -> str | None:
 
 
 def sdpa(inputs: AttentionInputs) -> Tensor:
-    """Run torch's scaled_dot_product_attention without cuDNN: FlashAttention 2, or its kernels for other dtypes.
+    """Run torch's scaled_dot_product_attention: FlashAttention 2, or its kernels for other dtypes.
 
-    By default torch would prefer cuDNN on Hopper and Blackwell, also where this package's table rules cuDNN out.
+    It never runs cuDNN, which `hybridtron.device.compute_device` turns off.
     """
-    with sdpa_kernel(ALL_BUT_CUDNN):
-        return attend_to_rows(inputs)
+    return attend_to_rows(inputs)
 
 
 def varlen(inputs: AttentionInputs) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from types import ModuleType
 from typing import Any
@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hybridtron.determinism import deterministic
-from hybridtron.device import Package
+from hybridtron.device import Package, compute_device
 from hybridtron.ops import dispatch
-from hybridtron.ops.attention import AttentionInputs, AttentionMemory, attention, table, torch_kernels
+from hybridtron.ops.attention import AttentionInputs, AttentionMemory, attention, blocked, table, torch_kernels
 from hybridtron.ops.attention.table import TABLE, AttentionCase, AttentionRow, case_of
 from hybridtron.ops.dispatch import force, force_on_all_threads
 from hybridtron.ops.registry import EXAMPLES, attention_choice, choices_by_case, forced_attention_problems
@@ -31,6 +32,7 @@ FULL = AttentionCase()
 WINDOW = AttentionCase(window=True)
 DOCUMENTS = AttentionCase(documents=True)
 BOTH = AttentionCase(window=True, documents=True)
+BACKENDS = {"cudnn", "flash", "mem_efficient", "math"}
 
 Machine = Callable[..., None]
 
@@ -274,21 +276,38 @@ def test_a_forced_row_that_cannot_serve_is_refused() -> None:
             attention(AttentionInputs(q, q, q, window=4))
 
 
-def test_torch_rows_call_their_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[set[str]]]:
+    """The backends that torch may choose from, for each call of scaled_dot_product_attention."""
     seen: list[set[str]] = []
-    names = {"cudnn", "flash", "mem_efficient", "math"}
+    flags: Any = torch.backends.cuda
+    attend = functional.scaled_dot_product_attention
 
-    def attend(inputs: AttentionInputs) -> Tensor:
-        enabled: Any = torch.backends.cuda
-        seen.append({name for name in names if getattr(enabled, f"{name}_sdp_enabled")()})
-        return inputs.q_BLHK
+    def noted(*arguments: Any, **options: Any) -> Tensor:
+        seen.append({name for name in BACKENDS if getattr(flags, f"{name}_sdp_enabled")()})
+        with sdpa_kernel(SDPBackend.MATH):
+            return attend(*arguments, **options)
 
-    monkeypatch.setattr(torch_kernels, "attend_to_rows", attend)
-    inputs = inputs_of(FULL)
-    torch_kernels.cudnn(inputs)
-    torch_kernels.sdpa(inputs)
-    assert seen == [{"cudnn"}, names - {"cudnn"}]
-    assert SDPBackend.CUDNN_ATTENTION not in torch_kernels.ALL_BUT_CUDNN
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", noted)
+    before = flags.cudnn_sdp_enabled()
+    flags.enable_cudnn_sdp(True)  # torch's default
+    yield seen
+    flags.enable_cudnn_sdp(before)
+
+
+def test_attention_runs_no_cudnn_except_for_its_row(backends: list[set[str]]) -> None:
+    """Generation on every card runs `blocked`, whose backward pass calls torch's kernels again if rows are long."""
+    compute_device.__wrapped__()
+    q, k, v = (torch.randn(1, 17 * blocked.BLOCK, 1, 8).requires_grad_() for _ in range(3))
+    rows = AttentionInputs(q, k, v)
+    torch_kernels.cudnn(rows)
+    assert backends.pop() == {"cudnn"}
+    torch_kernels.sdpa(rows)
+    blocked.blocked(rows)
+    blocked.blocked(rows._replace(window=16))
+    assert len(backends) == 2 + 17
+    blocked.blocked(rows._replace(documents_BL=torch.zeros(q.shape[:2], dtype=torch.int64))).sum().backward()
+    assert backends == [BACKENDS - {"cudnn"}] * (2 + 17 + 2 * 17)
 
 
 def test_varlen_needs_windows_and_grouped_keys(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:

@@ -32,6 +32,7 @@ from hybridtron.evaluate import perplexity
 from hybridtron.evaluate.answers import ask
 from hybridtron.evaluate.held_out import Text, as_trained, digest_of_data, read_text
 from hybridtron.evaluate.instruments import INSTRUMENTS, TOLERANCE, run_instrument, table_of, verdict
+from hybridtron.evaluate.kernels import kernels_of
 from hybridtron.evaluate.length import attention_at_eval
 from hybridtron.evaluate.loaded_model import LoadedModel
 from hybridtron.evaluate.page import page
@@ -40,7 +41,6 @@ from hybridtron.evaluate.results import Evaluated, Row, by_length_rows, rows_of
 from hybridtron.evaluate.sample_log import Line, SampleLog, read_recorded
 from hybridtron.evaluate.suites import Suite, fitting, suite_of
 from hybridtron.inference.compiled_decode import unsupported_reason
-from hybridtron.ops.registry import choices
 from hybridtron.parallel.groups import barrier
 from hybridtron.problems import Unusable
 from hybridtron.requirements import is_there
@@ -48,7 +48,6 @@ from hybridtron.storage.digest import digest_of
 from hybridtron.tasks.base import TextTokens
 from hybridtron.tasks.tokens import open_tokens
 from hybridtron.train.jsonl import read_lines, write_whole
-from hybridtron.train.report import ops_of
 
 NO_LAYER = "nothing to measure, because the model has no layer that this instrument measures"
 CURVES = {"positions": "perplexity by position", "entropy": "entropy by layer"}
@@ -132,7 +131,6 @@ def open_log(model: LoadedModel, output: Path, header: Mapping[str, Any]) -> Sam
 def provenance(model: LoadedModel, tokens: TextTokens, seq_len: int) -> dict[str, Any]:
     """Return the measurement's conditions: checkpoint, tokenizer, dtype, kernels, attention and so on."""
     device = compute_device().type
-    used_ops = ops_of(model.arch)
     conditions: dict[str, Any] = {
         "step": model.step,
         "seq_len": seq_len,
@@ -140,7 +138,7 @@ def provenance(model: LoadedModel, tokens: TextTokens, seq_len: int) -> dict[str
         "dtype": str(model.config.precision.name),
         "device": device,
         "decoding": "model" if model.read.model is None or unsupported_reason(model.read.model) else "compiled",
-        "kernels": {op: form for op, form, _ in choices(device) if op in used_ops},
+        "kernels": kernels_of(model.arch, model.read.dtype, seq_len, device),
         "hybridtron": __version__,
         "tokenizer": tokens.digest,
         "checkpoint": digest_of((model.folder / "manifest.json").read_bytes()),

@@ -17,6 +17,7 @@ from torch.nn.functional import silu
 
 from hybridtron import device
 from hybridtron.architecture.table import architecture
+from hybridtron.config.load import load
 from hybridtron.config.resolve import RunPlan
 from hybridtron.engine import graphed
 from hybridtron.engine.engine import Engine
@@ -176,6 +177,19 @@ def test_step_on_a_gpu_has_a_valid_configuration(recipe: str) -> None:
     assert (config.phases[0].micro_batch, config.phases[0].seq_len) == (rows, length)
     smallest = whole_step.shrunk(config, rows=4).phases[0]
     assert (smallest.micro_batch, smallest.global_batch) == (rows // 4, rows // 4)
+
+
+def test_step_part_records_the_kernel_of_each_case_of_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (phase,) = RunPlan.of(load(["recipe=laptop", "model.layers.W.window=64"])).phases
+    monkeypatch.setattr(whole_step, "profile_call", lambda call: ([], []))
+    monkeypatch.setattr(whole_step, "compute_device", lambda: torch.device("cuda"))
+    steps: Any = SimpleNamespace(engine=SimpleNamespace(phase=phase))
+    row: Row = {}
+    whole_step.kernels(steps, row, Recorder(tmp_path / "rows.jsonl", "step"), "laptop")
+    assert row["ops"]["attention W"] in {each.name for each in TABLE if each.window}
+    assert "attention" not in row["ops"]
 
 
 EXPERTS = [part for part in PARTS if part.run == "experts_step:experts_step"]

@@ -27,12 +27,13 @@ from hybridtron.config.schema import Config
 from hybridtron.device import compute_device, graph_of, megatron_context, peak_memory_gib
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.kernel_launch import TRITON
-from hybridtron.ops.registry import OPS, choices
+from hybridtron.ops.registry import OPS, choices_by_case
 from hybridtron.proving.gpu.queue.kernel_times import by_kernel, idle, label_spans, model_ms, profile_call
 from hybridtron.proving.gpu.queue.parts import FP8_RECIPE, FP8_ROWS, RECIPES
 from hybridtron.proving.gpu.queue.rows import Recorder, Row, reason
 from hybridtron.proving.measuring import now, time_in_turns
 from hybridtron.proving.steps import Steps, load_checked, one_process, random_batches, speed
+from hybridtron.train.attention_cases import attention_cases
 
 ROUNDS = 4
 SHARES = (1, 2, 4)  # divisors of the number of sequences
@@ -145,7 +146,8 @@ def kernels(steps: Steps, row: Row, record: Recorder, recipe: str) -> None:
     row["model_busy_ms"] = model.get("device_ms")
     row["launches of ours"] = len(launches)
     row["by_kernel"] = by_kernel(label_spans(spans, launches), model_ms(model.get("kernels", ())))
-    row["ops"] = {name: chosen for name, chosen, _ in choices(compute_device().type)}
+    cases = attention_cases(steps.engine.phase)
+    row["ops"] = {name: chosen for name, chosen, _ in choices_by_case(compute_device().type, cases)}
 
 
 def time_replay(steps: Steps, row: Row) -> None:

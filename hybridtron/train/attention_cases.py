@@ -19,13 +19,14 @@ from hybridtron.planning.states import carried_parts
 from hybridtron.problems import Problem
 
 
-def attention_cases(phase: ResolvedPhase, times: int = 1) -> dict[str, AttentionCase]:
+def attention_cases(phase: ResolvedPhase, multiple: int = 1) -> dict[str, AttentionCase]:
     """Return label -> case for each letter with full or windowed attention, such as `attention W`.
 
-    Rows are `times` as long as in training. Under context parallelism, a rank's rows have its share of the tokens.
+    Rows are `multiple` times as long as in training. Under context parallelism, a rank's rows have its share of the
+    tokens.
     """
     arch = phase.arch
-    tokens = times * phase.settings.seq_len
+    tokens = multiple * phase.settings.seq_len
     length = tokens // phase.config.parallel.context
     if phase.precision.name is Precision.fp32:
         dtype = torch.float32
@@ -53,14 +54,19 @@ def forced_problems(plan: RunPlan, name: str) -> list[Problem]:
 
     A generated token is a row that reads remembered keys.
     """
-    longest = max((1, *plan.config.run.eval_lengths))
-    cases = [case for phase in plan.phases for times in (1, longest) for case in attention_cases(phase, times).values()]
+    cases = [case for phase in plan.phases for case in attention_cases(phase).values()]
     if problems := forced_attention_problems(name, cases):
         return problems
+    longest = max((1, *plan.config.run.eval_lengths))
+    longer = [case for phase in plan.phases for case in attention_cases(phase, longest).values()]
+    if problems := forced_attention_problems(name, longer):
+        cure = f"run.eval_lengths=[1], because only rows of {longest} times the training length ask for this"
+        return [_with_cure(problem, cure) for problem in problems]
     if not plan.config.run.sample_tokens:
         return []
-    generated = [replace(case, length=1, documents=False, memory=True) for case in cases]
-    return [
-        replace(problem, message=f"{problem.message}, or run.sample_tokens=0")
-        for problem in forced_attention_problems(name, generated)
-    ]
+    generated = [replace(case, length=1, documents=False, memory=True) for case in (*cases, *longer)]
+    return [_with_cure(problem, "run.sample_tokens=0") for problem in forced_attention_problems(name, generated)]
+
+
+def _with_cure(problem: Problem, cure: str) -> Problem:
+    return replace(problem, message=f"{problem.message}, or {cure}")

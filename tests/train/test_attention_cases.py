@@ -63,12 +63,14 @@ def test_the_report_shows_the_kernel_of_each_letter_on_a_gpu(caplog: pytest.LogC
 
 def test_a_kernel_without_windows_is_refused_for_a_model_with_windows() -> None:
     (problem,) = forced_problems(plan_of("model.layers.W.window=64", "data.documents=join"), "sdpa")
+    assert "eval_lengths" not in problem.message
     assert (problem.key, problem.code) == ("run.force_ops.attention", "unsupported")
     assert "takes no window" in problem.message
     whole = ("model.layers.W.window=512", "data.documents=join", "run.sample_tokens=0")
     assert forced_problems(plan_of(*whole, "run.eval_lengths=[1]"), "sdpa") == []
     (problem,) = forced_problems(plan_of(*whole, "run.eval_lengths=[1,2]"), "sdpa")
     assert "takes no window" in problem.message
+    assert "run.eval_lengths=[1], because only rows of 2 times" in problem.message
     assert forced_problems(plan_of("model.layers.W.window=64"), "flex") == []
 
 

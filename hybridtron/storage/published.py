@@ -191,7 +191,8 @@ def _check_size(url: str, received: int, expected: int) -> None:
     if received > expected:
         raise DownloadError(f"{url} has more than {expected} bytes: compare with the publisher", code="changed")
     if received < expected:
-        raise DownloadError(f"{url} has {received} bytes, not {expected}: repeat the command", code="changed")
+        cure = "repeat the command, or compare with the publisher if the size stays"
+        raise DownloadError(f"{url} has {received} bytes, not {expected}: {cure}", code="changed")
 
 
 def _check(path: Path, expected: str | None, what: str, cure: str) -> None:
@@ -219,9 +220,10 @@ def _receive(published: RemoteFile, partial: Path, moved: Moved) -> None:
             failures = 0 if gained else failures + 1
             refused = isinstance(error, urllib.error.HTTPError) and error.code < 500 and error.code not in PASSING
             if failures == ATTEMPTS or refused:
-                checked = "the address and HF_TOKEN" if published.url.startswith(f"{_server()}/") else "the address"
+                is_of_hub = published.url.startswith(f"{_server()}/")
+                places = "the address and HF_TOKEN" if is_of_hub else "the address"
                 raise DownloadError(
-                    f"{published.url} can't be downloaded: {error}; check {checked}, or repeat the command to continue",
+                    f"{published.url} can't be downloaded: {error}; check {places}, or repeat the command to continue",
                     code="unavailable",
                 ) from error
             time.sleep(PAUSE * 2**failures)

@@ -118,6 +118,15 @@ def test_a_token_is_for_its_own_server(server: Publisher, tmp_path: Path, monkey
     assert tokens["/stored"] is None
 
 
+def test_a_refused_download_names_the_token_of_its_server_alone(server: Publisher, tmp_path: Path) -> None:
+    server.publish("mary/texts", {"a.jsonl": b"a"})
+    del server.files[f"/datasets/mary/texts/resolve/{COMMIT}/a.jsonl"]
+    with raises_code(DownloadError, "unavailable", "check the address and HF_TOKEN, or"):
+        fetch("hf:mary/texts", tmp_path)
+    with raises_code(DownloadError, "unavailable", "check the address, or"):
+        fetch(f"http://localhost:{server.server_port}/a.jsonl", tmp_path)
+
+
 def test_a_download_that_was_complete_before_its_end_is_kept(server: Publisher, tmp_path: Path) -> None:
     server.files["/part.jsonl"] = DATA
     source = f"{server.url}/part.jsonl"
@@ -142,7 +151,7 @@ def test_short_files_without_a_sha256_are_refused(server: Publisher, tmp_path: P
     server.publish("mary/texts", {"a.jsonl": DATA})
     server.files[f"/datasets/mary/texts/resolve/{COMMIT}/a.jsonl"] = DATA[:-1]
     server.says_length = False
-    with raises_code(DownloadError, "changed", "bytes"):
+    with raises_code(DownloadError, "changed", "compare with the publisher if the size stays"):
         fetch("hf:mary/texts", tmp_path)
 
 

@@ -117,7 +117,7 @@ def run_training(plan: RunPlan, requests: StopRequests, hooks: Sequence[Hook] = 
 def changes_of_model(initial: Checkpoint | None, plan: RunPlan) -> list[str]:
     """List differences between the configured model and the model of the initial weights.
 
-    Raises ConfigError if the weights don't fit, or if no phase trains experts that start as copies.
+    Raises ConfigError if the weights don't fit, or if no phase trains the experts that start as copies or their router.
     """
     if initial is None:
         return []

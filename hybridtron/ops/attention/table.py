@@ -29,6 +29,7 @@ from hybridtron.ops.flex_tiles import SMALLEST_HEAD, TILE
 
 HALVES = (torch.float16, torch.bfloat16)
 ANY_HEAD = range(1, 1 << 30)
+FLASH_2_CARDS = (8, 9, 10, 12)  # FlashAttention 2 raises an error on cards before Ampere
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ TABLE = (
     ),
     AttentionRow(
         "flash-attn", FLASH_2.attention, "windows and documents, without compilation; not timed here", FLASH_2.package,
-        heads=range(1, 257),
+        cards=FLASH_2_CARDS, heads=range(1, 257),
     ),
     AttentionRow(
         "sdpa",
@@ -213,7 +214,7 @@ TABLE = (
         torch_kernels.varlen,
         "FlashAttention 2 in torch with windows and documents; after flex until a GPU has run it",
         missing=torch_kernels.varlen_missing,
-        cards=(8, 9, 10, 12),
+        cards=FLASH_2_CARDS,
         heads=range(8, 257, 8),
     ),
 )  # fmt: skip

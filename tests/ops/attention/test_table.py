@@ -111,6 +111,7 @@ def chosen(case: AttentionCase) -> str:
         (AMPERE, FLASH, FULL, "flash-attn"),
         (AMPERE, set(), FULL, "sdpa"),
         (AMPERE, set(), BOTH, "flex"),
+        ((7, 5), FLASH, FULL, "sdpa"),
         ((7, 5), set(), replace(WINDOW, length=100), "blocked"),
     ],
 )

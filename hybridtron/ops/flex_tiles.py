@@ -14,6 +14,7 @@ U key tiles.
 from __future__ import annotations
 
 import functools
+import logging
 import types
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+LOG = logging.getLogger(__name__)
 TILE = 128
 SMALLEST_HEAD = 16
 
@@ -122,7 +124,8 @@ def _kernel(window: int | None, sizes: KernelSizes) -> Callable[..., Tensor]:
 def _compiled(sizes: KernelSizes) -> Callable[..., Tensor]:
     """Compile a copy of FlexAttention's function for these sizes.
 
-    If torch can't make a kernel for fixed sizes, its error is raised: FlexAttention does not run without a kernel.
+    If torch can't make a kernel for fixed sizes, its error is raised: FlexAttention does not run without a kernel. A
+    kernel for any sizes warns and computes.
     """
     own = types.FunctionType(_attended.__code__.replace(), _attended.__globals__)
     fixed = sizes.lengths is not None
@@ -130,4 +133,12 @@ def _compiled(sizes: KernelSizes) -> Callable[..., Tensor]:
 
 
 def _attended(q_BHLK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, block_mask: BlockMask, enable_gqa: bool) -> Tensor:
+    if q_BHLK.is_cuda and not torch.compiler.is_compiling():
+        _warn_of_no_kernel()
     return flex_attention(q_BHLK, k_BGSK, v_BGSK, block_mask=block_mask, enable_gqa=enable_gqa)
+
+
+@functools.cache
+def _warn_of_no_kernel() -> None:
+    """Warn once: torch says it in its own log alone."""
+    LOG.warning("FlexAttention runs without a kernel and stores all L x S scores: torch.compile has too many kernels")

@@ -2,10 +2,13 @@
 
 import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch import _dynamo as dynamo
 from torch._dynamo.testing import CompileCounter
 
 from hybridtron.ops import flex_tiles
@@ -220,6 +223,40 @@ def test_lengths_share_a_kernel_without_gradients(kernels: CompileCounter, monke
         for length in (300, 310, 400, 517):
             attention(random_inputs(length, 1)._replace(window=40))
     assert kernels.frame_count == 1
+
+
+def sizes_of(inputs: AttentionInputs, fixed: bool) -> flex_tiles.KernelSizes:
+    lengths = (2, inputs.q_BLHK.shape[1], inputs.k_BLGK.shape[1]) if fixed else None
+    return flex_tiles.KernelSizes("rule", (4, 2, 16), lengths, (torch.float32, False, False, False))
+
+
+def test_a_kernel_for_fixed_sizes_never_computes_without_a_kernel(kernels: CompileCounter) -> None:
+    """Beyond torch's limit of kernels for one function it raises torch's error."""
+    first, second = (random_inputs(length, 2) for length in (300, 310))
+    call = flex_tiles._compiled(sizes_of(first, True))
+
+    def run(inputs: AttentionInputs) -> Tensor:
+        mask = block_mask(seen_keys(inputs), inputs.k_BLGK.shape[1])
+        return call(*(x.transpose(1, 2) for x in inputs[:3]), block_mask=mask, enable_gqa=True)
+
+    with dynamo.config.patch(recompile_limit=1):
+        run(first)
+        with pytest.raises(dynamo.exc.FailOnRecompileLimitHit):
+            run(second)
+
+
+def test_attention_without_a_kernel_on_a_gpu_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(flex_tiles, "flex_attention", lambda q, *_, **__: q)
+    flex_tiles._warn_of_no_kernel.cache_clear()
+    for is_cuda in (False, True, True):
+        q: Any = SimpleNamespace(is_cuda=is_cuda)
+        mask: Any = None
+        flex_tiles._attended(q, q, q, mask, False)
+        assert len(caplog.records) == is_cuda
+    assert "without a kernel" in caplog.text
+    flex_tiles._warn_of_no_kernel.cache_clear()
 
 
 def test_sizes_repeat_in_training_alone() -> None:

@@ -356,10 +356,11 @@ class Trainer:
             try:
                 self.watchdog.beat("the end of the last checkpoint", Section.settle)
                 self.saver.settle()
-                self.watchdog.beat(f"the checkpoint of step {step}", Section.save)
                 if place is SavePlace.local:
+                    self.watchdog.beat(f"the local checkpoint of step {step}", Section.local_save)
                     self.saver.save_locally(self.engine, meta, loader.sources.tokenizer_file)
                 else:
+                    self.watchdog.beat(f"the checkpoint of step {step}", Section.save)
                     self.saver.save(self.engine, meta, loader.sources.tokenizer_file)
             except NotFinite as fault:
                 raise rollback.not_saved(step, fault) from fault

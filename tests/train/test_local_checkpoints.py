@@ -17,6 +17,8 @@ from hybridtron.config.load import load
 from hybridtron.config.resolve import RunPlan
 from hybridtron.engine.engine import Engine
 from hybridtron.train.local_checkpoints import SavePlace, SaveTimes
+from hybridtron.train.supervisor.sections import Section
+from hybridtron.train.watchdog import Watchdog
 from tests.train.conftest import Train, small_run_arguments
 from tests.train.faults import happening, trained
 from tests.train.test_launchers import TORCHRUN, descendants, started, wait_until_step
@@ -103,6 +105,25 @@ def test_full_local_disk_is_a_warning(
     assert train_small(*settings(tmp_path / "disk"), "run.max_steps=4") == 0
     assert "LOCAL CHECKPOINT NOT WRITTEN at step 3: " in capsys.readouterr().err
     assert Checkpoint.open(folder_of(tmp_path / "run", 4)).meta.step == 4
+
+
+def test_supervisors_hear_of_local_saves_in_a_section_of_their_own(
+    train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves: list[tuple[str, Section]] = []
+    beat = Watchdog.beat
+
+    def noted(watchdog: Watchdog, doing: str, section: Section, at_least_s: float = 0.0) -> None:
+        if "checkpoint of step" in doing and section is not Section.settle:
+            saves.append((doing, section))
+        beat(watchdog, doing, section, at_least_s)
+
+    monkeypatch.setattr(Watchdog, "beat", noted)
+    assert train_small(*settings(tmp_path / "disk"), "run.max_steps=4") == 0
+    assert saves == [
+        ("the local checkpoint of step 3", Section.local_save),
+        ("the checkpoint of step 4", Section.save),
+    ]
 
 
 def test_checkpoints_in_the_folder_of_the_run_replace_local_ones(tmp_path: Path) -> None:

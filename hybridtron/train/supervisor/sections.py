@@ -34,6 +34,7 @@ class Section(StrEnum):
     resume = "resume"  # a start, phase or rollback that restores a checkpoint
     step = "step"
     save = "save"  # the part of a checkpoint for which training waits
+    local_save = "local_save"  # the same of a local checkpoint, which says nothing about the run's file system
     settle = "settle"  # the wait for a checkpoint that is written in the background
     evaluation = "evaluation"
     export = "export"  # exports and other work at the end of a phase or run
@@ -41,7 +42,7 @@ class Section(StrEnum):
 
 # section -> shortest time limit, as a share of run.timeout; a file system may stall a step or a save for minutes, and
 # parts of an evaluation differ
-LEAST = {Section.step: 0.1, Section.save: 0.2, Section.evaluation: 0.5}
+LEAST = {Section.step: 0.1, Section.save: 0.2, Section.local_save: 0.2, Section.evaluation: 0.5}
 
 
 class SectionWork(NamedTuple):

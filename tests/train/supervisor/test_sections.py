@@ -62,6 +62,14 @@ def test_work_that_differs_has_the_limit_of_the_run(section: Section) -> None:
     assert clock.limit() == 100.0 + PATIENCE_S
 
 
+def test_fast_local_saves_do_not_limit_a_save_in_the_folder_of_the_run() -> None:
+    clock, now = clock_after(*((Section.local_save, 1.0) for _ in range(9)))
+    clock.begin(SectionWork(Section.save, 1, "the checkpoint of step 10"), now)
+    assert clock.limit() == 100.0 + PATIENCE_S
+    clock.begin(SectionWork(Section.local_save, 1, "the local checkpoint of step 11"), now)
+    assert clock.limit() == 20.0
+
+
 def test_every_piece_of_a_start_has_the_limit_of_a_start() -> None:
     clock = SectionClock(1800.0)
     clock.restart(0.0, resumes=False)

@@ -4,7 +4,7 @@
     LOCAL_DIR/NAME-ID/HOST/step-00000120/part-00002/    a copy of the part of the node before it
 
 HOST is the node's name, so nodes that share a folder by mistake do not overwrite each other's files. ID is stored in
-`RUN/checkpoints/local`: if that file is gone, the run's local checkpoints can't be found.
+`RUN/checkpoints/local` (`local_identity.py`): if that file is gone, the run's local checkpoints can't be found.
 
 The part of a node has every rectangle that the node's ranks hold, once. So its ranks read nothing from other nodes. In
 return only the same layout, with the same ranks on a node, can continue from a local checkpoint.
@@ -13,7 +13,6 @@ return only the same layout, with the same ranks on a node, can continue from a 
 from __future__ import annotations
 
 import json
-import secrets
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -30,12 +29,8 @@ from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.config.schema import Config
 from hybridtron.nested import NotParsed, json_of
 from hybridtron.parallel.control import node_name
-from hybridtron.safe_open import read_regular
-from hybridtron.storage.durable import put
 
 RECORD = "local.json"
-IDENTITY = "local"
-IDENTITY_BYTES = 100  # largest file `local` that is read
 
 
 @dataclass(frozen=True)
@@ -46,12 +41,14 @@ class NodePartRecord:
     part: index of the node that wrote the part
     nodes: the global ranks of each node
     layout: the parallel layout, as text
+    limits: how many limits the run's `Identity` had when the part was written
     """
 
     save: str
     part: int
     nodes: Sequence[Sequence[int]]
     layout: str
+    limits: int
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -102,27 +99,6 @@ class LocalCheckpoint(Checkpoint):
                     code="mismatch",
                 )
             copy(read_chunk(self.folder, chunk, self.manifest.files[chunk.file]), target)
-
-
-def stored_identity(run_dir: Path) -> str | None:
-    """Return the text that is part of the name of a run's local folders, or None if the run has none."""
-    try:
-        return read_regular(run_dir / "checkpoints" / IDENTITY, IDENTITY_BYTES).decode("ascii", "replace").strip()
-    except FileNotFoundError:
-        return None
-
-
-def identity_for(config: Config) -> str:
-    """Return the identity of the run's local folders. A start from scratch or from a path gets a new identity.
-
-    So no later start finds the local checkpoints of an abandoned start.
-    """
-    run_dir = Path(config.run.dir)
-    identity = stored_identity(run_dir)
-    if identity is None or config.run.resume != "auto":
-        identity = secrets.token_hex(8)
-        put(run_dir / "checkpoints" / IDENTITY, f"{identity}\n".encode())
-    return identity
 
 
 def folder_of_node(config: Config, identity: str) -> Path:

@@ -16,6 +16,7 @@ from typing import Any
 
 from hybridtron.checkpoint.local import LocalCheckpoint, part_name, remove, step_folders
 from hybridtron.checkpoint.local_files import Receiver, Sender, files_in, files_of, pass_files
+from hybridtron.checkpoint.local_identity import Identity
 from hybridtron.checkpoint.manifest import BrokenCheckpoint, name_of
 from hybridtron.parallel.control import Control, node_name
 
@@ -32,10 +33,13 @@ class LocalSave:
     holders: dict[int, list[int]]
 
 
-def newest_local(folder: Path, control: Control, layout: str, allowed: Callable[[int], bool]) -> LocalCheckpoint | None:
+def newest_local(
+    folder: Path, control: Control, layout: str, identity: Identity, allowed: Callable[[int], bool]
+) -> LocalCheckpoint | None:
     """Return this node's part of the newest local checkpoint that is complete, or None. All ranks call this together.
 
-    `folder` is this node's folder, and `allowed` decides by a checkpoint's step whether the run may resume from it.
+    `folder` is this node's folder, `identity` knows the last usable steps, and `allowed` decides by a checkpoint's step
+    whether the run may resume from it.
     """
     gathered = control.all_gather(_list_parts(folder) if control.leads else None)
     of_nodes = [gathered[ranks[0]] for ranks in control.nodes]
@@ -43,7 +47,7 @@ def newest_local(folder: Path, control: Control, layout: str, allowed: Callable[
         for fault in listed["faults"]:
             _say(control, fault)
     hosts = [listed["host"] for listed in of_nodes]
-    for local_save in _saves(of_nodes, control, layout, allowed):
+    for local_save in _saves(of_nodes, control, layout, identity, allowed):
         reason = _missing(local_save, folder, control, hosts)
         if reason is None:
             return LocalCheckpoint.open(_place(folder, local_save.step, control.node))
@@ -77,27 +81,34 @@ def _list_parts(folder: Path) -> dict[str, Any]:
         except (BrokenCheckpoint, OSError) as error:
             faults.append(f"on node {node_name()}: {error}")
             continue
-        parts.append([part.meta.step, record.save, record.part, record.nodes, record.layout])
+        parts.append([part.meta.step, record.save, record.part, record.nodes, record.layout, record.limits])
     return {"host": node_name(), "parts": parts, "faults": faults}
 
 
 def _saves(
-    of_nodes: Sequence[dict[str, Any]], control: Control, layout: str, allowed: Callable[[int], bool]
+    of_nodes: Sequence[dict[str, Any]],
+    control: Control,
+    layout: str,
+    identity: Identity,
+    allowed: Callable[[int], bool],
 ) -> list[LocalSave]:
     """Return the local checkpoints of which a node has a part, newest first."""
     holders: dict[tuple[int, str], dict[int, list[int]]] = {}
-    others: set[int] = set()
+    refused: dict[int, str] = {}  # step -> reason
     nodes = [list(ranks) for ranks in control.nodes]
     for node, listed in enumerate(of_nodes):
-        for step, save, part, its_nodes, its_layout in listed["parts"]:
+        for step, save, part, nodes_of_save, layout_of_save, limits in listed["parts"]:
             if not allowed(step):
                 continue
-            if its_nodes != nodes or its_layout != layout:
-                others.add(step)
-                continue
-            holders.setdefault((step, save), {}).setdefault(part, []).append(node)
-    for step in sorted(others):
-        _say(control, f"local checkpoint of step {step} is not used: another layout, or other nodes, wrote it")
+            limit = identity.limit_of(step, limits)
+            if limit is not None:
+                refused[step] = f"a rollback, or silent corruption, has left steps up to {limit}"
+            elif nodes_of_save != nodes or layout_of_save != layout:
+                refused[step] = "another layout, or other nodes, wrote it"
+            else:
+                holders.setdefault((step, save), {}).setdefault(part, []).append(node)
+    for step, reason in sorted(refused.items()):
+        _say(control, f"local checkpoint of step {step} is not used: {reason}")
     return [LocalSave(step, save, holders[step, save]) for step, save in sorted(holders, reverse=True)]
 
 

@@ -29,6 +29,7 @@ from hybridtron.checkpoint.local import (
     remove_temporaries,
 )
 from hybridtron.checkpoint.local_files import Receiver, Sender, files_in, files_of, pass_files
+from hybridtron.checkpoint.local_identity import Identity, with_limit
 from hybridtron.checkpoint.manifest import FILE, CheckpointManifest, File, chunk_of, name_of, to_bytes
 from hybridtron.checkpoint.node_files import NodePart, plan_part, write_kinds
 from hybridtron.file_errors import room_left
@@ -58,10 +59,15 @@ class LocalWriter:
     control: the training thread's control group; `plan` uses it
     background: another control group, for the thread that calls `write`
     layout: the parallel layout, as text
+    run_dir: the run's folder, with the file of its `identity`
     """
 
-    def __init__(self, folder: Path, control: Control, background: Control, layout: str) -> None:
+    def __init__(
+        self, folder: Path, control: Control, background: Control, layout: str, *, run_dir: Path, identity: Identity
+    ) -> None:
         self.folder = folder
+        self.run_dir = run_dir
+        self.identity = identity
         self.control = control
         self.background = background
         self.layout = layout
@@ -73,7 +79,9 @@ class LocalWriter:
         folder_error = None
         save = control.once(lambda: secrets.token_hex(8))
         if control.leads:
-            record = NodePartRecord(save, control.node, control.nodes, self.layout).to_bytes()
+            record = NodePartRecord(
+                save, control.node, control.nodes, self.layout, len(self.identity.limits)
+            ).to_bytes()
             content = replace(content, small={**content.small, RECORD: record})
             try:
                 remove_temporaries(self.folder)
@@ -110,8 +118,13 @@ class LocalWriter:
         if faults:
             raise OSError(f"node {node_name()}: {'; '.join(faults)}")
 
-    def drop_after(self, step: int) -> None:
-        """Remove local checkpoints of steps after `step`, where training continues, and leftovers of killed saves."""
+    def reject_after(self, step: int) -> None:
+        """Remove all local checkpoints of steps after `step`, and never use those that can't be removed now.
+
+        Leftovers of killed saves are removed, too. No local checkpoint may be under way. All ranks call this together.
+        """
+        limited = self.control.once(lambda: with_limit(self.run_dir, self.identity, step).values())
+        self.identity = Identity.of(limited)
         if self.control.leads:
             try:
                 drop_after(self.folder, step)

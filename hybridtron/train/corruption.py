@@ -9,7 +9,7 @@ Each check of `engine/corruption.py` concerns the state after the step before:
 Weights and gradients are also checked in the first step after a start or a rollback; the state from the second step
 on. If a check fails, the ranks exchange the digests that differ. A rank is at fault if most of its peers agree on other
 bits; of two ranks, both are named. Checkpoints since the last check of the kind that passed are renamed to
-`suspect-...`, so that no start uses them, unless no checkpoint would be left. Then
+`suspect-...`, so that no start uses them, unless no checkpoint would be left; local ones are removed. Then
 
     state, or under a supervisor   the run ends with CorruptRank; the supervisor replaces the rank's node by a spare, if
                                    there is one, and starts all ranks again
@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridtron.checkpoint import folder as checkpoints
+from hybridtron.checkpoint.local_save import LocalWriter
 from hybridtron.checkpoint.save import Saver
 from hybridtron.config.schema import RunConfig
 from hybridtron.data.batch import Batch
@@ -163,16 +164,20 @@ class CorruptionWatch:
             if self.groups.is_first and any(self.recorded.get(kind, 0) < saver.step <= step - 1 for kind in passed):
                 self._record()
 
-    def archive_suspects(self, found: CorruptionFound) -> None:
-        """Rename the checkpoints that may be corrupt. Raises CorruptRank if the run must end.
+    def archive_suspects(self, found: CorruptionFound, local: LocalWriter | None) -> None:
+        """Rename the checkpoints that may be corrupt, and remove local ones. Raises CorruptRank if the run must end.
 
-        No checkpoint may be under way.
+        No checkpoint may be under way. `local` writes local checkpoints.
         """
         if self.groups.is_first:
             LOG.error("CORRUPT: %s; %s", found.what, found.advice)
         for line in self.groups.control.once(lambda: self._archived(found.newest)):
             if self.groups.is_first:
                 LOG.warning("%s", line)
+        if local is not None:
+            local.reject_after(found.newest)
+            if self.groups.is_first:
+                LOG.warning("local checkpoints after step %s may be corrupt, and are not used any more", found.newest)
         if found.kind == STATE or VARIABLE in os.environ:
             raise CorruptRank(f"{found.what}; {found.advice}", found.rank)
 

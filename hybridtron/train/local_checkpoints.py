@@ -6,9 +6,11 @@ import logging
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.checkpoint.local import folder_of_node, identity_for, stored_identity
+from hybridtron.checkpoint.local import folder_of_node
+from hybridtron.checkpoint.local_identity import Identity, identity_for, stored_identity
 from hybridtron.checkpoint.local_restore import newest_local
 from hybridtron.checkpoint.local_save import LocalWriter
 from hybridtron.checkpoint.save import layout_of
@@ -30,17 +32,18 @@ def newer_local_start(shared: Checkpoint | None, plan: RunPlan, groups: Groups) 
     config = plan.config
     if config.checkpoint.local_dir is None or config.run.resume != "auto":
         return shared
-    identity = groups.control.once(lambda: stored_identity(Path(config.run.dir)))
-    if identity is None:
+    stored = groups.control.once(lambda: _values(stored_identity(Path(config.run.dir))))
+    if stored is None:
         return shared
+    identity = Identity.of(stored)
     step = 0 if shared is None else shared.meta.step
     boundaries = {phase.start_step for phase in plan.phases}
 
     def allowed(local_step: int) -> bool:
         return step < local_step < plan.last_step and local_step not in boundaries
 
-    folder = folder_of_node(config, identity)
-    local = newest_local(folder, groups.control, layout_of(config, groups), allowed)
+    folder = folder_of_node(config, identity.text)
+    local = newest_local(folder, groups.control, layout_of(config, groups), identity, allowed)
     if local is None:
         return shared
     if groups.is_first:
@@ -52,9 +55,17 @@ def local_writer(config: Config, groups: Groups) -> LocalWriter | None:
     """Return the writer for local checkpoints, or None without `checkpoint.local_dir`. All ranks call this together."""
     if config.checkpoint.local_dir is None:
         return None
-    identity = groups.control.once(lambda: identity_for(config))
+    identity = Identity.of(groups.control.once(lambda: identity_for(config).values()))
     background = form_again(groups.control, timedelta(seconds=max(2 * config.run.timeout, START_S)))
-    return LocalWriter(folder_of_node(config, identity), groups.control, background, layout_of(config, groups))
+    folder = folder_of_node(config, identity.text)
+    run_dir = Path(config.run.dir)
+    return LocalWriter(
+        folder, groups.control, background, layout_of(config, groups), run_dir=run_dir, identity=identity
+    )
+
+
+def _values(identity: Identity | None) -> dict[str, Any] | None:
+    return None if identity is None else identity.values()
 
 
 class SavePlace(Enum):

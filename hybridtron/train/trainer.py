@@ -387,12 +387,12 @@ class Trainer:
             failed -= 1  # the step has not been counted
             with suppress(NotFinite):  # a checkpoint with such values was removed
                 self.saver.settle()
-            self.corruption.archive_suspects(request)
+            self.corruption.archive_suspects(request, self.saver.local)
         self.saver.settle()  # a checkpoint that is still being written may become the newest usable checkpoint
         self.start = self.restored(self.rollback.checkpoints(request, self.saver.written))
         self.resume_step = self.start.meta.step
         if self.saver.local is not None:
-            self.saver.local.drop_after(self.resume_step)
+            self.saver.local.reject_after(self.resume_step)
         self.time_log.count_rollback(failed, self.resume_step)
         times = self.rollback.count(request, self.resume_step)
         self.corruption.start_from(self.resume_step)

@@ -17,6 +17,7 @@ from torch import Tensor
 from hybridtron.checkpoint import local_files, local_restore, local_save
 from hybridtron.checkpoint.folder import newest
 from hybridtron.checkpoint.local import LocalCheckpoint, drop_after, part_name, step_folders
+from hybridtron.checkpoint.local_identity import Identity, stored_identity
 from hybridtron.checkpoint.local_restore import newest_local
 from hybridtron.checkpoint.local_save import LocalWriter
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
@@ -57,7 +58,10 @@ class Node:
         self.folder = folder / "disks" / self.name
         self.run_dir = folder / "run"
         background = controls.form_again(self.control, timedelta(seconds=120))
-        writer = LocalWriter(self.folder, self.control, background, self.layout)
+        (self.run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        writer = LocalWriter(
+            self.folder, self.control, background, self.layout, run_dir=self.run_dir, identity=Identity("run")
+        )
         self.engine = Engine(resolve(config)[0], groups)
         self.saver = Saver(RunPlan.of(config), self.run_dir, groups, local=writer)
         self.tokenizer = folder / "tokenizer.json"
@@ -82,7 +86,8 @@ class Node:
         with torch.no_grad():
             for data in blocks_of(self.engine):
                 data.zero_()
-        start = newest_local(self.folder, self.control, layout or self.layout, lambda _: True)
+        identity = stored_identity(self.run_dir) or Identity("run")
+        start = newest_local(self.folder, self.control, layout or self.layout, identity, lambda _: True)
         if start is None:
             return None
         restore_newest([start], serving(self.engine), self.run_dir)
@@ -132,9 +137,13 @@ def lived(seat: Seat, nodes: str, asynchronous: bool, folder: Path) -> Outcome:
         node.on("a", lambda: flip(node.part(5, 1) / "optimizer-00001.safetensors"))
         node.on("b", lambda: flip(node.part(5, 1) / "optimizer-00001.safetensors"))
         note("both damaged again", node.restart())
-        drop = node.saver.local
-        assert drop is not None
-        drop.drop_after(4)
+        _reject_with_a_fault(node)
+        note("rejected", [path.name for path in step_folders(node.folder)])
+        note("not removed", node.restart())
+        node.train_and_save(5)
+        note("again", node.restart())
+        assert node.saver.local is not None
+        node.saver.local.reject_after(4)
         note("dropped", [path.name for path in step_folders(node.folder)])
         _fill_disk(node)
         note("full", node.restart())
@@ -144,6 +153,20 @@ def lived(seat: Seat, nodes: str, asynchronous: bool, folder: Path) -> Outcome:
         shared = newest(node.run_dir)
         note("shared", None if shared is None else shared.meta.step)
     return outcome
+
+
+def _reject_with_a_fault(node: Node) -> None:
+    """Save step 5 anew, and reject it while the disk of node b, which has both parts, removes nothing."""
+
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    node.train_and_save(5)
+    assert node.saver.local is not None
+    if node.name == "b":
+        local_save.drop_after = fail  # type: ignore[assignment]
+    node.saver.local.reject_after(4)
+    local_save.drop_after = drop_after
 
 
 def _fill_disk(node: Node) -> None:
@@ -198,6 +221,11 @@ def test_local_checkpoints_survive_faults_of_a_node(nodes: str, asynchronous: bo
     assert steps("both damaged") == [2] * same  # of this step, too, the lost node gets its part from the other node
     assert "the copy on node a of the part of node b is damaged" in said("both damaged")
     assert steps("both damaged again") == [4] * same
+    rejected = [["step-00000004"], ["step-00000004", "step-00000005"]]
+    assert steps("rejected") == [rejected[name == "b"] for name in nodes]
+    assert steps("not removed") == [4] * same
+    assert "step 5 is not used: a rollback, or silent corruption, has left steps up to 4" in said("not removed")
+    assert steps("again") == [5] * same  # the limit concerns earlier saves of this step alone
     assert steps("dropped") == [["step-00000004"]] * same
     assert "LOCAL CHECKPOINT NOT WRITTEN at step 6: OSError: node b: rank " in said("full")
     assert "No space left on device" in said("full")
@@ -225,7 +253,10 @@ def test_a_part_serves_only_rectangles_that_its_ranks_wrote(tmp_path: Path, alon
     node_folder = tmp_path / "disk"
     config = small_run()
     engine = Engine(resolve(config)[0], alone)
-    writer = LocalWriter(node_folder, alone.control, alone.control, "layout")
+    identity = Identity("run")
+    writer = LocalWriter(
+        node_folder, alone.control, alone.control, "layout", run_dir=tmp_path / "run", identity=identity
+    )
     (tmp_path / "tokenizer.json").write_text("{}")
     saver = Saver(RunPlan.of(config), tmp_path, alone, local=writer)
     saver.save_locally(engine, meta_of(engine, 5, {}), tmp_path / "tokenizer.json")

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,12 @@ from hybridtron.config.load import load
 from hybridtron.config.resolve import RunPlan
 from hybridtron.engine.engine import Engine
 from hybridtron.train.local_checkpoints import SavePlace, SaveTimes
+from hybridtron.train.outcome import CorruptRank
 from hybridtron.train.supervisor.sections import Section
 from hybridtron.train.watchdog import Watchdog
 from tests.train.conftest import Train, small_run_arguments
 from tests.train.faults import happening, trained
+from tests.train.test_corruption import flip_state
 from tests.train.test_launchers import TORCHRUN, descendants, started, wait_until_step
 
 LAST = 20
@@ -124,6 +127,33 @@ def test_supervisors_hear_of_local_saves_in_a_section_of_their_own(
         ("the local checkpoint of step 3", Section.local_save),
         ("the checkpoint of step 4", Section.save),
     ]
+
+
+def test_start_after_corruption_uses_no_local_checkpoint_after_the_last_verified_step(
+    train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = tmp_path / "disk"
+    chosen = [*settings(disk), "checkpoint.local_every=2", "run.verify_state=1"]
+    update = Engine.step
+    updates: list[int] = []
+
+    def faulty(engine: Engine, *arguments: Any) -> Any:
+        updates.append(1)
+        if len(updates) == 7:
+            shutil.copytree(disk, tmp_path / "before")
+            flip_state("exp_avg", engine)
+        return update(engine, *arguments)
+
+    monkeypatch.setattr(Engine, "step", faulty)
+    with pytest.raises(CorruptRank):
+        train_small(*chosen)
+    assert steps_on(tmp_path / "before") == [4, 6]
+    assert steps_on(disk) == [4]
+    assert "local checkpoints after step 5 may be corrupt" in caplog.text
+    shutil.rmtree(disk)
+    shutil.copytree(tmp_path / "before", disk)  # as if the disk had been away
+    assert train_small(*chosen, "run.max_steps=8") == 0
+    assert "resuming from the local checkpoint of step 4" in caplog.text
 
 
 def test_checkpoints_in_the_folder_of_the_run_replace_local_ones(tmp_path: Path) -> None:

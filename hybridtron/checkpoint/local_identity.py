@@ -1,0 +1,91 @@
+"""Identity of a run's local checkpoints, and which of them are usable: the file `RUN/checkpoints/local`.
+
+    6f1c0a52b7d94e38    text in the names of the run's local folders
+    120                 last usable step of all local checkpoints that were written before this line
+
+A rollback, or silent corruption, adds a line. Local checkpoints of later steps are also removed, but a node may be gone
+at that time, or its disk may fail, and come back with them.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from hybridtron.checkpoint.manifest import BrokenCheckpoint
+from hybridtron.config.schema import Config
+from hybridtron.safe_open import read_regular
+from hybridtron.storage.durable import put
+
+FILE = "local"
+FILE_BYTES = 2**16  # largest file that is read
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Content of the file.
+
+    text: part of the names of the run's local folders
+    limits: the last usable step of local checkpoints that were written before each limit
+    """
+
+    text: str
+    limits: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Self:
+        """Build an identity from the plain values of `values`."""
+        return cls(values["text"], tuple(values["limits"]))
+
+    def values(self) -> dict[str, Any]:
+        """Return the identity as plain values, which ranks can exchange."""
+        return {"text": self.text, "limits": list(self.limits)}
+
+    def limit_of(self, step: int, limits: int) -> int | None:
+        """Return the limit because of which a local checkpoint is not usable; None if it is.
+
+        limits: how many limits there were when the checkpoint was written
+        """
+        lowest = min(self.limits[limits:], default=step)
+        return lowest if lowest < step else None
+
+
+def stored_identity(run_dir: Path) -> Identity | None:
+    """Return the identity of a run's local checkpoints, or None if the run has none. Raises BrokenCheckpoint."""
+    path = run_dir / "checkpoints" / FILE
+    try:
+        text, *limits = read_regular(path, FILE_BYTES).decode("ascii", "replace").split()
+        return Identity(text, tuple(map(int, limits)))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise BrokenCheckpoint(
+            f"{path} can't be read: {error}; delete it, and the run's local checkpoints are not used"
+        ) from error
+
+
+def identity_for(config: Config) -> Identity:
+    """Return the identity of the run's local checkpoints. A start from scratch or from a path gets a new identity.
+
+    So no later start finds the local checkpoints of an abandoned start.
+    """
+    run_dir = Path(config.run.dir)
+    identity = stored_identity(run_dir)
+    if identity is None or config.run.resume != "auto":
+        identity = Identity(secrets.token_hex(8))
+        _store(run_dir, identity)
+    return identity
+
+
+def with_limit(run_dir: Path, identity: Identity, step: int) -> Identity:
+    """Add a limit: of the local checkpoints that were written before, those of steps after `step` are not usable."""
+    limited = Identity(identity.text, (*identity.limits, step))
+    _store(run_dir, limited)
+    return limited
+
+
+def _store(run_dir: Path, identity: Identity) -> None:
+    lines = [identity.text, *map(str, identity.limits)]
+    put(run_dir / "checkpoints" / FILE, "".join(f"{line}\n" for line in lines).encode())

@@ -103,8 +103,10 @@ def _saves(
             limit = identity.limit_of(step, limits)
             if limit is not None:
                 refused[step] = f"a rollback, or silent corruption, has left steps up to {limit}"
-            elif nodes_of_save != nodes or layout_of_save != layout:
-                refused[step] = "another layout, or other nodes, wrote it"
+            elif layout_of_save != layout:
+                refused[step] = f"its layout is {layout_of_save}, but now it is {layout}"
+            elif nodes_of_save != nodes:
+                refused[step] = "its ranks were divided among nodes in another way"
             else:
                 holders.setdefault((step, save), {}).setdefault(part, []).append(node)
     for step, reason in sorted(refused.items()):

@@ -14,6 +14,7 @@ from hybridtron.checkpoint.local_identity import Identity, identity_for, stored_
 from hybridtron.checkpoint.local_restore import newest_local
 from hybridtron.checkpoint.local_save import LocalWriter
 from hybridtron.checkpoint.save import layout_of
+from hybridtron.config.pipeline_layout import with_overlap
 from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.config.schema import Config
 from hybridtron.config.units import parse_steps
@@ -43,12 +44,23 @@ def newer_local_start(shared: Checkpoint | None, plan: RunPlan, groups: Groups) 
         return step < local_step < plan.last_step and local_step not in boundaries
 
     folder = folder_of_node(config, identity.text)
-    local = newest_local(folder, groups.control, layout_of(config, groups), identity, allowed)
+    local = newest_local(folder, groups.control, layout_of_parts(config, groups), identity, allowed)
     if local is None:
         return shared
     if groups.is_first:
         LOG.info("resuming from the local checkpoint of step %s", local.meta.step)
     return local
+
+
+def layout_of_parts(config: Config, groups: Groups) -> str:
+    """Describe as text what decides which rectangles each rank holds.
+
+    Besides the layout, these are the ranks that divide experts, and all that moves the borders of optimizer shards.
+    """
+    parallel = with_overlap(config.parallel, groups.dense.copies.size)
+    experts = f"expert {parallel.expert}, expert_tensor {parallel.expert_tensor_ranks}"
+    shards = f"distributed_optimizer {parallel.distributed_optimizer}, overlap {parallel.overlap_grad_reduce}"
+    return f"{layout_of(config, groups)}, {experts}, {shards}, gradients {config.precision.gradients}"
 
 
 def local_writer(config: Config, groups: Groups) -> LocalWriter | None:
@@ -60,7 +72,7 @@ def local_writer(config: Config, groups: Groups) -> LocalWriter | None:
     folder = folder_of_node(config, identity.text)
     run_dir = Path(config.run.dir)
     return LocalWriter(
-        folder, groups.control, background, layout_of(config, groups), run_dir=run_dir, identity=identity
+        folder, groups.control, background, layout_of_parts(config, groups), run_dir=run_dir, identity=identity
     )
 
 

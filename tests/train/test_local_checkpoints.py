@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from hybridtron.checkpoint.folder import folder_of
 from hybridtron.config.load import load
 from hybridtron.config.resolve import RunPlan
 from hybridtron.engine.engine import Engine
-from hybridtron.train.local_checkpoints import SavePlace, SaveTimes
+from hybridtron.parallel.groups import Groups
+from hybridtron.train.local_checkpoints import SavePlace, SaveTimes, layout_of_parts
 from hybridtron.train.outcome import CorruptRank
 from hybridtron.train.supervisor.sections import Section
 from hybridtron.train.watchdog import Watchdog
+from tests.conftest import small_run
 from tests.train.conftest import Train, small_run_arguments
 from tests.train.faults import happening, trained
 from tests.train.test_corruption import flip_state
@@ -163,6 +166,39 @@ def test_checkpoints_in_the_folder_of_the_run_replace_local_ones(tmp_path: Path)
     places = [times.after(step, refused=step in (3, 6), at_once=step == 8) for step in range(1, 10)]
     assert places[:6] == [None, None, None, SavePlace.local, None, None]
     assert places[6:] == [SavePlace.shared, SavePlace.shared, SavePlace.local]
+
+
+def test_layout_of_parts_names_what_decides_the_rectangles_of_a_rank(alone: Groups) -> None:
+    plain = small_run()
+    settings_of_layout: list[dict[str, Any]] = [
+        {},
+        {"virtual_pipeline": 2},
+        {"expert": 2},
+        {"expert_tensor": 2},
+        {"distributed_optimizer": False},
+        {"overlap_grad_reduce": True},
+    ]
+    layouts = [
+        layout_of_parts(replace(plain, parallel=replace(plain.parallel, **changed)), alone)
+        for changed in settings_of_layout
+    ]
+    assert len(set(layouts)) == len(layouts)
+    same = replace(plain, parallel=replace(plain.parallel, overlap_grad_reduce=False, expert_tensor=1))
+    assert layout_of_parts(same, alone) == layouts[0]  # null chooses these values
+
+
+def test_local_checkpoint_of_another_layout_is_refused_with_both_layouts(
+    train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = tmp_path / "disk"
+    interrupted(train_small, disk, 5)
+    capsys.readouterr()
+    interrupted(train_small, disk, 2, "parallel.distributed_optimizer=false")
+    said = capsys.readouterr().err
+    assert "local checkpoint of step 3 is not used: its layout is tensor 1" in said
+    assert "distributed_optimizer True" in said
+    assert "distributed_optimizer False" in said
+    assert [line["step"] for line in trained(tmp_path / "run")] == [1]
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ Each check of `engine/corruption.py` concerns the state after the step before:
 Weights and gradients are also checked in the first step after a start or a rollback; the state from the second step
 on. If a check fails, the ranks exchange the digests that differ. A rank is at fault if most of its peers agree on other
 bits; of two ranks, both are named. Checkpoints since the last check of the kind that passed are renamed to
-`suspect-...`, so that no start uses them, unless no checkpoint would be left; local ones are removed. Then
+`suspect-...`, so that no start uses them, and local ones are removed. A start from scratch costs time, but a start from
+corrupt values costs the run. Then
 
     state, or under a supervisor   the run ends with CorruptRank; the supervisor replaces the rank's node by a spare, if
                                    there is one, and starts all ranks again
@@ -118,18 +119,26 @@ class CorruptionWatch:
     def _kinds(self) -> list[str]:
         return [kind for kind, every in self.every.items() if every is not None]
 
-    def start_from(self, step: int) -> None:
-        """Begin after a start, or a rollback, to a step."""
+    def start_from(self, step: int, from_local: bool = False) -> None:
+        """Begin after a start, or a rollback, to a step. `from_local` is True if its checkpoint is a local one."""
         self.first = step + 1
         if not self._kinds:
             return
-        stored = self.groups.control.once(self._stored)
+        stored = self.groups.control.once(lambda: self._stored(from_local))
         self.verified = {kind: min(step, stored.get(kind, step)) for kind in self._kinds}
+        self.recorded = {}
+        if self.groups.is_first and any(stored.get(kind, 0) > step for kind in self._kinds):
+            self._record()  # the steps after this one are trained anew
 
-    def _stored(self) -> dict[str, int]:
-        """Return the verified steps of an earlier start, if the run still has a checkpoint to which they apply."""
-        steps = [checkpoints.step_of(path) for path in checkpoints.all_of(self.run_dir)]
+    def _stored(self, from_local: bool) -> dict[str, int]:
+        """Return the verified steps of an earlier start, if the run still has a checkpoint to which they apply.
+
+        After a start from a local checkpoint they apply also if the run's folder has no checkpoint.
+        """
         stored = read_record(self.run_dir / "logs" / FILE)
+        if from_local:
+            return stored
+        steps = [checkpoints.step_of(path) for path in checkpoints.all_of(self.run_dir)]
         return {kind: verified for kind, verified in stored.items() if any(step <= verified for step in steps)}
 
     def due(self, kind: str, step: int) -> bool:
@@ -160,9 +169,10 @@ class CorruptionWatch:
             passed.remove(WEIGHTS)  # all copies come from one checkpoint, so they agree even if it holds wrong values
         if passed:
             self.verified |= dict.fromkeys(passed, step - 1)
-            saver.verified = min(self.verified.values())
             if self.groups.is_first and any(self.recorded.get(kind, 0) < saver.step <= step - 1 for kind in passed):
                 self._record()
+        if self._kinds:
+            saver.verified = min(self.verified.values())
 
     def archive_suspects(self, found: CorruptionFound, local: LocalWriter | None) -> None:
         """Rename the checkpoints that may be corrupt, and remove local ones. Raises CorruptRank if the run must end.
@@ -182,12 +192,12 @@ class CorruptionWatch:
             raise CorruptRank(f"{found.what}; {found.advice}", found.rank)
 
     def _archived(self, newest: int) -> list[str]:
-        """Rename the checkpoints after a step; return a line for each."""
-        steps = [checkpoints.step_of(path) for path in checkpoints.all_of(self.run_dir)]
-        if steps and min(steps) > newest:
-            return [f"no checkpoint up to step {newest} is left: all later ones may be corrupt, and none was renamed"]
+        """Rename the checkpoints after a step; return a line for each, and one if no checkpoint is left."""
         renamed = checkpoints.archive_later(self.run_dir, newest, "suspect")
-        return [f"a checkpoint that may be corrupt was renamed to {path}" for path in renamed]
+        lines = [f"a checkpoint that may be corrupt was renamed to {path}" for path in renamed]
+        if renamed and not checkpoints.all_of(self.run_dir):
+            lines.append(f"no checkpoint up to step {newest} is left in {self.run_dir}")
+        return lines
 
     def _record(self) -> None:
         """Write the verified steps; training must not end for want of this file."""

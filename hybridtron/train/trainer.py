@@ -23,6 +23,7 @@ import torch
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.finite import NotFinite
+from hybridtron.checkpoint.local import LocalCheckpoint
 from hybridtron.checkpoint.restore import restore_newest, restore_states, verify_weights
 from hybridtron.checkpoint.save import Saver, meta_of
 from hybridtron.config.resolve import ResolvedPhase, RunPlan
@@ -104,7 +105,7 @@ class Trainer:
         else:
             self.engines.build(self.phases[0])
         time_log.resume(self.resume_step)
-        self.corruption.start_from(self.resume_step)
+        self.corruption.start_from(self.resume_step, isinstance(self.start, LocalCheckpoint))
         self.rollback = Rollback(config, run_dir, self.start)
         self.progress = watchdog.failures.progress
         self.progress.step = self.resume_step

@@ -21,13 +21,14 @@ from hybridtron.cli import train
 from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config, Documents, ParallelConfig, RunConfig
 from hybridtron.engine import schedule
-from hybridtron.engine.corruption import digests_of
+from hybridtron.engine.corruption import WEIGHTS, digests_of
 from hybridtron.engine.engine import Engine
+from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.pool import Seat
 from hybridtron.parallel.rendezvous import Rendezvous
 from hybridtron.proving.audit.audit import micro_batches
 from hybridtron.proving.audit.cases import Layout, small, small_model
-from hybridtron.train.corruption import CorruptionFound, CorruptionWatch, Suspects, suspects_of
+from hybridtron.train.corruption import FILE, CorruptionFound, CorruptionWatch, Suspects, suspects_of
 from hybridtron.train.outcome import CorruptRank
 from tests.distributed import run_distributed
 from tests.slow import slow_except
@@ -232,6 +233,47 @@ def test_a_node_is_named_only_if_no_other_may_be_at_fault() -> None:
     assert Suspects([1, 2], []).rank(hosts) == -1
     assert Suspects([1], [2, 3]).rank(hosts) == -1
     assert Suspects([], [2, 3]).rank(hosts) == -1
+
+
+def watch_of(run_dir: Path, groups: Groups, verified: int, *steps: int) -> CorruptionWatch:
+    """Return a watch of a run that has checkpoints of these steps, and a verified step."""
+    (run_dir / "logs").mkdir(parents=True)
+    (run_dir / "logs" / FILE).write_text(json.dumps({WEIGHTS: verified}))
+    for step in steps:
+        checkpoints.folder_of(run_dir, step).mkdir(parents=True)
+    return CorruptionWatch(RunConfig(verify_state=100), groups, run_dir)
+
+
+def test_suspect_checkpoints_are_renamed_even_if_none_is_left(
+    tmp_path: Path, alone: Groups, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = watch_of(tmp_path, alone, 9, 10, 20)
+    watch.archive_suspects(CorruptionFound(WEIGHTS, 21, "weights differ", rank=-1, newest=9), None)
+    assert checkpoints.all_of(tmp_path) == []
+    assert "no checkpoint up to step 9 is left" in caplog.text
+
+
+def test_verified_checkpoint_is_kept_from_the_first_step_of_a_start(tmp_path: Path, alone: Groups) -> None:
+    watch = watch_of(tmp_path, alone, 30, 30, 35)
+    watch.start_from(35)
+    saver: Any = SimpleNamespace(step=0, verified=None)
+    engine: Any = SimpleNamespace(checks=SimpleNamespace(counts={WEIGHTS: 0}))
+    watch.end_step(engine, 36, saver)  # this check can't fail, so it verifies nothing
+    assert saver.verified == 30
+
+
+def test_rollback_lowers_the_verified_step_of_the_next_start(tmp_path: Path, alone: Groups) -> None:
+    watch = watch_of(tmp_path, alone, 50, 30, 50)
+    watch.start_from(30)
+    assert json.loads((tmp_path / "logs" / FILE).read_text()) == {WEIGHTS: 30}
+
+
+def test_start_from_a_local_checkpoint_trusts_it_no_more_than_the_last_check(tmp_path: Path, alone: Groups) -> None:
+    watch = watch_of(tmp_path, alone, 20)
+    watch.start_from(35, from_local=True)
+    assert watch.verified == {WEIGHTS: 20}
+    watch.start_from(35)  # a record to which no checkpoint belongs is an old one
+    assert watch.verified == {WEIGHTS: 35}
 
 
 DP2 = Layout(data=2)

@@ -170,7 +170,8 @@ class Ranks:
             "phases.0.micro_batch=1", "phases.0.global_batch=6", "phases.0.tokens=9600", "states.mode=passing",
             *settings,
         ]  # fmt: skip
-        return run_distributed(rank_of_run, ranks, Rendezvous().variables, arguments, fault, step, timeout_s=200)
+        rendezvous = Rendezvous()  # its store closes with the object
+        return run_distributed(rank_of_run, ranks, rendezvous.variables, arguments, fault, step, timeout_s=200)
 
     def last(self, name: str) -> dict[str, Tensor]:
         """Return all tensors of the last checkpoint: weights, moments, carried states, random states."""

@@ -128,7 +128,7 @@ class CorruptionWatch:
         self.verified = {kind: min(step, stored.get(kind, step)) for kind in self._kinds}
         self.recorded = {}
         if self.groups.is_first and any(stored.get(kind, 0) > step for kind in self._kinds):
-            self._record()  # the steps after this one are trained anew
+            self._record()  # the steps after this one are trained again
 
     def _stored(self, from_local: bool) -> dict[str, int]:
         """Return the verified steps of an earlier start, if the run still has a checkpoint to which they apply.

@@ -53,7 +53,7 @@ def newer_local_start(shared: Checkpoint | None, plan: RunPlan, groups: Groups) 
 
 
 def layout_of_parts(config: Config, groups: Groups) -> str:
-    """Describe as text what decides which rectangles each rank holds.
+    """Describe the division of tensors among ranks as text.
 
     Besides the layout, these are the ranks that divide experts, and all that moves the borders of optimizer shards.
     """

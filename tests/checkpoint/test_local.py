@@ -156,7 +156,7 @@ def lived(seat: Seat, nodes: str, asynchronous: bool, folder: Path) -> Outcome:
 
 
 def _reject_with_a_fault(node: Node) -> None:
-    """Save step 5 anew, and reject it while the disk of node b, which has both parts, removes nothing."""
+    """Save step 5 again, and reject it while the disk of node b, which has both parts, removes nothing."""
 
     def fail(*_: object) -> None:
         raise OSError(5, "Input/output error")

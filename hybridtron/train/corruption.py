@@ -93,7 +93,7 @@ def suspects_of(digests: Sequence[Mapping[str, int]]) -> Suspects:
     return Suspects(sorted(outvoted), sorted(undecided - outvoted))
 
 
-class CorruptionFound(RollbackRequested):
+class CheckFailed(RollbackRequested):
     """Raised on all ranks in the step in which a check has failed. `rank` is the result of `Suspects.rank`."""
 
     def __init__(self, kind: str, step: int, what: str, *, rank: int, newest: int) -> None:
@@ -160,10 +160,10 @@ class CorruptionWatch:
             engine.compare_gradients(batches, source, number)
 
     def end_step(self, engine: Engine, step: int, saver: Saver) -> None:
-        """Raise CorruptionFound if a check of the step has failed."""
+        """Raise CheckFailed if a check of the step has failed."""
         counts = engine.checks.counts
         if failed := [kind for kind in FAULTS if counts.get(kind)]:
-            raise self._found(failed, engine.checks.report(failed[0]), step)
+            raise self._failure(failed, engine.checks.report(failed[0]), step)
         passed = [kind for kind in self._kinds if kind in counts]
         if step == self.first and WEIGHTS in passed:
             passed.remove(WEIGHTS)  # all copies come from one checkpoint, so they agree even if it holds wrong values
@@ -174,22 +174,22 @@ class CorruptionWatch:
         if self._kinds:
             saver.verified = min(self.verified.values())
 
-    def archive_suspects(self, found: CorruptionFound, local: LocalWriter | None) -> None:
+    def archive_suspects(self, failure: CheckFailed, local: LocalWriter | None) -> None:
         """Rename the checkpoints that may be corrupt, and remove local ones. Raises CorruptRank if the run must end.
 
         No checkpoint may be under way. `local` writes local checkpoints.
         """
         if self.groups.is_first:
-            LOG.error("CORRUPT: %s; %s", found.what, found.advice)
-        for line in self.groups.control.once(lambda: self._archived(found.newest)):
+            LOG.error("CORRUPT: %s; %s", failure.what, failure.advice)
+        for line in self.groups.control.once(lambda: self._archived(failure.newest)):
             if self.groups.is_first:
                 LOG.warning("%s", line)
         if local is not None:
-            local.reject_after(found.newest)
+            local.reject_after(failure.newest)
             if self.groups.is_first:
-                LOG.warning("local checkpoints after step %s may be corrupt, and are not used any more", found.newest)
-        if found.kind == STATE or VARIABLE in os.environ:
-            raise CorruptRank(f"{found.what}; {found.advice}", found.rank)
+                LOG.warning("local checkpoints after step %s may be corrupt, and are not used any more", failure.newest)
+        if failure.kind == STATE or VARIABLE in os.environ:
+            raise CorruptRank(f"{failure.what}; {failure.advice}", failure.rank)
 
     def _archived(self, newest: int) -> list[str]:
         """Rename the checkpoints after a step; return a line for each, and one if no checkpoint is left."""
@@ -207,7 +207,7 @@ class CorruptionWatch:
         except OSError as error:
             LOG.warning("%s can't be written: %s", FILE, error)
 
-    def _found(self, failed: Sequence[str], report: Mapping[str, int], step: int) -> CorruptionFound:
+    def _failure(self, failed: Sequence[str], report: Mapping[str, int], step: int) -> CheckFailed:
         """Describe the first of the kinds of checks that have failed; `report` has what differs on this rank."""
         kind = failed[0]
         gathered = self.groups.control.all_gather([node_name(), report])
@@ -226,7 +226,7 @@ class CorruptionWatch:
             text = f"{_ranks(suspects.outvoted, hosts)} at fault: {text}"
         if suspects.undecided:
             text = f"{text}; undecided, which of {_ranks(suspects.undecided, hosts)}"
-        return CorruptionFound(kind, step, f"step {step}: {text}", rank=suspects.rank(hosts), newest=newest)
+        return CheckFailed(kind, step, f"step {step}: {text}", rank=suspects.rank(hosts), newest=newest)
 
 
 def _ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:

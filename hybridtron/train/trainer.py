@@ -33,7 +33,7 @@ from hybridtron.data.loader import Loader, build_loader
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups
 from hybridtron.train import rollback
-from hybridtron.train.corruption import CorruptionFound, CorruptionWatch
+from hybridtron.train.corruption import CheckFailed, CorruptionWatch
 from hybridtron.train.hooks import Hook, RunContext, StepContext
 from hybridtron.train.local_checkpoints import SavePlace, SaveTimes, local_writer
 from hybridtron.train.lr import learning_rate, weight_decay
@@ -384,7 +384,7 @@ class Trainer:
         """
         self.watchdog.beat(f"rolling back from step {request.step}", Section.resume)
         failed = request.step
-        if isinstance(request, CorruptionFound):
+        if isinstance(request, CheckFailed):
             failed -= 1  # the step has not been counted
             with suppress(NotFinite):  # a checkpoint with such values was removed
                 self.saver.settle()

@@ -28,7 +28,7 @@ from hybridtron.parallel.pool import Seat
 from hybridtron.parallel.rendezvous import Rendezvous
 from hybridtron.proving.audit.audit import micro_batches
 from hybridtron.proving.audit.cases import Layout, small, small_model
-from hybridtron.train.corruption import FILE, CorruptionFound, CorruptionWatch, Suspects, suspects_of
+from hybridtron.train.corruption import FILE, CheckFailed, CorruptionWatch, Suspects, suspects_of
 from hybridtron.train.outcome import CorruptRank
 from tests.distributed import run_distributed
 from tests.slow import slow_except
@@ -125,7 +125,7 @@ def watched(
                         FAULTS[fault](engine)
                     engine.step(1e-2)
                     watch.end_step(engine, step, saver)
-            except CorruptionFound as error:
+            except CheckFailed as error:
                 found = (error.kind, error.step, error.rank, error.newest)
             results.append(Found(found, digests_of(list(engine.checks.weights.values())).tolist()))
     return results
@@ -249,7 +249,7 @@ def test_suspect_checkpoints_are_renamed_even_if_none_is_left(
     tmp_path: Path, alone: Groups, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch = watch_of(tmp_path, alone, 9, 10, 20)
-    watch.archive_suspects(CorruptionFound(WEIGHTS, 21, "weights differ", rank=-1, newest=9), None)
+    watch.archive_suspects(CheckFailed(WEIGHTS, 21, "weights differ", rank=-1, newest=9), None)
     assert checkpoints.all_of(tmp_path) == []
     assert "no checkpoint up to step 9 is left" in caplog.text
 

@@ -51,7 +51,8 @@ class Sender:
         try:
             with path.open("rb") as file:
                 file.seek(position)
-                file.readinto(stored)
+                if file.readinto(stored) != count:
+                    self.fault = OSError(f"{path} has fewer than {position + count} bytes")
         except OSError as error:
             self.fault = error
         return torch.frombuffer(stored, dtype=torch.uint8)

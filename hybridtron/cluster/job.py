@@ -38,6 +38,7 @@ class SlurmJob:
     patience: seconds after the first rank's end until srun kills the other ranks; 0: never
     cluster: the section `cluster` in the configuration
     cache: folder for compiled kernels, which all attempts share
+    local_dir: folder on each node for local checkpoints (`checkpoint.local_dir`), or None
     files: the user's own configuration files, which are copied into RUN/code
     """
 
@@ -49,6 +50,7 @@ class SlurmJob:
     patience: int
     cluster: ClusterConfig
     cache: Path
+    local_dir: str | None = None
     files: tuple[OutsideFile, ...] = ()
 
     @property
@@ -116,6 +118,7 @@ def script(job: SlurmJob) -> str:
         f"requeue={str(cluster.requeue).lower()}",
         f"drain={str(cluster.checks.drain).lower()}",
         f"stage={shlex.quote(cluster.stage or '')}  # folder on each node for copies of the data",
+        f"local_dir={shlex.quote(job.local_dir or '')}  # folder on each node for local checkpoints",
         *container_lines(job),
         *unpacked_lines(job),
         *(f"{name}=({joined(words)})" for name, words in commands(job).items()),
@@ -278,8 +281,9 @@ def unpacked_lines(job: SlurmJob) -> list[str]:
 def mounts(job: SlurmJob) -> str:
     """Return the container's mounts: the job's own folders, and `cluster.container.mounts`."""
     own = dict.fromkeys([job.run_dir, job.working_dir, job.cache])
-    if job.cluster.stage is not None:
-        own[Path(job.cluster.stage)] = None
+    for folder in (job.cluster.stage, job.local_dir):
+        if folder is not None:
+            own[Path(folder)] = None
     return ",".join([*(f"{path}:{path}" for path in own), *job.cluster.container.mounts])
 
 

@@ -76,7 +76,9 @@ follow() {  # continue on the nodes that a check has named, or end this attempt
 }
 
 # Is there anything to do?
-[ -z "$stage" ] || outside mkdir -p "$stage"  # containers mount this folder; a node where it fails reports that itself
+# containers mount these folders; a node where it fails reports that itself
+[ -z "$stage" ] || outside mkdir -p "$stage"
+[ -z "$local_dir" ] || outside mkdir -p "$local_dir"
 ask begin --nodes "$nodes"
 case $word in
   go) ;;

@@ -14,6 +14,7 @@ import argparse
 import os
 import socket
 import sys
+import traceback
 from pathlib import Path
 
 from hybridtron.cluster.preflight import NodeReport
@@ -32,7 +33,8 @@ def main(arguments: list[str]) -> int:
     try:
         report.measured.append(stage(RunPlan.of(load(asked.settings))))
     except Exception as error:
-        report.faults.append(f"can't copy the data: {' '.join(str(error).split())}")
+        traceback.print_exc()  # in the log of this check
+        report.faults.append(f"can't copy the data: {' '.join(str(error).split()) or type(error).__name__}")
     report.write(asked.reports)
     print(f"{report.node}: {'; '.join([*report.faults, *report.measured])}", flush=True)
     return 0

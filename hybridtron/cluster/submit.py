@@ -178,6 +178,7 @@ def job_of(plan: RunPlan, settings: Sequence[str], nodes: int) -> SlurmJob:
         patience=patience_s(config, restarts),
         cluster=cluster,
         cache=cache_of(cluster),
+        local_dir=config.checkpoint.local_dir,
         files=tuple(files),
     )
 

@@ -114,7 +114,8 @@ def _job_of(job: SlurmJob, number: int, words: Sequence[str]) -> SlurmJob:
         name=f"{job.name}-then-{number}",
         arguments=(),
         fitting=(1,),
-        cluster=replace(cluster, container=container, stage=None),
+        cluster=replace(cluster, container=container, stage=None, memory=None),  # `memory` concerns full nodes
+        local_dir=None,
     )
 
 

@@ -234,9 +234,9 @@ class CheckpointConfig:
     keep_best: bool = False  # also keep the checkpoint with the lowest held-out loss
     # address s3://BUCKET/PREFIX to which finished checkpoints are copied; null: no copies
     mirror: Annotated[str | None, matching("s3://[^/]+/.+", "s3://BUCKET/PREFIX, or left out")] = None
-    # folder on each node's own disk for local checkpoints, each with the node's part and a copy of another node's part;
-    # null: no local checkpoints
-    local_dir: str | None = None
+    # absolute path of a folder on each node's own disk, for local checkpoints: the node's part, and a copy of another
+    # node's part; null: no local checkpoints
+    local_dir: Annotated[str | None, matching(r"/[^:,]*", "an absolute path")] = None
     # interval between local checkpoints, in steps, or in tokens with a unit; the newest two are kept
     local_every: Annotated[str, INTERVAL] = "100"
     failures: Annotated[int, at_least(1)] = 3  # training ends after this number of failed writes in a row

@@ -225,7 +225,7 @@ class CorruptionWatch:
         if suspects.outvoted:
             text = f"{_ranks(suspects.outvoted, hosts)} at fault: {text}"
         if suspects.undecided:
-            text = f"{text}; undecided, which of {_ranks(suspects.undecided, hosts)}"
+            text = f"{text}; {_ranks(suspects.undecided, hosts)} differ without a majority, so each may be at fault"
         return CheckFailed(kind, step, f"step {step}: {text}", rank=suspects.rank(hosts), newest=newest)
 
 

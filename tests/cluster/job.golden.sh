@@ -24,6 +24,7 @@ spares=0  # nodes in addition, which take the place of lost nodes
 requeue=true
 drain=false
 stage=''  # folder on each node for copies of the data
+local_dir=''  # folder on each node for local checkpoints
 mkdir -p /home/someone/.cache  # the container mounts this folder
 container=(--container-image=/shared/images/hybridtron.sqsh --container-mounts=/shared/runs/samba_421m:/shared/runs/samba_421m,/home/someone/hybridtron:/home/someone/hybridtron,/home/someone/.cache:/home/someone/.cache,/data:/data --container-workdir=/home/someone/hybridtron --container-env=PYTHONPATH,XDG_CACHE_HOME,TRITON_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR,NCCL_SOCKET_IFNAME,NCCL_IB_HCA,NCCL_IB_TIMEOUT,GLOO_SOCKET_IFNAME,OMP_NUM_THREADS)
 unpacked=hybridtron-$SLURM_JOB_ID  # the container that each node unpacks once, for all steps and attempts
@@ -136,7 +137,9 @@ follow() {  # continue on the nodes that a check has named, or end this attempt
 }
 
 # Is there anything to do?
-[ -z "$stage" ] || outside mkdir -p "$stage"  # containers mount this folder; a node where it fails reports that itself
+# containers mount these folders; a node where it fails reports that itself
+[ -z "$stage" ] || outside mkdir -p "$stage"
+[ -z "$local_dir" ] || outside mkdir -p "$local_dir"
 ask begin --nodes "$nodes"
 case $word in
   go) ;;

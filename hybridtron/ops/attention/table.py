@@ -76,7 +76,7 @@ class AttentionRow:
     cards         first numbers of the compute capabilities; None: all
     dtypes        dtypes of the queries; None: all
     heads         numbers of channels in a head
-    deterministic largest head whose gradients can be deterministic
+    deterministic_up_to  largest head whose gradients can be deterministic
     window        takes a window
     documents     takes several documents in a row
     memory        takes remembered keys
@@ -92,7 +92,7 @@ class AttentionRow:
     cards: tuple[int, ...] | None = None
     dtypes: tuple[torch.dtype, ...] | None = HALVES
     heads: range = ANY_HEAD
-    deterministic: int = 256
+    deterministic_up_to: int = 256
     window: bool = True
     documents: bool = True
     memory: bool = False
@@ -112,7 +112,7 @@ class AttentionRow:
             return f"takes {' and '.join(_short(dtype) for dtype in self.dtypes)}, not {_short(case.dtype)}"
         if case.channels not in self.heads:
             return f"takes {_shown(self.heads)}, not {case.channels}"
-        if case.deterministic and case.channels > self.deterministic:
+        if case.deterministic and case.channels > self.deterministic_up_to:
             return f"adds up gradients of heads of {case.channels} channels in no fixed order"
         for asked, taken, name in (
             (case.window, self.window, "no window"),
@@ -164,7 +164,7 @@ TABLE = (
         FLASH_3.package,
         cards=(9,),
         heads=range(8, 257, 8),
-        deterministic=192,
+        deterministic_up_to=192,
     ),
     AttentionRow(
         "cudnn",
@@ -173,7 +173,7 @@ TABLE = (
         missing=torch_kernels.cudnn_missing,
         cards=(9,),
         heads=range(8, 129, 8),
-        deterministic=0,
+        deterministic_up_to=0,
         window=False,
         documents=False,
         fewest=2,
@@ -195,7 +195,7 @@ TABLE = (
         torch_kernels.sdpa,
         "FlashAttention 2 in torch, and its kernels for other dtypes",
         dtypes=None,
-        deterministic=ANY_HEAD[-1],
+        deterministic_up_to=ANY_HEAD[-1],
         window=False,
         documents=False,
     ),
@@ -205,7 +205,7 @@ TABLE = (
         "windows and documents by skipped tiles; ran on an H200 (benchmarks/gpu.md)",
         dtypes=(torch.float32, *HALVES),
         heads=range(SMALLEST_HEAD, ANY_HEAD.stop),
-        deterministic=ANY_HEAD[-1],
+        deterministic_up_to=ANY_HEAD[-1],
         memory=True,
         pays_from=TILE,
     ),

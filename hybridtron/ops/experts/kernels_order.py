@@ -8,7 +8,7 @@
 The first kernel counts each part, the second adds counts over parts, and the third stores places. All numbers are
 integers, and no place is stored twice. The kernels have run in Triton's interpreter only.
 
-Legend: N choices, E experts, P parts of the choices, C choices per tile.
+Legend: T tokens, K experts per token, N = T K choices, E experts, P parts of the choices, C choices per tile.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from hybridtron.ops.kernel_launch import ceil_div, launch, tile_of_rows
 
 ELEMENTS = 4096  # choices times experts in a tile
 WARP_ELEMENTS = 1024  # 32 per thread
-PART = 256  # least number of choices in a part
+MIN_PART = 256  # least number of choices in a part
 EXPERTS_TOGETHER = 4  # experts whose counts one program adds
-PARTS_TOGETHER = 128
+PARTS_TOGETHER = 128  # parts whose counts one program adds at a time
 PLACED = 1024  # choices that one program places
 
 
@@ -35,7 +35,7 @@ def expert_order(inputs: ExpertOrderInputs) -> ExpertOrder:
     choices = experts_TK.numel()
     experts = len(loads_E)
     tile, block, warps = tile_of_rows(experts, ELEMENTS, WARP_ELEMENTS)
-    rounds = max(1, PART // tile)
+    rounds = max(1, MIN_PART // tile)
     parts = ceil_div(choices, tile * rounds)
     rank_N = torch.empty(choices, dtype=torch.int32, device=loads_E.device)
     count_PE = torch.empty(parts, experts, dtype=torch.int32, device=loads_E.device)
@@ -64,10 +64,10 @@ def _count(
     for r in range(ROUNDS):
         n = (part * ROUNDS + r) * CHOICES + tl.arange(0, CHOICES)
         expert_C = tl.load(experts_N + n, n < choices, -1)
-        is_of = (expert_C[:, None] == e[None, :]).to(tl.int32)
-        earlier = count_E[None, :] + tl.cumsum(is_of, 0) - is_of
-        tl.store(rank_N + n, tl.sum(earlier * is_of, 1), n < choices)
-        count_E += tl.sum(is_of, 0)
+        is_choice_of = (expert_C[:, None] == e[None, :]).to(tl.int32)
+        earlier = count_E[None, :] + tl.cumsum(is_choice_of, 0) - is_choice_of
+        tl.store(rank_N + n, tl.sum(earlier * is_choice_of, 1), n < choices)
+        count_E += tl.sum(is_choice_of, 0)
     tl.store(count_PE + part * experts + e, count_E, e < experts)
 
 
@@ -95,12 +95,12 @@ def _starts(
 @triton.jit
 def _place(
     experts_N: tl.tensor, rank_N: tl.tensor, start_PE: tl.tensor, place_N: tl.tensor, source_N: tl.tensor, choices: int,
-    experts: int, PART: tl.constexpr, CHOICES: tl.constexpr,
+    experts: int, PART_CHOICES: tl.constexpr, CHOICES: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store the places of some choices, and the choices at these places. Grid: tiles of choices."""
     n = tl.program_id(0).to(tl.int64) * CHOICES + tl.arange(0, CHOICES)
     expert = tl.load(experts_N + n, n < choices, 0)
-    start = tl.load(start_PE + (n // PART) * experts + expert, n < choices, 0)
+    start = tl.load(start_PE + (n // PART_CHOICES) * experts + expert, n < choices, 0)
     place = (start + tl.load(rank_N + n, n < choices, 0)).to(tl.int64)
     tl.store(place_N + n, place, n < choices)
     tl.store(source_N + place, n, n < choices)

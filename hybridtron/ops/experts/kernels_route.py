@@ -10,7 +10,7 @@ scores. The program stores the loads and the entropy of its tile. A second kerne
 tiles in a fixed order, without atomics. For the choice, NaN counts as infinity, unlike in the reference; a step with
 NaN is refused anyway. The kernels have run in Triton's interpreter only.
 
-Legend: T tokens, E experts, G groups, K experts per token.
+Legend: T tokens, E experts, K experts per token, N tiles of tokens.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ class _Route(torch.autograd.Function):
         tokens, experts = scores_TE.shape
         rows, block, warps = tile_of_rows(experts, ELEMENTS, WARP_ELEMENTS)
         launch(
-            _logit_gradients, (ceil_div(tokens, rows),), scores_TE, experts_TK, _side_by_side(grad_weights_TK),
-            _side_by_side(grad_scores_TE), grad_logits_TE, tokens, experts, options.scale, options.top_k,
+            _logit_gradients, (ceil_div(tokens, rows),), scores_TE, experts_TK, _contiguous(grad_weights_TK),
+            _contiguous(grad_scores_TE), grad_logits_TE, tokens, experts, options.scale, options.top_k,
             options.scores == "softmax", options.normalise, rows, block, warps=warps,
         )  # fmt: skip
         return grad_logits_TE, None, None
 
 
-def _side_by_side(gradient: Tensor | None) -> Tensor | None:
+def _contiguous(gradient: Tensor | None) -> Tensor | None:
     if gradient is None:
         return None
     return gradient.contiguous()
@@ -127,7 +127,7 @@ def _in_best_groups(
             second, _ = _first_largest(tl.where(others, scores, float("-inf")))
             best += second
         worth = tl.where((group == g)[None, :], tl.maximum(best, LEAST)[:, None], worth)
-    kept = (scores * 0.0) != 0.0
+    kept = tl.zeros_like(scores) != 0.0  # no expert yet
     for _ in range(LIMIT):
         _, index = _first_largest(worth)
         kept = kept | ((e // size)[None, :] == index[:, None])

@@ -347,7 +347,9 @@ class Coordinator:
         self.lost = []
         self.fault.restart_s = now - self.found_at
         self.survived.append(self.fault)
-        self.say(f"restart {self.tries} of {self.plan.restarts} without a newer checkpoint, from step {newest}")
+        self.say(
+            f"restart {self.tries} of {self.plan.restarts} since the checkpoint of step {newest} in the run's folder"
+        )
         self._start()
 
     def _repeated(self) -> bool:

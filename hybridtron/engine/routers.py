@@ -50,6 +50,8 @@ def auxiliary_names(phase: ResolvedPhase) -> list[str]:
 
 def no_choices(routers: Mapping[int, MoESpec], device: torch.device) -> dict[int, Routed]:
     """Return counts of zero for every router in the model."""
+    if not routers:
+        return {}
     sizes = [spec.experts + 1 for spec in routers.values()]
     counts = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
     entropies = torch.zeros(len(sizes), dtype=torch.float64, device=device)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import shutil
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from hybridtron.checkpoint import manifest
@@ -36,6 +36,15 @@ def all_of(run_dir: Path) -> list[Path]:
     """List all checkpoints in a run's folder, oldest first. They are not verified."""
     paths = [path for path in (run_dir / "checkpoints").glob("step-*") if is_name(path.name)]
     return sorted(paths, key=step_of)
+
+
+def newest_up_to(run_dir: Path, steps: Iterable[int]) -> set[Path]:
+    """Return the newest checkpoint up to each of these steps. They are not verified."""
+    paths = all_of(run_dir)
+    newest_paths = set[Path]()
+    for step in steps:
+        newest_paths.update([path for path in paths if step_of(path) <= step][-1:])
+    return newest_paths
 
 
 def is_name(name: str) -> bool:

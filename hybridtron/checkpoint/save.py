@@ -111,8 +111,8 @@ class Saver:
         self._unchecked: Copies | None = None  # copies of an asynchronous checkpoint, until `check` is called
         self.longest_s = 0.0  # seconds that the slowest checkpoint took to write
         self.mirror = mirror_of(self.config) if groups.is_first else None
-        # last step that checks for corruption have verified, or None; the newest checkpoint up to this step is kept
-        self.verified: int | None = None
+        # last step that each kind of check for corruption has verified; the newest checkpoint up to each step is kept
+        self.verified: frozenset[int] = frozenset()
 
     def save(self, engine: Engine, meta: Meta, tokenizer: Path) -> None:
         """Write a step's checkpoint, or with `checkpoint.asynchronous` start to write it.
@@ -305,10 +305,7 @@ class Saver:
         if self.mirror is not None:
             self.mirror.offer(target)
         in_use = set() if self.mirror is None else set(self.mirror.in_use())
-        if self.verified is not None:
-            in_use |= set(
-                [path for path in folders.all_of(self.run_dir) if folders.step_of(path) <= self.verified][-1:]
-            )
+        in_use |= folders.newest_up_to(self.run_dir, self.verified)
         settings = self.config.checkpoint
         for failure in folders.apply_retention(self.run_dir, settings, self._kept_every(), self.phase_ends, in_use):
             print(failure, file=sys.stderr)

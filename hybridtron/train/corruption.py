@@ -172,7 +172,7 @@ class CorruptionWatch:
             if self.groups.is_first and any(self.recorded.get(kind, 0) < saver.step <= step - 1 for kind in passed):
                 self._record()
         if self._kinds:
-            saver.verified = min(self.verified.values())
+            saver.verified = frozenset(self.verified.values())
 
     def archive_suspects(self, failure: CheckFailed, local: LocalWriter | None) -> None:
         """Rename the checkpoints that may be corrupt, and remove local ones. Raises CorruptRank if the run must end.

@@ -257,10 +257,21 @@ def test_suspect_checkpoints_are_renamed_even_if_none_is_left(
 def test_verified_checkpoint_is_kept_from_the_first_step_of_a_start(tmp_path: Path, alone: Groups) -> None:
     watch = watch_of(tmp_path, alone, 30, 30, 35)
     watch.start_from(35)
-    saver: Any = SimpleNamespace(step=0, verified=None)
+    saver: Any = SimpleNamespace(step=0, verified=frozenset())
     engine: Any = SimpleNamespace(checks=SimpleNamespace(counts={WEIGHTS: 0}))
     watch.end_step(engine, 36, saver)  # this check can't fail, so it verifies nothing
-    assert saver.verified == 30
+    assert saver.verified == {30}
+
+
+def test_newest_checkpoint_that_each_kind_has_verified_is_kept(tmp_path: Path, alone: Groups) -> None:
+    watch = CorruptionWatch(RunConfig(verify_state=100, verify_every=1000), alone, tmp_path)
+    watch.start_from(0)
+    for step in (190, 200, 210):
+        checkpoints.folder_of(tmp_path, step).mkdir(parents=True)
+    saver: Any = SimpleNamespace(step=200, verified=frozenset())
+    engine: Any = SimpleNamespace(checks=SimpleNamespace(counts={WEIGHTS: 0}))
+    watch.end_step(engine, 201, saver)
+    assert checkpoints.newest_up_to(tmp_path, saver.verified) == {checkpoints.folder_of(tmp_path, 200)}
 
 
 def test_rollback_lowers_the_verified_step_of_the_next_start(tmp_path: Path, alone: Groups) -> None:

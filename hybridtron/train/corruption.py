@@ -16,8 +16,9 @@ corrupt values costs the run. Then
                                    there is one, and starts all ranks again
     otherwise                      the run rolls back, and trains the same data again
 
-RUN/logs/verified.json has the last step that each kind of check has verified, for the next start. It is written when a
-check has verified a new checkpoint.
+RUN/logs/verified.json has the last step that each kind of check has verified, for the next start. It is written at each
+start and rollback, and when a check has verified a new checkpoint. If the file lacks a kind, because its key is new,
+the step of the start counts as verified.
 """
 
 from __future__ import annotations
@@ -119,27 +120,21 @@ class CorruptionWatch:
     def _kinds(self) -> list[str]:
         return [kind for kind, every in self.every.items() if every is not None]
 
-    def start_from(self, step: int, from_local: bool = False) -> None:
-        """Begin after a start, or a rollback, to a step. `from_local` is True if its checkpoint is a local one."""
+    def start_from(self, step: int, continues: bool = True) -> None:
+        """Begin after a start, or a rollback, to a step.
+
+        continues: True if a checkpoint of this run was restored. Otherwise the records of earlier starts do not apply.
+        """
         self.first = step + 1
         if not self._kinds:
             return
-        stored = self.groups.control.once(lambda: self._stored(from_local))
-        self.verified = {kind: min(step, stored.get(kind, step)) for kind in self._kinds}
+        path = self.run_dir / "logs" / FILE
+        stored = self.groups.control.once(lambda: read_record(path) if continues else {})
+        known = {**stored, **self.verified}  # after a rollback, memory is newer than the file
+        self.verified = {kind: min(step, known.get(kind, step)) for kind in self._kinds}
         self.recorded = {}
-        if self.groups.is_first and any(stored.get(kind, 0) > step for kind in self._kinds):
-            self._record()  # the steps after this one are trained again
-
-    def _stored(self, from_local: bool) -> dict[str, int]:
-        """Return the verified steps of an earlier start, if the run still has a checkpoint to which they apply.
-
-        After a start from a local checkpoint they apply also if the run's folder has no checkpoint.
-        """
-        stored = read_record(self.run_dir / "logs" / FILE)
-        if from_local:
-            return stored
-        steps = [checkpoints.step_of(path) for path in checkpoints.all_of(self.run_dir)]
-        return {kind: verified for kind, verified in stored.items() if any(step <= verified for step in steps)}
+        if self.groups.is_first:
+            self._record()  # the next start must not apply a record of steps that are trained again
 
     def due(self, kind: str, step: int) -> bool:
         """Return True if a step makes this check: the one after a multiple of the interval, or the first of a start."""

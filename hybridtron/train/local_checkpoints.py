@@ -8,8 +8,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.checkpoint.local import folder_of_node
+from hybridtron.checkpoint.local import LocalCheckpoint, folder_of_node
 from hybridtron.checkpoint.local_identity import Identity, identity_for, stored_identity
 from hybridtron.checkpoint.local_restore import newest_local
 from hybridtron.checkpoint.local_save import LocalWriter
@@ -23,6 +24,13 @@ from hybridtron.parallel.groups import Groups
 from hybridtron.train.supervisor.sections import START_S
 
 LOG = logging.getLogger(__name__)
+
+
+def is_own(start: Checkpoint | None, run_dir: Path) -> bool:
+    """Return True if a checkpoint is one of this run: in its folder, or on the nodes' own disks."""
+    if start is None:
+        return False
+    return isinstance(start, LocalCheckpoint) or checkpoints.belongs_to(run_dir, start.folder)
 
 
 def newer_local_start(shared: Checkpoint | None, plan: RunPlan, groups: Groups) -> Checkpoint | None:

@@ -9,9 +9,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.checkpoint.local import LocalCheckpoint
 from hybridtron.config.load import to_yaml
 from hybridtron.config.pipeline_layout import launched
 from hybridtron.config.resolve import RunPlan
@@ -27,7 +25,7 @@ from hybridtron.train.finished import check_unchanged, report_finished
 from hybridtron.train.held_out_loss import HeldOutLoss
 from hybridtron.train.hooks import Hook, failures_of
 from hybridtron.train.jsonl import write_whole
-from hybridtron.train.local_checkpoints import newer_local_start
+from hybridtron.train.local_checkpoints import is_own, newer_local_start
 from hybridtron.train.logs import RunLog
 from hybridtron.train.outcome import FILE, ExportsFailed, Failures, record_unfinished
 from hybridtron.train.preempt import StopRequests
@@ -166,8 +164,7 @@ def open_time_log(config: Config, start: Checkpoint | None, groups: Groups, fail
     elif start is None:
         continued = True  # an earlier start may have ended before its first checkpoint
     else:
-        own = checkpoints.belongs_to(failures.run_dir, start.folder)
-        continued = own or isinstance(start, LocalCheckpoint)
+        continued = is_own(start, failures.run_dir)
     age_s = time.monotonic() - failures.progress.began
     folder = failures.run_dir / "logs" if groups.is_first else None
     resumed = 0 if start is None else start.meta.step

@@ -23,7 +23,6 @@ import torch
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.finite import NotFinite
-from hybridtron.checkpoint.local import LocalCheckpoint
 from hybridtron.checkpoint.restore import restore_newest, restore_states, verify_weights
 from hybridtron.checkpoint.save import Saver, meta_of
 from hybridtron.config.resolve import ResolvedPhase, RunPlan
@@ -35,7 +34,7 @@ from hybridtron.parallel.groups import Groups
 from hybridtron.train import rollback
 from hybridtron.train.corruption import CheckFailed, CorruptionWatch
 from hybridtron.train.hooks import Hook, RunContext, StepContext
-from hybridtron.train.local_checkpoints import SavePlace, SaveTimes, local_writer
+from hybridtron.train.local_checkpoints import SavePlace, SaveTimes, is_own, local_writer
 from hybridtron.train.lr import learning_rate, weight_decay
 from hybridtron.train.metrics import Decision, StepMetrics
 from hybridtron.train.outcome import Preempted
@@ -105,7 +104,7 @@ class Trainer:
         else:
             self.engines.build(self.phases[0])
         time_log.resume(self.resume_step)
-        self.corruption.start_from(self.resume_step, isinstance(self.start, LocalCheckpoint))
+        self.corruption.start_from(self.resume_step, is_own(self.start, run_dir))
         self.rollback = Rollback(config, run_dir, self.start)
         self.progress = watchdog.failures.progress
         self.progress.step = self.resume_step

@@ -21,7 +21,7 @@ from hybridtron.cli import train
 from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config, Documents, ParallelConfig, RunConfig
 from hybridtron.engine import schedule
-from hybridtron.engine.corruption import WEIGHTS, digests_of
+from hybridtron.engine.corruption import GRADIENTS, WEIGHTS, digests_of
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.pool import Seat
@@ -280,12 +280,32 @@ def test_rollback_lowers_the_verified_step_of_the_next_start(tmp_path: Path, alo
     assert json.loads((tmp_path / "logs" / FILE).read_text()) == {WEIGHTS: 30}
 
 
-def test_start_from_a_local_checkpoint_trusts_it_no_more_than_the_last_check(tmp_path: Path, alone: Groups) -> None:
+def test_start_trusts_a_checkpoint_no_more_than_the_last_check(tmp_path: Path, alone: Groups) -> None:
+    """Also if the folder has no checkpoint up to the verified step: it was removed, or the start is a local one."""
+    watch = watch_of(tmp_path, alone, 0, 10, 35)
+    watch.start_from(35)
+    assert watch.verified == {WEIGHTS: 0}
+
+
+def test_records_of_an_abandoned_start_do_not_apply_any_more(tmp_path: Path, alone: Groups) -> None:
     watch = watch_of(tmp_path, alone, 20)
-    watch.start_from(35, from_local=True)
-    assert watch.verified == {WEIGHTS: 20}
-    watch.start_from(35)  # a record to which no checkpoint belongs is an old one
-    assert watch.verified == {WEIGHTS: 35}
+    watch.start_from(0, continues=False)
+    assert json.loads((tmp_path / "logs" / FILE).read_text()) == {WEIGHTS: 0}
+
+
+def test_first_interval_of_a_new_key_begins_at_its_start(tmp_path: Path, alone: Groups) -> None:
+    watch_of(tmp_path, alone, 20)
+    watch = CorruptionWatch(RunConfig(verify_state=100, verify_every=1000), alone, tmp_path)
+    watch.start_from(35)
+    assert watch.verified == {WEIGHTS: 20, GRADIENTS: 35}
+
+
+def test_rollback_keeps_what_memory_has_verified_since_the_record(tmp_path: Path, alone: Groups) -> None:
+    watch = watch_of(tmp_path, alone, 100)
+    watch.start_from(100)
+    watch.verified = {WEIGHTS: 40}
+    watch.start_from(60)
+    assert watch.verified == {WEIGHTS: 40}
 
 
 DP2 = Layout(data=2)

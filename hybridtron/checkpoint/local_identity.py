@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
-from hybridtron.config.schema import Config
 from hybridtron.safe_open import read_regular
 from hybridtron.storage.durable import put
 
@@ -66,17 +65,19 @@ def stored_identity(run_dir: Path) -> Identity | None:
         ) from error
 
 
-def identity_for(config: Config) -> Identity:
-    """Return the identity of the run's local checkpoints. A start from scratch or from a path gets a new identity.
-
-    So no later start finds the local checkpoints of an abandoned start.
-    """
-    run_dir = Path(config.run.dir)
+def identity_for(run_dir: Path) -> Identity:
+    """Return the identity of the run's local checkpoints; a run without one gets it."""
     identity = stored_identity(run_dir)
-    if identity is None or config.run.resume != "auto":
+    if identity is None:
         identity = Identity(secrets.token_hex(8))
         _store(run_dir, identity)
     return identity
+
+
+def renew_identity(run_dir: Path) -> None:
+    """Let no later start find the local checkpoints that the run has now."""
+    if (run_dir / "checkpoints" / FILE).exists():
+        _store(run_dir, Identity(secrets.token_hex(8)))
 
 
 def with_limit(run_dir: Path, identity: Identity, step: int) -> Identity:
@@ -84,6 +85,13 @@ def with_limit(run_dir: Path, identity: Identity, step: int) -> Identity:
     limited = Identity(identity.text, (*identity.limits, step))
     _store(run_dir, limited)
     return limited
+
+
+def limit_stored(run_dir: Path, step: int) -> None:
+    """Add a limit if the run has an identity: earlier starts may have written local checkpoints."""
+    identity = stored_identity(run_dir)
+    if identity is not None:
+        with_limit(run_dir, identity, step)
 
 
 def _store(run_dir: Path, identity: Identity) -> None:

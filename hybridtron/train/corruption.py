@@ -41,6 +41,7 @@ from hybridtron.engine.engine import Engine
 from hybridtron.parallel.control import node_name
 from hybridtron.parallel.groups import Groups
 from hybridtron.train.jsonl import read_record, write_whole
+from hybridtron.train.local_checkpoints import reject_after
 from hybridtron.train.outcome import CorruptRank
 from hybridtron.train.rollback import RollbackRequested
 from hybridtron.train.supervisor.sections import VARIABLE
@@ -179,10 +180,9 @@ class CorruptionWatch:
         for line in self.groups.control.once(lambda: self._archived(failure.newest)):
             if self.groups.is_first:
                 LOG.warning("%s", line)
-        if local is not None:
-            local.reject_after(failure.newest)
-            if self.groups.is_first:
-                LOG.warning("local checkpoints after step %s may be corrupt, and are not used any more", failure.newest)
+        reject_after(failure.newest, local, self.groups.control, self.run_dir)
+        if local is not None and self.groups.is_first:
+            LOG.warning("local checkpoints after step %s may be corrupt, and are not used any more", failure.newest)
         if failure.kind == STATE or VARIABLE in os.environ:
             raise CorruptRank(f"{failure.what}; {failure.advice}", failure.rank)
 

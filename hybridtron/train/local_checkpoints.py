@@ -11,7 +11,7 @@ from typing import Any
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.local import LocalCheckpoint, folder_of_node
-from hybridtron.checkpoint.local_identity import Identity, identity_for, stored_identity
+from hybridtron.checkpoint.local_identity import Identity, identity_for, limit_stored, stored_identity
 from hybridtron.checkpoint.local_restore import newest_local
 from hybridtron.checkpoint.local_save import LocalWriter
 from hybridtron.checkpoint.save import layout_of
@@ -19,7 +19,7 @@ from hybridtron.config.pipeline_layout import with_overlap
 from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.config.schema import Config
 from hybridtron.config.units import parse_steps
-from hybridtron.parallel.control import form_again
+from hybridtron.parallel.control import Control, form_again
 from hybridtron.parallel.groups import Groups
 from hybridtron.train.supervisor.sections import START_S
 
@@ -75,13 +75,24 @@ def local_writer(config: Config, groups: Groups) -> LocalWriter | None:
     """Return the writer for local checkpoints, or None without `checkpoint.local_dir`. All ranks call this together."""
     if config.checkpoint.local_dir is None:
         return None
-    identity = Identity.of(groups.control.once(lambda: identity_for(config).values()))
+    identity = Identity.of(groups.control.once(lambda: identity_for(Path(config.run.dir)).values()))
     background = form_again(groups.control, timedelta(seconds=max(2 * config.run.timeout, START_S)))
     folder = folder_of_node(config, identity.text)
     run_dir = Path(config.run.dir)
     return LocalWriter(
         folder, groups.control, background, layout_of_parts(config, groups), run_dir=run_dir, identity=identity
     )
+
+
+def reject_after(step: int, local: LocalWriter | None, control: Control, run_dir: Path) -> None:
+    """Let no start use local checkpoints of steps after `step`. All ranks call this together.
+
+    local: writes local checkpoints; without it, those of earlier starts are only marked, and not removed
+    """
+    if local is not None:
+        local.reject_after(step)
+    else:
+        control.once(lambda: limit_stored(run_dir, step))
 
 
 def _values(identity: Identity | None) -> dict[str, Any] | None:

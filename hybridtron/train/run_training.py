@@ -10,6 +10,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.local_identity import renew_identity
 from hybridtron.config.load import to_yaml
 from hybridtron.config.pipeline_layout import launched
 from hybridtron.config.resolve import RunPlan
@@ -154,6 +155,8 @@ def open_folder(start: Checkpoint | None, initial: Checkpoint | None, config: Co
         LOG.info("initial weights are from another configuration: %s", difference)
     open_run_folder(config)
     if config.run.resume != "auto":
+        # first: if this start is killed between the two, the next one must find no local checkpoints
+        renew_identity(Path(config.run.dir))
         archive_superseded(start, config)
 
 

@@ -34,7 +34,7 @@ from hybridtron.parallel.groups import Groups
 from hybridtron.train import rollback
 from hybridtron.train.corruption import CheckFailed, CorruptionWatch
 from hybridtron.train.hooks import Hook, RunContext, StepContext
-from hybridtron.train.local_checkpoints import SavePlace, SaveTimes, is_own, local_writer
+from hybridtron.train.local_checkpoints import SavePlace, SaveTimes, is_own, local_writer, reject_after
 from hybridtron.train.lr import learning_rate, weight_decay
 from hybridtron.train.metrics import Decision, StepMetrics
 from hybridtron.train.outcome import Preempted
@@ -391,8 +391,7 @@ class Trainer:
         self.saver.settle()  # a checkpoint that is still being written may become the newest usable checkpoint
         self.start = self.restored(self.rollback.checkpoints(request, self.saver.written))
         self.resume_step = self.start.meta.step
-        if self.saver.local is not None:
-            self.saver.local.reject_after(self.resume_step)
+        reject_after(self.resume_step, self.saver.local, self.groups.control, self.run_dir)
         self.time_log.count_rollback(failed, self.resume_step)
         times = self.rollback.count(request, self.resume_step)
         self.corruption.start_from(self.resume_step)

@@ -15,12 +15,17 @@ from torch import Tensor
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import folder_of
+from hybridtron.checkpoint.local_identity import Identity, identity_for, stored_identity
 from hybridtron.config.load import load
 from hybridtron.config.resolve import RunPlan
+from hybridtron.config.schema import RunConfig
+from hybridtron.engine.corruption import WEIGHTS
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups
+from hybridtron.train.corruption import CheckFailed, CorruptionWatch
 from hybridtron.train.local_checkpoints import SavePlace, SaveTimes, layout_of_parts
 from hybridtron.train.outcome import CorruptRank
+from hybridtron.train.run_training import open_folder
 from hybridtron.train.supervisor.sections import Section
 from hybridtron.train.watchdog import Watchdog
 from tests.conftest import small_run
@@ -99,6 +104,29 @@ def test_start_from_scratch_does_not_find_earlier_local_checkpoints(train_small:
     assert steps_on(disk) == [3, 6]
     interrupted(train_small, disk, 2)
     assert [line["step"] for line in trained(tmp_path / "run")] == [1]
+
+
+def test_start_from_scratch_renews_the_identity_before_it_trains(tmp_path: Path) -> None:
+    """A start that is killed before its first step, or has no folder for local checkpoints, abandons them too."""
+    run = tmp_path / "run"
+    config = load([*small_run_arguments(tmp_path / "data", run), "run.resume=never"])
+    open_folder(None, None, config, [])
+    assert stored_identity(run) is None
+    first = identity_for(run)
+    open_folder(None, None, config, [])
+    second = stored_identity(run)
+    assert second is not None
+    assert second.text != first.text
+    open_folder(None, None, load([*small_run_arguments(tmp_path / "data", run), "run.resume=auto"]), [])
+    assert stored_identity(run) == second
+
+
+def test_corruption_limits_local_checkpoints_of_earlier_starts(tmp_path: Path, alone: Groups) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    text = identity_for(tmp_path).text
+    watch = CorruptionWatch(RunConfig(verify_state=100), alone, tmp_path)
+    watch.archive_suspects(CheckFailed(WEIGHTS, 21, "weights differ", rank=-1, newest=9), None)
+    assert stored_identity(tmp_path) == Identity(text, (9,))
 
 
 def test_full_local_disk_is_a_warning(

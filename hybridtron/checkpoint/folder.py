@@ -131,7 +131,7 @@ def point_at(folder: Path) -> None:
     """Write a checkpoint's name and digest into the pointer (the file `latest`), atomically."""
     pointer = folder.parent / POINTER
     if pointer.is_dir() and not pointer.is_symlink():
-        _archive(pointer, "broken")  # a checkpoint must be saved even if `latest` is a folder
+        archive(pointer, "broken")  # a checkpoint must be saved even if `latest` is a folder
     put(pointer, f"{folder.name} {digest_of(manifest.stored_in(folder))}\n".encode())
 
 
@@ -141,7 +141,7 @@ def archive_broken(folder: Path) -> str:
     Returns a message with the new path, or with the reason why the folder can't be renamed.
     """
     try:
-        return f"the folder was renamed to {_archive(folder, 'broken')}"
+        return f"the folder was renamed to {archive(folder, 'broken')}"
     except OSError as error:
         return f"{folder} can't be renamed: {error}"
 
@@ -165,8 +165,8 @@ def _fault(folder: Path) -> str | None:
     return None
 
 
-def _archive(folder: Path, mark: str) -> Path:
-    """Rename the folder `NAME` to `MARK-NAME`, or to `MARK-NAME-2`, `MARK-NAME-3`, ... if that name exists.
+def archive(folder: Path, mark: str) -> Path:
+    """Rename a folder `NAME` to `MARK-NAME`, or to `MARK-NAME-2`, `MARK-NAME-3`, ... if that name exists.
 
     Returns the new path.
     """
@@ -185,7 +185,7 @@ def archive_later(run_dir: Path, after: int, mark: str = "superseded") -> list[P
     A run that restarts at step `after` calls this, since it will write new checkpoints of the same steps.
     """
     later = [folder for folder in all_of(run_dir) if step_of(folder) > after]
-    return [_archive(folder, mark) for folder in later]
+    return [archive(folder, mark) for folder in later]
 
 
 def apply_retention(

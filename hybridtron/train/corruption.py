@@ -8,9 +8,9 @@ Each check of `engine/corruption.py` concerns the state after the step before:
 
 Weights and gradients are also checked in the first step after a start or a rollback; the state from the second step
 on. If a check fails, the ranks exchange the digests that differ. A rank is at fault if most of its peers agree on other
-bits; of two ranks, both are named. Checkpoints since the last check of the kind that passed are renamed to
-`suspect-...`, so that no start uses them, and local ones are removed. A start from scratch costs time, but a start from
-corrupt values costs the run. Then
+bits; of two ranks, both are named. Checkpoints since the last check of the kind that passed, and exports of them, are
+renamed to `suspect-...`, so that no start uses them. Local ones are removed. A start from scratch costs time, but a
+start from corrupt values costs the run. Then
 
     state, or under a supervisor   the run ends with CorruptRank; the supervisor replaces the rank's node by a spare, if
                                    there is one, and starts all ranks again
@@ -34,6 +34,7 @@ from pathlib import Path
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.local_save import LocalWriter
 from hybridtron.checkpoint.save import Saver
+from hybridtron.config.checks.export import exported_step
 from hybridtron.config.schema import RunConfig
 from hybridtron.data.batch import Batch
 from hybridtron.engine.corruption import GRADIENTS, STATE, WEIGHTS
@@ -187,11 +188,15 @@ class CorruptionWatch:
             raise CorruptRank(f"{failure.what}; {failure.advice}", failure.rank)
 
     def _archived(self, newest: int) -> list[str]:
-        """Rename the checkpoints after a step; return a line for each, and one if no checkpoint is left."""
+        """Rename checkpoints and exports after a step; return a line for each, and one if no checkpoint is left."""
         renamed = checkpoints.archive_later(self.run_dir, newest, "suspect")
         lines = [f"a checkpoint that may be corrupt was renamed to {path}" for path in renamed]
         if renamed and not checkpoints.all_of(self.run_dir):
             lines.append(f"no checkpoint up to step {newest} is left in {self.run_dir}")
+        for export in sorted((self.run_dir / "export").glob("*")):
+            step = exported_step(export)
+            if step is not None and step > newest and not export.name.startswith("suspect-"):
+                lines.append(f"an export that may be corrupt was renamed to {checkpoints.archive(export, 'suspect')}")
         return lines
 
     def _record(self) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.cli import train
+from hybridtron.config.export_class import RECORD
 from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config, Documents, ParallelConfig, RunConfig
 from hybridtron.engine import schedule
@@ -252,6 +253,17 @@ def test_suspect_checkpoints_are_renamed_even_if_none_is_left(
     watch.archive_suspects(CheckFailed(WEIGHTS, 21, "weights differ", rank=-1, newest=9), None)
     assert checkpoints.all_of(tmp_path) == []
     assert "no checkpoint up to step 9 is left" in caplog.text
+
+
+def test_exports_of_suspect_checkpoints_are_renamed(tmp_path: Path, alone: Groups) -> None:
+    """So the phase's end is exported again, and a restart is not refused because of the folder."""
+    watch = watch_of(tmp_path, alone, 9, 8, 10)
+    exports = tmp_path / "export"
+    for name, step in (("early", 8), ("late", 10), ("suspect-older", 10)):
+        (exports / name).mkdir(parents=True)
+        (exports / name / RECORD).write_text(json.dumps({"step": step}))
+    watch.archive_suspects(CheckFailed(WEIGHTS, 12, "weights differ", rank=-1, newest=9), None)
+    assert {path.name for path in exports.iterdir()} == {"early", "suspect-late", "suspect-older"}
 
 
 def test_verified_checkpoint_is_kept_from_the_first_step_of_a_start(tmp_path: Path, alone: Groups) -> None:

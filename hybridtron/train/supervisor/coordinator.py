@@ -223,6 +223,7 @@ class Coordinator:
 
     def _end_ranks(self) -> None:
         """Name the rank at fault, and end all ranks."""
+        self._record_unfinished_restart()
         self.fault = self._cause()
         self.say(f"FAULT {self.fault.words()}")
         finished = self._outcome().get("outcome") == "finished"
@@ -376,13 +377,17 @@ class Coordinator:
         except OSError as error:  # a full disk must not end a healthy run
             self.say(f"this fault can't be recorded: {error}")
 
+    def _record_unfinished_restart(self) -> None:
+        """Record the last fault if no step has ended since: only its description is known."""
+        if self.fault is not None:
+            self.fault.repeated_s = 0.0
+            self._record(self.fault)
+
     def _finish(self, code: int, why: str) -> None:
         """End the launch."""
         self.state = "over"
         self.code = code
-        if self.fault is not None:  # not survived: only its description is known
-            self.fault.repeated_s = 0.0
-            self._record(self.fault)
+        self._record_unfinished_restart()
         if self.survived:
             self.say(f"time lost by cause: {faults.words(self.survived)}")
         if self.generation > 0 or code not in FINAL:

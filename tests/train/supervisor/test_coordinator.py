@@ -162,6 +162,16 @@ def test_restarts_without_a_newer_checkpoint_are_limited(tmp_path: Path) -> None
     assert "no newer checkpoint (run.restarts)" in nodes.said[-1]
 
 
+def test_fault_before_the_first_step_of_a_restart_leaves_the_record_of_the_fault_before(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, restarts=5)
+    nodes.fail(2)
+    nodes.fail(1)
+    nodes.message(0, "trained", resumed=0)
+    first, second = faults.read(tmp_path)
+    assert (first.rank, first.repeated_s) == (2, 0.0)
+    assert (second.rank, second.repeated_s) == (1, 14.0)
+
+
 def test_error_that_comes_again_ends_the_launch(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, restarts=5)
     nodes.fail(1, code=1)

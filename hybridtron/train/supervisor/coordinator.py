@@ -325,7 +325,7 @@ class Coordinator:
         newest = newest_step(self.plan.run_dir)
         if newest > self.newest:
             self.tries = 0
-            self.newest = newest
+        self.newest = newest  # lower than before if checkpoints were renamed after silent corruption
         self.tries += 1
         if self.tries > self.plan.restarts:
             self._finish(1, f"{self.plan.restarts} restarts in a row wrote no newer checkpoint (run.restarts)")

@@ -172,6 +172,19 @@ def test_fault_before_the_first_step_of_a_restart_leaves_the_record_of_the_fault
     assert (second.rank, second.repeated_s) == (1, 14.0)
 
 
+def test_checkpoints_newer_than_the_ones_left_after_corruption_count_as_newer(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 5)
+    checkpoint(tmp_path, 10)
+    nodes = Nodes(tmp_path, restarts=2)
+    path = tmp_path / "checkpoints/step-00000010"
+    path.rename(path.with_name("suspect-step-00000010"))
+    nodes.fail(1)
+    for step in (6, 7, 8):
+        checkpoint(tmp_path, step)
+        nodes.fail(1)
+    assert nodes.coordinator.code is None
+
+
 def test_error_that_comes_again_ends_the_launch(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, restarts=5)
     nodes.fail(1, code=1)

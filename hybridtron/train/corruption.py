@@ -6,11 +6,12 @@ Each check of `engine/corruption.py` concerns the state after the step before:
     weights     every `run.verify_state` steps: all copies of a shard have equal bits
     gradients   every `run.verify_every` steps: all data-parallel ranks compute equal gradients of one micro-batch
 
-Weights and gradients are also checked in the first step after a start or a rollback; the state from the second step
-on. If a check fails, the ranks exchange the digests that differ. A rank is at fault if most of its peers agree on other
-bits; of two ranks, both are named. Checkpoints since the last check of the kind that passed, and exports of them, are
-renamed to `suspect-...`, so that no start uses them. Local ones are removed. A start from scratch costs time, but a
-start from corrupt values costs the run. Then
+Weights and gradients are also checked in the first step after a checkpoint was restored: at a start, at a rollback, and
+at the beginning of a phase that needs another engine. The state is checked from the second step on. If a check fails,
+the ranks exchange the digests that differ. A rank is at fault if most of its peers agree on other bits; of two ranks,
+both are named. Checkpoints since the last check of the kind that passed, and exports of them, are renamed to
+`suspect-...`, so that no start uses them. Local ones are removed. A start from scratch costs time, but a start from
+corrupt values costs the run. Then
 
     state, or under a supervisor   the run ends with CorruptRank; the supervisor replaces the rank's node by a spare, if
                                    there is one, and starts all ranks again
@@ -114,7 +115,7 @@ class CorruptionWatch:
         self.run_dir = run_dir
         self.every = {WEIGHTS: run.verify_state, GRADIENTS: run.verify_every}
         self.verified: dict[str, int] = {}  # kind -> last step that a check has verified
-        self.first = 0  # first step after the start or the last rollback
+        self.first = 0  # first step after a checkpoint was restored, or of a new run
         self.gradient_checks = 0
         self.recorded: dict[str, int] = {}  # the content of FILE, as far as this start has written it
 
@@ -127,7 +128,7 @@ class CorruptionWatch:
 
         continues: True if a checkpoint of this run was restored. Otherwise the records of earlier starts do not apply.
         """
-        self.first = step + 1
+        self.restored(step)
         if not self._kinds:
             return
         path = self.run_dir / "logs" / FILE
@@ -138,8 +139,12 @@ class CorruptionWatch:
         if self.groups.is_first:
             self._record()  # the next start must not apply a record of steps that are trained again
 
+    def restored(self, step: int) -> None:
+        """Begin after the checkpoint of a step was restored within this start: all copies agree, whatever it holds."""
+        self.first = step + 1
+
     def due(self, kind: str, step: int) -> bool:
-        """Return True if a step makes this check: the one after a multiple of the interval, or the first of a start."""
+        """Return True if a step makes this check: the one after a multiple of the interval, or the first."""
         every = self.every[kind]
         return every is not None and (step == self.first or (step - 1) % every == 0)
 

@@ -197,6 +197,7 @@ class Trainer:
         boundary = Checkpoint.open(checkpoints.folder_of(self.run_dir, phase.start_step))
         self.start = self.restored([boundary])
         self.resume_step = phase.start_step
+        self.corruption.restored(self.resume_step)
 
     def train_phase(self, phase: ResolvedPhase) -> None:
         """Train the remaining steps of one phase. An evaluation and a checkpoint follow the last step."""

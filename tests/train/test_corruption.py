@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hybridtron.checkpoint import folder as checkpoints
+from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.cli import train
 from hybridtron.config.export_class import RECORD
 from hybridtron.config.resolve import resolve
@@ -31,6 +33,7 @@ from hybridtron.proving.audit.audit import micro_batches
 from hybridtron.proving.audit.cases import Layout, small, small_model
 from hybridtron.train.corruption import FILE, CheckFailed, CorruptionWatch, Suspects, suspects_of
 from hybridtron.train.outcome import CorruptRank
+from hybridtron.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.slow import slow_except
 from tests.train.conftest import small_run_arguments
@@ -284,6 +287,27 @@ def test_newest_checkpoint_that_each_kind_has_verified_is_kept(tmp_path: Path, a
     engine: Any = SimpleNamespace(checks=SimpleNamespace(counts={WEIGHTS: 0}))
     watch.end_step(engine, 201, saver)
     assert checkpoints.newest_up_to(tmp_path, saver.verified) == {checkpoints.folder_of(tmp_path, 200)}
+
+
+def test_phase_that_starts_from_a_checkpoint_does_not_verify_it(
+    tmp_path: Path, alone: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = watch_of(tmp_path, alone, 0)
+    watch.start_from(0)
+    engines = SimpleNamespace(needs_rebuild=lambda phase: True)
+    trainer: Any = SimpleNamespace(
+        corruption=watch, engines=engines, watchdog=Mock(), saver=Mock(), run_dir=tmp_path,
+        reached_by_training=lambda phase: True, restored=lambda candidates: None,
+    )  # fmt: skip
+    monkeypatch.setattr(Checkpoint, "open", lambda folder: None)
+    phase: Any = SimpleNamespace(start_step=50, settings=SimpleNamespace(name="second"))
+    Trainer.load_phase_start(trainer, phase)
+    saver: Any = SimpleNamespace(step=50, verified=frozenset())
+    engine: Any = SimpleNamespace(checks=SimpleNamespace(counts={WEIGHTS: 0}))
+    watch.end_step(engine, 51, saver)
+    assert watch.verified == {WEIGHTS: 0}
+    watch.end_step(engine, 52, saver)
+    assert watch.verified == {WEIGHTS: 51}
 
 
 def test_rollback_lowers_the_verified_step_of_the_next_start(tmp_path: Path, alone: Groups) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
@@ -15,6 +16,7 @@ from hybridtron.config.load import to_yaml
 from hybridtron.config.pipeline_layout import launched
 from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import Config
+from hybridtron.data.loader import STACKS
 from hybridtron.determinism import deterministic
 from hybridtron.device import megatron_context
 from hybridtron.ops.dispatch import force_on_all_threads
@@ -75,7 +77,7 @@ def run_training(plan: RunPlan, requests: StopRequests, hooks: Sequence[Hook] = 
     ):
         try:
             groups = join_ranks(config, failures, pipe)
-            start = newer_local_start(shared_starting_point(config, groups.control), plan, groups)
+            start = find_start(plan, groups, pipe)
             if start is not None:
                 check_same_model(start, plan)
                 if launched().rank == 0 and (change := changed_cuts(start, plan)) is not None:
@@ -123,6 +125,17 @@ def changes_of_model(initial: Checkpoint | None, plan: RunPlan) -> list[str]:
     lines = check_same_weights(initial, plan.phases[0].arch, "run.weights", True)
     check_copies_learn(initial, plan)
     return lines
+
+
+def find_start(plan: RunPlan, groups: Groups, pipe: SectionPipe) -> Checkpoint | None:
+    """Return the checkpoint to resume from, or None.
+
+    The search is a piece of work of its own for the supervisor: it may read and fetch all of a node's local checkpoint.
+    """
+    if pipe.file is not None:
+        signal.signal(STACKS, signal.SIG_IGN)  # a rank that has announced work must survive this signal
+    pipe.announce(SectionWork(Section.start, 0, "the search for a checkpoint"))
+    return newer_local_start(shared_starting_point(plan.config, groups.control), plan, groups)
 
 
 def join_ranks(config: Config, failures: Failures, pipe: SectionPipe) -> Groups:

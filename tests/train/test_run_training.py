@@ -6,7 +6,9 @@ import errno
 import itertools
 import json
 import math
+import os
 import shutil
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,14 +20,18 @@ from safetensors.torch import load_file
 
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.config.load import load, to_yaml
+from hybridtron.config.resolve import RunPlan
 from hybridtron.data.batch import Batch
+from hybridtron.data.loader import STACKS
 from hybridtron.engine.engine import Engine
 from hybridtron.engine.schedule import StepLoss
+from hybridtron.parallel.groups import Groups
 from hybridtron.problems import Code, ConfigError
 from hybridtron.storage.digest import digest_of
 from hybridtron.train.report import sample_report
-from hybridtron.train.run_training import open_run_folder
-from tests.train.conftest import VOCAB, Refused, Train
+from hybridtron.train.run_training import find_start, open_run_folder
+from hybridtron.train.supervisor.sections import VARIABLE, SectionPipe
+from tests.train.conftest import VOCAB, Refused, Train, small_run_arguments
 from tests.train.faults import ending_of, outcome_of
 
 REQUIRED_METRICS = {
@@ -394,3 +400,17 @@ def test_full_disk_leaves_the_stored_configuration(tmp_path: Path, monkeypatch: 
     with pytest.raises(ConfigError):
         open_run_folder(config)
     assert (tmp_path / "run" / "config.yaml").read_text() == stored
+
+
+def test_supervisor_hears_of_the_search_for_a_checkpoint(tmp_path: Path, alone: Groups) -> None:
+    plan = RunPlan.of(load(small_run_arguments(tmp_path / "data", tmp_path / "run")))
+    reading, writing = os.pipe()
+    before = signal.getsignal(STACKS)
+    try:
+        assert find_start(plan, alone, SectionPipe({VARIABLE: str(writing)})) is None
+        assert os.read(reading, 4096) == b"start 0 the search for a checkpoint\n"
+        assert signal.getsignal(STACKS) == signal.SIG_IGN
+    finally:
+        signal.signal(STACKS, before)
+        os.close(reading)
+        os.close(writing)

@@ -10,11 +10,12 @@ at that time, or its disk may fail, and come back with them.
 from __future__ import annotations
 
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from hybridtron.checkpoint.manifest import BrokenCheckpoint
+from hybridtron.problems import ConfigError, Problem
 from hybridtron.safe_open import read_regular
 from hybridtron.storage.durable import put
 
@@ -52,7 +53,7 @@ class Identity:
 
 
 def stored_identity(run_dir: Path) -> Identity | None:
-    """Return the identity of a run's local checkpoints, or None if the run has none. Raises BrokenCheckpoint."""
+    """Return the identity of a run's local checkpoints, or None if the run has none. Raises ConfigError."""
     path = run_dir / "checkpoints" / FILE
     try:
         text, *limits = read_regular(path, FILE_BYTES).decode("ascii", "replace").split()
@@ -60,9 +61,8 @@ def stored_identity(run_dir: Path) -> Identity | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise BrokenCheckpoint(
-            f"{path} can't be read: {error}; delete it, and the run's local checkpoints are not used"
-        ) from error
+        why = f"can't be read: {error}; delete it, and the run's local checkpoints are not used"
+        raise ConfigError([Problem(str(path), "unreadable", why)]) from error
 
 
 def identity_for(run_dir: Path) -> Identity:
@@ -89,9 +89,10 @@ def with_limit(run_dir: Path, identity: Identity, step: int) -> Identity:
 
 def limit_stored(run_dir: Path, step: int) -> None:
     """Add a limit if the run has an identity: earlier starts may have written local checkpoints."""
-    identity = stored_identity(run_dir)
-    if identity is not None:
-        with_limit(run_dir, identity, step)
+    with suppress(ConfigError):  # no start uses local checkpoints while the file is damaged
+        identity = stored_identity(run_dir)
+        if identity is not None:
+            with_limit(run_dir, identity, step)
 
 
 def _store(run_dir: Path, identity: Identity) -> None:

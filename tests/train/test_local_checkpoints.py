@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import folder_of
-from hybridtron.checkpoint.local_identity import Identity, identity_for, stored_identity
+from hybridtron.checkpoint.local_identity import Identity, identity_for, limit_stored, renew_identity, stored_identity
 from hybridtron.config.load import load
 from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import RunConfig
@@ -29,7 +29,7 @@ from hybridtron.train.run_training import open_folder
 from hybridtron.train.supervisor.sections import Section
 from hybridtron.train.watchdog import Watchdog
 from tests.conftest import small_run
-from tests.train.conftest import Train, small_run_arguments
+from tests.train.conftest import Refused, Train, small_run_arguments
 from tests.train.faults import happening, trained
 from tests.train.test_corruption import flip_state
 from tests.train.test_launchers import TORCHRUN, descendants, started, wait_until_step
@@ -119,6 +119,19 @@ def test_start_from_scratch_renews_the_identity_before_it_trains(tmp_path: Path)
     assert second.text != first.text
     open_folder(None, None, load([*small_run_arguments(tmp_path / "data", run), "run.resume=auto"]), [])
     assert stored_identity(run) == second
+
+
+@pytest.mark.parametrize("content", ["", "id x\n"])
+def test_damaged_identity_is_refused_until_a_start_from_scratch(content: str, refused: Refused, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    path = run / "checkpoints" / "local"
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    assert refused(*settings(tmp_path / "disk"))[str(path)].code == "unreadable"
+    limit_stored(run, 9)
+    assert path.read_text() == content
+    renew_identity(run)
+    assert stored_identity(run) is not None
 
 
 def test_corruption_limits_local_checkpoints_of_earlier_starts(tmp_path: Path, alone: Groups) -> None:

@@ -183,12 +183,13 @@ class CorruptionWatch:
         """
         if self.groups.is_first:
             LOG.error("CORRUPT: %s; %s", failure.what, failure.advice)
-        for line in self.groups.control.once(lambda: self._archived(failure.newest)):
-            if self.groups.is_first:
-                LOG.warning("%s", line)
+        # first: once the folder's checkpoints are renamed, local ones would be newer, and a start would use them
         reject_after(failure.newest, local, self.groups.control, self.run_dir)
         if local is not None and self.groups.is_first:
             LOG.warning("local checkpoints after step %s may be corrupt, and are not used any more", failure.newest)
+        for line in self.groups.control.once(lambda: self._archived(failure.newest)):
+            if self.groups.is_first:
+                LOG.warning("%s", line)
         if failure.kind == STATE or VARIABLE in os.environ:
             raise CorruptRank(f"{failure.what}; {failure.advice}", failure.rank)
 

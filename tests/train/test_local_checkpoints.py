@@ -8,6 +8,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from hybridtron.config.schema import RunConfig
 from hybridtron.engine.corruption import WEIGHTS
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups
+from hybridtron.train import corruption
 from hybridtron.train.corruption import CheckFailed, CorruptionWatch
 from hybridtron.train.local_checkpoints import SavePlace, SaveTimes, layout_of_parts
 from hybridtron.train.outcome import CorruptRank
@@ -134,11 +136,16 @@ def test_damaged_identity_is_refused_until_a_start_from_scratch(content: str, re
     assert stored_identity(run) is not None
 
 
-def test_corruption_limits_local_checkpoints_of_earlier_starts(tmp_path: Path, alone: Groups) -> None:
+def test_corruption_limits_local_checkpoints_of_earlier_starts(
+    tmp_path: Path, alone: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if a checkpoint in the run's folder can't be renamed."""
     (tmp_path / "checkpoints").mkdir()
     text = identity_for(tmp_path).text
     watch = CorruptionWatch(RunConfig(verify_state=100), alone, tmp_path)
-    watch.archive_suspects(CheckFailed(WEIGHTS, 21, "weights differ", rank=-1, newest=9), None)
+    monkeypatch.setattr(corruption.checkpoints, "archive_later", Mock(side_effect=PermissionError))
+    with pytest.raises(PermissionError):
+        watch.archive_suspects(CheckFailed(WEIGHTS, 21, "weights differ", rank=-1, newest=9), None)
     assert stored_identity(tmp_path) == Identity(text, (9,))
 
 

@@ -95,10 +95,10 @@ def test_replicas_read_the_weights_once_together(ranks: int, precision: str, tmp
         "read by all",
         total,
         "by a rank",
-        [r["model"] for _, _, r, _ in results],
+        [r.get("model", 0) for _, _, r, _ in results],
     )
     assert total["model"] == sizes["model"]
-    assert max(read["model"] for _, _, read, _ in results) < sizes["model"]
+    assert max(read.get("model", 0) for _, _, read, _ in results) < sizes["model"]
     assert total["optimizer"] == sizes["optimizer"]  # each rank has its own elements
     assert [bool(manifests) for _, _, _, manifests in results] == [True, *[False] * (ranks - 1)]
 

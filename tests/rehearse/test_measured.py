@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 MEASURED = sorted((ROOT / "benchmarks/cards/measured").glob("*.json"))
 REHEARSE = [sys.executable, "-m", "hybridtron", "rehearse", "--gpu", "h200", "--gpus", "1", "--without-packages"]
 WITHIN = 0.02  # planned memory
-NEAR = (0.9, 1.6)  # modelled speed divided by measured speed: kernels are faster today, and their times lower bounds
+NEAR = (0.9, 1.9)  # modelled speed divided by measured speed: kernels are faster today, and their times lower bounds
 
 
 @pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem)

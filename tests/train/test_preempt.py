@@ -62,7 +62,7 @@ def test_signals_during_saving_or_evaluation_wait_for_the_next_step(
     assert train_small("run.eval_every=7") == 75
     assert ending_of(tmp_path / "run") == {
         "outcome": "preempted",
-        "step": 6 if where == "save" else 7,
+        "step": 6 if where == "save" else 8,
         "reason": "SIGTERM",
     }
 

@@ -43,6 +43,7 @@ def test_job_continues_without_a_node_that_has_no_room(
     assert answer(tmp_path, capsys) == "go n1 n2 0"
 
 
+@pytest.mark.slow
 def test_attempt_fails_if_no_node_can_copy(
     counting_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,7 @@
-"""The rehearsal's model of time against steps that were measured on a GPU."""
+"""The rehearsal's model of time and memory against steps that were measured on a GPU.
+
+Kernels have changed since the measurements: today they are faster and save less. So the limits are wide on one side.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ pytest.importorskip("triton")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 MEASURED = sorted((ROOT / "benchmarks/cards/measured").glob("*.json"))
 REHEARSE = [sys.executable, "-m", "hybridtron", "rehearse", "--gpu", "h200", "--gpus", "1", "--without-packages"]
-WITHIN = 0.02  # planned memory
-NEAR = (0.9, 1.9)  # modelled speed divided by measured speed: kernels are faster today, and their times lower bounds
+SPEED = (0.9, 2.0)  # modelled speed divided by measured speed; modelled times are lower bounds
+MEMORY = (0.9, 1.02)  # planned memory divided by measured memory
 
 
 @pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem)
@@ -28,7 +31,7 @@ def test_modelled_steps_are_near_measured_ones(path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     (report,) = json.loads(done.stdout)
     model = report["model"]
-    assert NEAR[0] < model["tokens_per_second"] / card["tokens_per_second"] < NEAR[1]
+    assert SPEED[0] < model["tokens_per_second"] / card["tokens_per_second"] < SPEED[1]
     assert model["bound"] == "device-bound"
     assert model["step_device_seconds"] > model["step_host_seconds"] > 0
-    assert report["memory"]["planned"] == pytest.approx(1e9 * card["peak_gb"], rel=WITHIN)
+    assert MEMORY[0] < report["memory"]["planned"] / (1e9 * card["peak_gb"]) < MEMORY[1]

@@ -379,7 +379,7 @@ LAYOUTS: dict[str, tuple[Layout, bool, dict[Case, Words]]] = {
 
 @pytest.mark.gloo
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", slow_except(LAYOUTS, "dp2", "dp3"))
+@pytest.mark.parametrize("name", slow_except(LAYOUTS, "dp2"))
 def test_faults_are_found_in_time_and_quiet_runs_report_none(name: str, tmp_path: Path) -> None:
     layout, distributed, expected = LAYOUTS[name]
     (tmp_path / "logs").mkdir()

@@ -13,6 +13,7 @@ from hybridtron import determinism
 from hybridtron.determinism import deterministic
 from hybridtron.device import Package
 from hybridtron.ops import dispatch
+from hybridtron.ops.attention import table
 from hybridtron.ops.registry import OPS
 from tests.train.conftest import Train, small_run_arguments
 from tests.train.faults import train_ranks, trained
@@ -78,6 +79,7 @@ def test_kernels_without_a_fixed_order_are_skipped(
     def found(name: str) -> Package:
         return Package(name, ModuleType(name) if name in installed else None, "as the test says")
 
+    monkeypatch.setattr(table, "compute_capability", lambda: (8, 0))
     for module in (dispatch, sys.modules[OPS[op].named(form).function.__module__]):
         monkeypatch.setattr(module, "optional_package", found)
     assert OPS[op].choice("cuda")[0] == form

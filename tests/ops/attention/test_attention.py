@@ -27,6 +27,7 @@ from hybridtron.ops.attention import (
     blocked,
     flash_attn,
     remember,
+    table,
     torch_kernels,
 )
 from hybridtron.ops.attention.flash_attn import PACKAGE
@@ -446,6 +447,7 @@ def test_namespace_of_flash_attn_4_is_not_taken_for_flash_attn(
         (tmp_path / name).touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(dispatch, "optional_package", optional_package.__wrapped__)
+    monkeypatch.setattr(table, "compute_capability", lambda: (8, 0))
     assert attention.choice("cuda")[0] == chosen
 
 

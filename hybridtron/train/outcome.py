@@ -278,6 +278,9 @@ def clock(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
+GONE = "is gone: it was killed or crashed"  # a process's fault
+
+
 def process_fault(process: int) -> str | None:
     """Return a description such as `is stopped (SIGSTOP)` if a process on this machine is dead or stopped, else None.
 
@@ -288,8 +291,8 @@ def process_fault(process: int) -> str | None:
     try:
         state = (PROC / str(process) / "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return "is gone: it was killed or crashed"
-    return {"Z": "is gone: it was killed or crashed", "T": "is stopped (SIGSTOP)"}.get(state)
+        return GONE
+    return {"Z": GONE, "T": "is stopped (SIGSTOP)"}.get(state)
 
 
 def waits_for_others(frames: Iterable[FrameType]) -> bool:

@@ -16,9 +16,11 @@ import resource
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -29,7 +31,7 @@ from hybridtron.config.schema import RunConfig
 from hybridtron.listening import LOCALHOST
 from hybridtron.problems import ConfigError, Problem
 from hybridtron.train.launcher import GRACE_S, Launcher
-from hybridtron.train.outcome import EXIT_PREEMPTED
+from hybridtron.train.outcome import EXIT_PREEMPTED, GONE
 from hybridtron.train.preempt import SIGNALS
 from hybridtron.train.supervisor.child import STACKS, Child
 from hybridtron.train.supervisor.coordinator import Coordinator, LaunchPlan
@@ -39,6 +41,7 @@ from hybridtron.train.supervisor.sections import VARIABLE, SectionClock
 
 POLL_S = 0.1
 STACKS_S = 0.5  # seconds for a rank to write its stacks
+GONE_S = 1.0  # seconds for the last threads of a process that ends
 LAUNCHER_S = 1.0  # seconds between checks whether torchrun is alive
 GOODBYE_S = 10.0  # seconds for the other supervisors to end
 SPARES = "HYBRIDTRON_SPARES"  # environment variable: number of spare nodes, which the job script sets
@@ -256,13 +259,21 @@ class Supervisor:
         self.child = Child(self.clock, {name: str(value) for name, value in variables.items()})
 
     def _describe(self, why: str) -> None:
-        """Describe the child's work; after a hang, the child also writes its stacks."""
+        """Describe the child's work, or its end; after a hang, the child also writes its stacks."""
         if self.child is None:
             return
         if why == "hung" and self.child.heard:  # before its first piece of work it does not handle the signal
             self.child.forward(STACKS)
             time.sleep(STACKS_S)
-        self._send("work", self.child.report())
+        report = self.child.report()
+        if report["fault"] == GONE:  # a process that ends is gone while its last threads still run, and has no code yet
+            with suppress(subprocess.TimeoutExpired):
+                self.child.process.wait(GONE_S)
+        code = self.child.process.poll()
+        if code is None:
+            self._send("work", report)
+        else:
+            self._report_end(self.child, code)
 
     def _stop(self) -> None:
         if self.child is None:

@@ -34,8 +34,12 @@ def folder_of(run_dir: Path, step: int) -> Path:
 
 def all_of(run_dir: Path) -> list[Path]:
     """List all checkpoints in a run's folder, oldest first. They are not verified."""
-    paths = [path for path in (run_dir / "checkpoints").glob("step-*") if is_name(path.name)]
-    return sorted(paths, key=step_of)
+    return step_folders(run_dir / "checkpoints")
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """List the folders of steps in a folder, oldest first."""
+    return sorted((path for path in folder.glob("step-*") if is_name(path.name)), key=step_of)
 
 
 def newest_up_to(run_dir: Path, steps: Iterable[int]) -> set[Path]:

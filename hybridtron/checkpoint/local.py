@@ -25,6 +25,7 @@ from torch import Tensor
 from hybridtron.checkpoint import manifest
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.files import copy, read_chunk
+from hybridtron.checkpoint.folder import step_folders, step_of
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.config.schema import Config
 from hybridtron.nested import NotParsed, json_of
@@ -108,16 +109,6 @@ def folder_of_node(config: Config, identity: str) -> Path:
     return Path(config.checkpoint.local_dir) / f"{name}-{identity}" / node_name()
 
 
-def step_folders(folder: Path) -> list[Path]:
-    """List the folders of all steps in a node's folder, oldest first."""
-    by_step: list[tuple[int, Path]] = []
-    for path in folder.glob("step-*"):
-        step = manifest.step_in(path.name)
-        if step is not None:
-            by_step.append((step, path))
-    return [path for _, path in sorted(by_step)]
-
-
 def part_name(part: int) -> str:
     return f"part-{part:05}"
 
@@ -131,8 +122,7 @@ def keep_newest(folder: Path, count: int) -> None:
 def drop_after(folder: Path, step: int) -> None:
     """Remove a node's local checkpoints of steps after `step`, at which training continues."""
     for path in step_folders(folder):
-        number = manifest.step_in(path.name)
-        if number is not None and number > step:
+        if step_of(path) > step:
             remove(path)
     remove_temporaries(folder)
 

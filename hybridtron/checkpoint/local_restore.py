@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridtron.checkpoint.local import LocalCheckpoint, part_name, remove, step_folders
+from hybridtron.checkpoint.folder import step_folders
+from hybridtron.checkpoint.local import LocalCheckpoint, part_name, remove
 from hybridtron.checkpoint.local_files import Receiver, Sender, files_in, files_of, pass_files
 from hybridtron.checkpoint.local_identity import Identity
 from hybridtron.checkpoint.manifest import BrokenCheckpoint, name_of

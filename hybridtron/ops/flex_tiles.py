@@ -127,9 +127,9 @@ def _compiled(sizes: KernelSizes) -> Callable[..., Tensor]:
     If torch can't make a kernel for fixed sizes, its error is raised: FlexAttention does not run without a kernel. A
     kernel for any sizes warns and computes.
     """
-    own = types.FunctionType(_attended.__code__.replace(), _attended.__globals__)
+    function = types.FunctionType(_attended.__code__.replace(), _attended.__globals__)
     fixed = sizes.lengths is not None
-    return torch.compile(own, dynamic=not fixed, fullgraph=fixed)
+    return torch.compile(function, dynamic=not fixed, fullgraph=fixed)
 
 
 def _attended(q_BHLK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, block_mask: BlockMask, enable_gqa: bool) -> Tensor:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hybridtron.checkpoint import local_files, local_restore, local_save
-from hybridtron.checkpoint.folder import newest
-from hybridtron.checkpoint.local import LocalCheckpoint, drop_after, part_name, step_folders
+from hybridtron.checkpoint.folder import newest, step_folders
+from hybridtron.checkpoint.local import LocalCheckpoint, drop_after, part_name
 from hybridtron.checkpoint.local_identity import Identity, stored_identity
 from hybridtron.checkpoint.local_restore import newest_local
 from hybridtron.checkpoint.local_save import LocalWriter
@@ -45,6 +45,17 @@ def flip(path: Path) -> None:
 
 def blocks_of(engine: Engine) -> list[Tensor]:
     return [block.data for of_kind in engine.blocks().values() for block in of_kind]
+
+
+def noting(outcome: dict[str, Any], printed: io.StringIO) -> Callable[[str, object], None]:
+    """Return a function that notes a value under a name, with the text that was printed since the last note."""
+
+    def note(name: str, value: object) -> None:
+        outcome[name] = (value, printed.getvalue())
+        printed.truncate(0)
+        printed.seek(0)
+
+    return note
 
 
 class Node:
@@ -107,13 +118,9 @@ def lived(seat: Seat, nodes: str, asynchronous: bool, folder: Path) -> Outcome:
     config.phases[0].global_batch = 2 * seat.world_size
     config.checkpoint.asynchronous = asynchronous
     outcome: Outcome = {}
-    with seat.groups(config.parallel) as groups, redirect_stderr(io.StringIO()) as said:
+    with seat.groups(config.parallel) as groups, redirect_stderr(io.StringIO()) as printed:
         node = Node(seat, nodes, groups, config, folder)
-
-        def note(name: str, value: object) -> None:
-            outcome[name] = (value, said.getvalue())
-            said.truncate(0)
-            said.seek(0)
+        note = noting(outcome, printed)
 
         for step in (1, 2, 3):
             node.train_and_save(step)

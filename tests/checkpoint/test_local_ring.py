@@ -16,7 +16,7 @@ from hybridtron.checkpoint.local import part_name
 from hybridtron.parallel import control as controls
 from hybridtron.parallel import passing
 from hybridtron.parallel.pool import Seat
-from tests.checkpoint.test_local import Node
+from tests.checkpoint.test_local import Node, noting
 from tests.conftest import small_run
 from tests.distributed import run_distributed
 
@@ -56,11 +56,7 @@ def ring(seat: Seat, folder: Path) -> dict[str, Any]:
     outcome: dict[str, Any] = {}
     with seat.groups(config.parallel) as groups, redirect_stderr(io.StringIO()) as printed:
         node = Node(seat, NODES, groups, config, folder)
-
-        def note(name: str, value: object) -> None:
-            outcome[name] = (value, printed.getvalue())
-            printed.truncate(0)
-            printed.seek(0)
+        note = noting(outcome, printed)
 
         def lose(name: str) -> None:
             node.on(name, lambda: shutil.rmtree(node.folder))

@@ -99,7 +99,7 @@ def test_imported_experts_give_the_logits_of_transformers(settings: dict[str, An
 
 
 def test_layers_for_further_tokens_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As in published folders of Nemotron 3 Super; transformers leaves them out too."""
+    """Published folders of Nemotron 3 Super have such layers, which transformers leaves out, too."""
     theirs = written(tmp_path / "in", 4.0, **EXPERTS, moe_latent_size=12)
     file = tmp_path / "in/model.safetensors"
     further = {"mtp.layers.0.eh_proj.weight": torch.ones(32, 64), "mtp.layers.1.mixer.gate.weight": torch.ones(8, 32)}

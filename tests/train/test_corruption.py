@@ -85,7 +85,7 @@ FAULTS: dict[str, Callable[[Engine], None]] = {
 
 
 class Found(NamedTuple):
-    """What a rank's watch has found: kind, step, rank, and newest usable step; and its weights' digests."""
+    """Failure that a rank reports: kind, step, rank, and newest usable step; and digests of the rank's weights."""
 
     fault: tuple[str, int, int, int] | None
     digests: list[int]

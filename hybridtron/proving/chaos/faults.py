@@ -6,7 +6,6 @@ the fault is not possible at the moment, the function returns None.
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 import shutil
@@ -16,9 +15,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybridtron.proving.chaos.ordeal_hook import fill
 from hybridtron.proving.chaos.training_run import ProcessStart, Run
 
 DISK_MIB = 32  # size of the file system that can be filled
+
+
+def unshare_mounts() -> list[str]:
+    """Return a command's first words that give it a mount namespace of its own; [] if the system allows none."""
+    if shutil.which("unshare") is None:
+        return []
+    for unshare in (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"]):
+        if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode == 0:
+            return unshare
+    return []
 
 
 class Disk:
@@ -59,14 +69,7 @@ class Disk:
 
     def fill(self) -> None:
         """Fill the file system to the last byte."""
-        with self.ballast.open("wb", buffering=0) as file:
-            for size in (2**20, 2**12, 1):
-                try:
-                    while True:
-                        file.write(b"\0" * size)
-                except OSError as error:
-                    if error.errno != errno.ENOSPC:
-                        raise
+        fill(self.ballast)
 
     def free(self) -> None:
         """Delete the file that fills the file system."""

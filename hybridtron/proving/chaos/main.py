@@ -19,10 +19,12 @@ more than on the number of steps.
 All three runs must end with weights, optimizer states and recurrent states that are equal bit for bit. The losses of
 all steps must be equal too. No fault may stall a run for longer than twice run.timeout.
 
-With --ordeals the program instead trains a supervised run (`run.restarts`), once undisturbed and once with these faults
-in turn: a rank is killed, a rank hangs in a step or in a checkpoint, a node is lost, and a bit of a rank's moments is
-flipped (`run.verify_state`). The run must continue inside one launch, with a spare in place of the lost node and of the
-node with the flipped bit. Each fault must be found within its section's time limit.
+With --ordeals the program instead trains supervised runs (`run.restarts`), each with one fault, and compares each with
+an undisturbed run of its layout. The faults take turns: a rank is killed, hangs in a step or in a checkpoint, or is
+slow; a bit of a rank's moments is flipped (`run.verify_state`); a node is lost, also with a broken copy of its local
+checkpoint; a local disk is full. Each run must continue inside its launch, and notice its fault within a limit. Each
+fault becomes a line of --record. An interrupted program continues after the last line. --faults 8 tries each kind once,
+and all 64 take an hour or two.
 
 Faults are injected after random numbers of steps. Every kind of fault is injected once before any kind repeats. The
 --seed determines the order of faults and the numbers of steps, but not the moment within a step.
@@ -42,7 +44,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -56,13 +57,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hybridtron.limits import path_of
 from hybridtron.problems import CommandParser
-from hybridtron.proving.chaos import ordeals
+from hybridtron.proving.chaos import campaign
 from hybridtron.proving.chaos import starts as chaos_starts
 from hybridtron.proving.chaos.fault_run import HEADER, FaultRun, FaultRunFailed, Injected
-from hybridtron.proving.chaos.faults import Disk
-from hybridtron.proving.chaos.training_run import LAYOUTS, SAVE_EVERY, TIMEOUT_S, Run, arguments_of, write_data
+from hybridtron.proving.chaos.faults import Disk, unshare_mounts
+from hybridtron.proving.chaos.training_run import (
+    FAULT_EVERY,
+    LAYOUTS,
+    SAVE_EVERY,
+    TIMEOUT_S,
+    Run,
+    arguments_of,
+    write_data,
+)
 from hybridtron.resources import PACKAGE
-from hybridtron.train.supervisor import faults
 from hybridtron.train.time_log import read_time
 
 APART = "HYBRIDTRON_CHAOS_APART"  # environment variable, set once the program is in its own mount namespace
@@ -108,13 +116,21 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         prog="hybridtron chaos", description="Check that a run under random faults ends like an undisturbed run."
     )
     parser.add_argument("--steps", type=int, default=200, metavar="N", help="default: %(default)s")
-    parser.add_argument("--mean", type=float, default=20, metavar="N", help="steps between faults (%(default)s)")
+    parser.add_argument(
+        "--mean", type=float, default=FAULT_EVERY, metavar="N", help="steps between faults (%(default)s)"
+    )
     parser.add_argument("--seed", type=int, help="seed of the faults' order and steps, not of moments within a step")
     parser.add_argument("--layout", choices=LAYOUTS, default="dp2", help="layout of the two processes (%(default)s)")
-    parser.add_argument("--ordeals", action="store_true", help="faults of a supervised run, inside one launch")
+    parser.add_argument("--ordeals", action="store_true", help="faults of supervised runs, inside one launch each")
+    parser.add_argument("--faults", type=int, metavar="N", help="number of ordeals in the record (default: 64)")
+    parser.add_argument("--record", type=path_of, metavar="FILE", help="record of ordeals, with a line for each fault")
     parser.add_argument("--keep-folder", action="store_true", help="keep the run folders even if all runs are equal")
     parser.add_argument("--page", type=path_of, metavar="FILE", help="write the report to FILE, in Markdown")
     chosen = parser.parse_args(arguments)
+    if not chosen.ordeals and (chosen.faults is not None or chosen.record is not None):
+        parser.refuse("--ordeals", "missing", "--faults and --record belong to --ordeals: add --ordeals")
+    if chosen.faults is not None and chosen.faults < 1:
+        parser.refuse("--faults", "out-of-range", f"--faults {chosen.faults} must be at least 1")
     if chosen.steps < 1 or chosen.mean < 1:
         parser.refuse(
             "--steps", "out-of-range", f"--steps {chosen.steps} and --mean {chosen.mean:g} must both be at least 1"
@@ -155,34 +171,18 @@ def main(arguments: list[str]) -> int:
 
 
 def pass_ordeals(chosen: argparse.Namespace) -> int:
-    """Train a supervised run with and without ordeals, and print a report. Return the exit code."""
-    from hybridtron.proving.measuring import BenchReport, publish
-
-    home = Path("runs/chaos").absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-ordeals"
-    print(f"ordeals: {', '.join(ordeals.ORDEALS)}; run folders: {home}", flush=True)
-    write_data(home / "data")
-    steps = ordeals.placed(ordeals.ORDEALS)
-    length = max(steps.values()) + SAVE_EVERY
-    arguments = ordeals.arguments(home / "data", length)
-    clean = Run(home / "peace", arguments, length)
-    disturbed = Run(home / "ordeals", arguments, length)
-    began = time.monotonic()
-    failures = []
-    for run, its_ordeals in ((clean, {}), (disturbed, steps)):
-        run.home.mkdir()
-        codes = ordeals.run_supervised(run, its_ordeals, spares=3)  # two faults in a row use up the first spare
-        failures += ordeals.wrong(run, its_ordeals, codes)
-    result = ChaosResult(failures)
-    if not failures:
-        result = ChaosResult(differences=unequal(clean, disturbed))
-    recorded = faults.read(disturbed.folder)
-    wrong = [*result.failures, *result.differences]
-    note = f"run.timeout is {ordeals.TIMEOUT_S:g} s; a checkpoint every {SAVE_EVERY} steps; {length} steps"
-    page = BenchReport("Ordeals", notes=[note, f"time lost by cause: {faults.words(recorded)}", result.verdict, *wrong])
-    page.table("ordeals", ordeals.HEADER, ordeals.rows(disturbed, recorded))
-    publish(page, "hybridtron chaos --ordeals", chosen.page)
-    print(f"both runs took {time.monotonic() - began:.0f} s")
-    return close(home, wrong, chosen.keep_folder)
+    """Pass the ordeals that the record lacks, and print a report of the record. Return the exit code."""
+    home = Path("runs/ordeals").absolute()
+    record = chosen.record or home / "record.jsonl"
+    count = chosen.faults or campaign.MOST_FAULTS
+    try:
+        campaign.Campaign(home, record, unequal).carry_on(count, lambda line: print(line, flush=True))
+    except campaign.CampaignFailed as error:
+        print(error)
+        return 1
+    passed = campaign.read(record)
+    campaign.write_page(passed, count, chosen.page)
+    return int(any(each.wrong for each in passed))
 
 
 def close(home: Path, wrong: Sequence[str], keeps_folder: bool) -> int:
@@ -267,12 +267,11 @@ def apart(arguments: list[str]) -> None:
 
     Return only if the system allows no such namespace, or if this process is already in such a namespace.
     """
-    unshares = (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"])
-    for unshare in unshares if APART not in os.environ and shutil.which("unshare") else ():
-        if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode == 0:
-            variables = {APART: "1", "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *sys.path])}
-            command = [*unshare, sys.executable, "-P", "-m", "hybridtron", "chaos", *arguments]
-            os.execvpe(unshare[0], command, os.environ | variables)
+    unshare = [] if APART in os.environ else unshare_mounts()
+    if unshare:
+        variables = {APART: "1", "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *sys.path])}
+        command = [*unshare, sys.executable, "-P", "-m", "hybridtron", "chaos", *arguments]
+        os.execvpe(unshare[0], command, os.environ | variables)
 
 
 def exit_on_signal(number: int, _: object) -> NoReturn:

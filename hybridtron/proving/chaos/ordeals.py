@@ -1,128 +1,123 @@
-"""Ordeals of a supervised run: single faults, after which the run must continue inside the same launch.
+"""Ordeals: single faults of a supervised run, which must notice each, and end with the bits of an undisturbed run.
 
-    killed          SIGKILL for a rank
-    hung in step    SIGSTOP for a rank, between two steps
-    hung in save    SIGSTOP for a rank while it writes its part of a checkpoint
-    lost node       SIGKILL for the supervisor of a rank, whose node a spare node replaces
-    corrupt         a flipped bit in a moment of a rank, whose node a spare node replaces
+`ordeal_hook.py` lists the kinds of faults. The run has a supervisor for each of several nodes, as srun would start
+them: a node for each of the layout's ranks, and a spare node. If the system allows mounts, each node has a local disk
+of its own, a small file system in memory that is gone when the node's processes are. Local checkpoints are on it, with
+a copy of another node's part.
 
-The run has a supervisor for each of several nodes, as srun would start them: two with a rank each, and spares. Faults
-come from a hook inside the rank, so that each comes at a certain point, and once.
+A fault must be noticed within a limit:
+
+    killed, lost node    LATE_S seconds
+    hung in ...          the time limit of the section, and LATE_S seconds
+    corrupt              seconds: the next step must find the bit, and then all ranks end by themselves
+    full local disk      steps: the next local checkpoint must report it, or that after one in the run's folder
+    slow rank            20 steps, as docs/scale.md says. Ranks are compared with four data-parallel ranks and more
 """
 
 from __future__ import annotations
 
-import os
+import re
 import signal
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from hybridtron.proving.chaos.training_run import SAVE_EVERY, START_S, TRAIN, Run, arguments_of
-from hybridtron.train.hooks import Hook, StepContext
-from hybridtron.train.metrics import StepMetrics
+from hybridtron.proving.chaos.faults import unshare_mounts
+from hybridtron.proving.chaos.ordeal_hook import VARIABLE, OrdealHook, PlannedFault, marker
+from hybridtron.proving.chaos.training_run import LAYOUTS, PROCESSES, START_S, TRAIN, Run, arguments_of
+from hybridtron.train.jsonl import read_lines
 from hybridtron.train.supervisor import faults
 from hybridtron.train.supervisor.faults import RankFault
 from hybridtron.train.supervisor.supervisor import SPARES
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from hybridtron.engine.engine import Engine
-
-ORDEALS = ("killed", "hung in step", "hung in save", "lost node", "corrupt")
-VARIABLE = "HYBRIDTRON_ORDEALS"  # environment variable: ordeals and their steps, such as `killed=10,lost node=20`
-RANKS = 2
-RANK = 1  # the rank at fault
-TIMEOUT_S = 60.0  # run.timeout; a tenth of it is the shortest limit of a section
+RANKS = {**dict.fromkeys(LAYOUTS, PROCESSES), "dp4": 4}  # ranks of each layout, each on a node of its own
+STEPS = {**dict.fromkeys(LAYOUTS, 20), "dp4": 34}  # length of a run; a slow rank is named after up to 20 steps
+EVERY = 4  # steps between checkpoints in the run's folder
+LOCAL_EVERY = 2  # steps between local checkpoints
+TIMEOUT_S = 120.0  # run.timeout; a tenth of it is the shortest limit of a section
 LATE_S = 5.0  # seconds in which a dead process is found, and a hang after its section's limit
-HEADER = ("ordeal", "found as", "found after", "limit", "restarted", "repeated", "lost")
+SLOW_STEPS = 20  # steps within which a slow rank is named
+DISK_MIB = 32  # size of a node's local disk
+COMES_AS = {"broken neighbour copy": "lost node"}  # ordeals that the run's log of faults calls otherwise
+UNRECORDED = ("slow rank", "full local disk")  # ordeals after which training continues without a restart
+LOSES_NODE = ("lost node", "broken neighbour copy")
 
 
-class OrdealHook(Hook):
-    """Injects the faults that the environment variable names into one rank."""
+@dataclass(frozen=True)
+class Ordeal:
+    """A fault in a run with a layout."""
 
-    def __init__(self) -> None:
-        pairs = (pair.split("=") for pair in os.environ.get(VARIABLE, "").split(",") if pair)
-        self.ordeals = {int(step): ordeal for ordeal, step in pairs}
+    layout: str
+    fault: PlannedFault
 
-    def on_step(self, context: StepContext, metrics: StepMetrics) -> StepMetrics:
-        ordeal = self.ordeals.get(context.step)
-        if ordeal is not None and context.run.groups.rank == RANK:
-            try:
-                marker(context.run.run_dir, ordeal).touch(exist_ok=False)
-            except FileExistsError:  # after the restart the step comes again
-                return metrics
-            inject(ordeal, context.engine)
-        return metrics
+    @property
+    def kind(self) -> str:
+        return self.fault.kind
 
 
-def inject(ordeal: str, engine: Engine) -> None:
-    """Inject a fault into this process."""
-    if ordeal == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif ordeal == "hung in step":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif ordeal == "hung in save":
-        from hybridtron.checkpoint import node_files
+@dataclass(frozen=True)
+class Noticed:
+    """A run's notice of its fault.
 
-        def hang(*_: object) -> None:
-            os.kill(os.getpid(), signal.SIGSTOP)
+    words: text from its log
+    after, limit: time that it took, and the most that it may take, in the unit `s` or `steps`
+    """
 
-        assert hasattr(node_files, "write_part")  # else the rank would not hang
-        node_files.write_part = hang  # type: ignore[assignment]
-    elif ordeal == "lost node":
-        os.kill(os.getppid(), signal.SIGKILL)  # the kernel then kills this process
-        time.sleep(START_S)
-    elif ordeal == "corrupt":
-        moments = (shard.tensor("exp_avg") for shard in engine.optimizer.shards.values())
-        flip(next(moment for moment in moments if moment is not None))
+    words: str
+    after: float
+    limit: float
+    unit: str
 
 
-def flip(tensor: Tensor) -> None:
-    """Flip the lowest bit of an fp32 tensor's first element."""
-    import torch  # --help does not need it
-
-    words = tensor.view(-1).view(torch.int32)
-    words[0] ^= 1
-
-
-def arguments(data: Path, steps: int) -> tuple[str, ...]:
-    """Return the run's settings as key=value arguments."""
+def arguments(data: Path, layout: str, disk: Path) -> tuple[str, ...]:
+    """Return the settings of a layout's runs as key=value arguments. Nodes have their local disks at `disk`."""
     hook = f"run.hooks=[{OrdealHook.__module__}.{OrdealHook.__name__}]"
+    shared = arguments_of(data, STEPS[layout], layout if layout in LAYOUTS else "dp2")
     changed = (f"run.timeout={TIMEOUT_S:g}", "run.restarts=3", "run.verify_state=1", "checkpoint.async=false")
-    return (*arguments_of(data, steps, "dp2"), *changed, hook)
+    changed += ("data.workers=0",)  # starts take half the time
+    saves = (f"checkpoint.every={EVERY}", f"checkpoint.local_every={LOCAL_EVERY}", f"checkpoint.local_dir={disk}")
+    return (*shared, *changed, *saves, hook)
 
 
-def placed(ordeals: Sequence[str]) -> dict[str, int]:
-    """Return the step of each ordeal.
+def step_of(kind: str, number: int) -> int:
+    """Return the step of the `number`-th fault of a kind, from 0.
 
     Two checkpoints come before each, so that the time of a checkpoint is known. A hang in a save comes at a checkpoint,
-    the other faults come three steps after one.
+    the other faults three steps after one, and one step after a local checkpoint.
     """
-    steps = {}
-    for number, ordeal in enumerate(ordeals):
-        steps[ordeal] = (2 + 2 * number) * SAVE_EVERY
-        steps[ordeal] += SAVE_EVERY if ordeal == "hung in save" else 3
-    return steps
+    step = (2 + number) * EVERY
+    if kind == "hung in save":
+        return step + EVERY
+    return step + 3
 
 
-def run_supervised(run: Run, ordeals: Mapping[str, int], spares: int = 1) -> list[int]:
-    """Start the run's supervisors once, with these ordeals at these steps, and return their exit codes."""
-    shared = {VARIABLE: ",".join(f"{ordeal}={step}" for ordeal, step in ordeals.items()), SPARES: str(spares)}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-    shared |= {"SLURM_NTASKS": str(RANKS + spares), "SLURM_LOCALID": "0"}
+def run_supervised(run: Run, layout: str, disk: Path, fault: PlannedFault | None = None) -> list[int]:
+    """Start the run's supervisors once, with this fault, and return their exit codes."""
+    ranks = RANKS[layout]
+    shared = {VARIABLE: str(fault or ""), SPARES: "1", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    shared |= {"SLURM_NTASKS": str(ranks + 1), "SLURM_LOCALID": "0"}
+    disk.mkdir(parents=True, exist_ok=True)
+    before = with_own_disk(disk)
     supervisors = []
     try:
-        for task in range(RANKS + spares):
+        for task in range(ranks + 1):
             place = {"SLURM_PROCID": str(task), "SLURM_NODEID": str(task), "SLURMD_NODENAME": f"n{task + 1}"}
-            supervisors.append(run.start(f"task-{task}.log", TRAIN, shared | place, own_group=True))
+            log = f"task-{task}.log"
+            supervisors.append(run.start(log, TRAIN, shared | place, own_group=True, before=before))
         return [wait(supervisor) for supervisor in supervisors]
     finally:
         for supervisor in supervisors:
             supervisor.kill()  # and the kernel kills its rank
+
+
+def with_own_disk(disk: Path) -> list[str]:
+    """Return a command's first words that give it a file system of its own at `disk`; [] if mounts are not allowed."""
+    unshare = unshare_mounts()
+    if not unshare:
+        return []
+    script = f'mount -t tmpfs -o size={DISK_MIB}m hybridtron-chaos "$0" && exec "$@"'
+    return [*unshare, "sh", "-c", script, str(disk)]
 
 
 def wait(supervisor: subprocess.Popen[bytes]) -> int:
@@ -134,18 +129,68 @@ def wait(supervisor: subprocess.Popen[bytes]) -> int:
         return supervisor.wait()
 
 
-def wrong(run: Run, ordeals: Mapping[str, int], codes: Sequence[int]) -> list[str]:
-    """Describe what is wrong with a run after its ordeals, apart from its results."""
+def log_of(run: Run) -> str:
+    """Return the log of the first task, in which rank 0 and the coordinator write."""
+    path = run.home / "task-0.log"
+    if path.exists():
+        return path.read_text(errors="replace")
+    return ""
+
+
+def noticed(run: Run, ordeal: Ordeal) -> Noticed | None:
+    """Return the run's notice of its fault; None if there is none."""
+    if ordeal.kind == "slow rank":
+        return slow_rank_named(run, ordeal.fault)
+    if ordeal.kind == "full local disk":
+        return full_disk_reported(run, ordeal.fault)
     recorded = faults.read(run.folder)
+    if not recorded:
+        return None
+    fault = recorded[0]
+    begun = marker(run.folder, ordeal.kind)
+    if not begun.exists():
+        return None
+    return Noticed(fault.words(), fault.time - begun.stat().st_mtime, time_allowed(fault), "s")
+
+
+def slow_rank_named(run: Run, fault: PlannedFault) -> Noticed | None:
+    """Find the first step in which the rank was named as slow."""
+    name = f"n{fault.rank + 1} rank {fault.rank}"
+    for line in read_lines(run.folder / "metrics.jsonl"):
+        slow = line.get("slow_ranks") or {}
+        if line["step"] > fault.step and name in slow:
+            words = ", ".join(f"{rank} is {excess:.0%} slower than its peers" for rank, excess in slow.items())
+            return Noticed(words, line["step"] - fault.step, SLOW_STEPS, "steps")
+    return None
+
+
+def full_disk_reported(run: Run, fault: PlannedFault) -> Noticed | None:
+    """Find the first local checkpoint that the log reports as not written."""
+    said = re.search(r"LOCAL CHECKPOINT NOT WRITTEN at step (\d+): .*", log_of(run))
+    if said is None:
+        return None
+    return Noticed(said[0], int(said[1]) - fault.step, 2 * LOCAL_EVERY, "steps")
+
+
+def wrong(run: Run, ordeal: Ordeal, codes: Sequence[int]) -> list[str]:
+    """Describe what is wrong with a run after its ordeal, apart from its results."""
     failures = []
-    killed = int("lost node" in ordeals)
+    killed = int(ordeal.kind in LOSES_NODE)
     if sorted(codes) != [-signal.SIGKILL] * killed + [0] * (len(codes) - killed):
-        failures.append(f"the supervisors ended with {list(codes)}, and not {killed} killed: see {run.home}/task-0.log")
-    if [fault.cause for fault in recorded] != list(ordeals):
-        failures.append(f"the faults {list(ordeals)} were found as {[fault.words() for fault in recorded]}")
-    late = [fault for fault in recorded if found_after(run, fault) > time_allowed(fault)]
-    failures += [f"found after {found_after(run, fault):.1f} s: {fault.words()}" for fault in late]
-    return failures + [f"another rank is blamed: {fault.words()}" for fault in recorded if fault.rank != RANK]
+        failures.append(f"the supervisors ended with {list(codes)}, and not {killed} killed")
+    seen = noticed(run, ordeal)
+    if seen is None:
+        failures.append("the fault was not noticed")
+    elif seen.after > seen.limit:
+        failures.append(f"noticed after {seen.after:.1f} {seen.unit}, of {seen.limit:.1f}")
+    recorded = faults.read(run.folder)
+    expected = [] if ordeal.kind in UNRECORDED else [COMES_AS.get(ordeal.kind, ordeal.kind)]
+    if [fault.cause for fault in recorded] != expected:
+        failures.append(f"{expected} was expected in the log of faults: {[fault.words() for fault in recorded]}")
+    failures += [f"another rank is blamed: {fault.words()}" for fault in recorded if fault.rank != ordeal.fault.rank]
+    if ordeal.kind == "broken neighbour copy" and not re.search(r"the copy on node n\d of .* is damaged", log_of(run)):
+        failures.append("the log does not name the broken copy")
+    return failures
 
 
 def time_allowed(fault: RankFault) -> float:
@@ -157,27 +202,11 @@ def time_allowed(fault: RankFault) -> float:
     return LATE_S
 
 
-def found_after(run: Run, fault: RankFault) -> float:
-    """Return the seconds from the injection of a fault until the coordinator named it."""
-    return fault.time - marker(run.folder, fault.cause).stat().st_mtime
-
-
-def marker(run_dir: Path, ordeal: str) -> Path:
-    """Return the path of a file that is created when an ordeal begins."""
-    return run_dir / "logs" / f"ordeal {ordeal}"
-
-
-def rows(run: Run, recorded: Sequence[RankFault]) -> list[tuple[str, ...]]:
-    """Return the report's rows, with the columns of HEADER."""
-    return [
-        (
-            fault.cause,
-            fault.detail,
-            f"{found_after(run, fault):.1f} s",
-            f"{fault.limit_s:.1f} s" if fault.cause.startswith("hung") else "",
-            f"{fault.restart_s:.1f} s",
-            f"{fault.repeated_s:.1f} s",
-            f"{fault.lost_s:.1f} s",
-        )
-        for fault in recorded
-    ]
+def lost_time(run: Run) -> Mapping[str, float]:
+    """Return the seconds that a run's faults have cost, by cause."""
+    recorded = faults.read(run.folder)
+    return {
+        "found": sum(fault.found_s for fault in recorded),
+        "restarted": sum(fault.restart_s for fault in recorded),
+        "repeated": sum(fault.repeated_s for fault in recorded),
+    }

@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 import shutil
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hybridtron.checkpoint import manifest
@@ -186,10 +187,26 @@ def archive(folder: Path, mark: str) -> Path:
 def archive_later(run_dir: Path, after: int, mark: str = "superseded") -> list[Path]:
     """Rename all checkpoints of steps after `after` to `MARK-...`; return their new paths.
 
-    A run that restarts at step `after` calls this, since it will write new checkpoints of the same steps.
+    A run that restarts at step `after` calls this, since it will write new checkpoints of the same steps. The pointer
+    (the file `latest`) then names the newest valid checkpoint that is left.
     """
-    later = [folder for folder in all_of(run_dir) if step_of(folder) > after]
-    return [archive(folder, mark) for folder in later]
+    folders = all_of(run_dir)
+    later = [folder for folder in folders if step_of(folder) > after]
+    archived = [archive(folder, mark) for folder in later]
+    if archived:
+        earlier = folders[: len(folders) - len(later)]
+        with suppress(OSError):  # a pointer with a fault costs a warning, and the run must go on
+            _point_at_newest(run_dir, earlier)
+    return archived
+
+
+def _point_at_newest(run_dir: Path, folders: Sequence[Path]) -> None:
+    """Point at the last valid checkpoint in a list; remove the pointer if there is none."""
+    for folder in reversed(folders):
+        if _fault(folder) is None:
+            point_at(folder)
+            return
+    (run_dir / "checkpoints" / POINTER).unlink(missing_ok=True)
 
 
 def apply_retention(

@@ -23,6 +23,7 @@ import torch
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.finite import NotFinite
+from hybridtron.checkpoint.local import LocalCheckpoint
 from hybridtron.checkpoint.restore import restore_newest, restore_states, verify_weights
 from hybridtron.checkpoint.save import Saver, meta_of
 from hybridtron.config.resolve import ResolvedPhase, RunPlan
@@ -112,12 +113,7 @@ class Trainer:
         self.saver = Saver(
             plan, run_dir, groups, local=local, patience_s=config.run.timeout, on_written=self.report_checkpoint
         )
-        if (
-            self.saver.mirror is not None
-            and self.start is not None
-            and checkpoints.belongs_to(run_dir, self.start.folder)
-        ):
-            self.saver.mirror.offer(self.start.folder)  # an earlier start may have ended before it copied this folder
+        self.offer_to_mirror()  # an earlier start may have ended before it copied this folder
         self.skipped = 0  # how many steps were refused in this start
 
     @property
@@ -214,6 +210,7 @@ class Trainer:
                 batches = next(steps)
                 with profile_if_chosen(step, self.config.run.profile, self.run_dir / "logs", self.groups.rank):
                     metrics = self.train_step(step, phase, batches, waiting_since)
+                self.record_progress(metrics)  # an evaluation announces itself with this step
                 self.time_log.count_step(metrics, not self.engine.guard.refused)
                 # The check does not wait: the last checkpoint's tensors were copied before this step's update.
                 self.check_saved()
@@ -392,6 +389,7 @@ class Trainer:
         self.saver.settle()  # a checkpoint that is still being written may become the newest usable checkpoint
         self.start = self.restored(self.rollback.checkpoints(request, self.saver.written))
         self.resume_step = self.start.meta.step
+        self.offer_to_mirror()  # the newest copy may be of a checkpoint that is not used any more
         reject_after(self.resume_step, self.saver.local, self.groups.control, self.run_dir)
         self.time_log.count_rollback(failed, self.resume_step)
         times = self.rollback.count(request, self.resume_step)
@@ -399,6 +397,19 @@ class Trainer:
         if request.skips_data:
             self.skipped_data = self.skipped_data.and_failed(self.phases, self.resume_step, request.step)
         self.report_decision(rollback.rollback_event(request, self.resume_step, times, self.skipped_data))
+
+    def offer_to_mirror(self) -> None:
+        """Make the checkpoint from which training continues the newest copy in the mirror.
+
+        If training continues from a local checkpoint, this is the newest checkpoint in the run's folder.
+        """
+        if self.saver.mirror is None or not is_own(self.start, self.run_dir):
+            return
+        start = self.start
+        if isinstance(start, LocalCheckpoint):
+            start = checkpoints.newest(self.run_dir)
+        if start is not None:
+            self.saver.mirror.offer(start.folder)
 
     def report_decision(self, decision: Decision) -> None:
         """Pass a decision, which is a refused step or a rollback, to the hooks."""

@@ -13,7 +13,15 @@ from safetensors.torch import load_file
 
 from hybridtron.checkpoint import async_copy, manifest
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.checkpoint.folder import apply_retention, best, folder_of, newest, pointer_fault, valid_checkpoints
+from hybridtron.checkpoint.folder import (
+    apply_retention,
+    archive_later,
+    best,
+    folder_of,
+    newest,
+    pointer_fault,
+    valid_checkpoints,
+)
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.restore import restore_newest
 from hybridtron.checkpoint.save import SaveError, Saver, meta_of
@@ -307,3 +315,14 @@ def test_impossible_chunk_is_refused_without_allocating_memory(
     sealed(saved, content)
     with pytest.raises(BrokenCheckpoint):
         Checkpoint.open(saved).whole("norm.weight")
+
+
+@pytest.mark.parametrize("after", [6, 0])
+def test_pointer_names_no_checkpoint_that_was_renamed(after: int, alone: Groups, write: Write, tmp_path: Path) -> None:
+    engine = trained(alone, steps=0)
+    for step in (5, 10):
+        write(engine, step)
+    assert pointer_fault(tmp_path) is None
+    assert len(archive_later(tmp_path, after, "suspect")) == 2 - (after > 0)
+    assert pointer_fault(tmp_path) is None
+    assert [checkpoint.meta.step for checkpoint in valid_checkpoints(tmp_path)] == [5] * (after > 0)

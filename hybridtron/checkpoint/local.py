@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -28,7 +28,7 @@ from hybridtron.checkpoint.files import copy, read_chunk
 from hybridtron.checkpoint.folder import step_folders, step_of
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.config.schema import Config
-from hybridtron.nested import NotParsed, json_of
+from hybridtron.nested import json_of
 from hybridtron.parallel.control import node_name
 
 RECORD = "local.json"
@@ -54,6 +54,31 @@ class NodePartRecord:
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 
+    @classmethod
+    def of_values(cls, values: Any) -> Self:
+        """Build a record from the values of its JSON. Raises ValueError for other keys or other types of values."""
+        names = [field.name for field in fields(cls)]
+        if not isinstance(values, dict) or set(values) != set(names):
+            raise ValueError(f"its keys are not {', '.join(names)}")
+        record = cls(**values)
+        texts = (record.save, record.layout)
+        numbers = (record.part, record.limits)
+        if not all(isinstance(text, str) for text in texts) or not all(map(_is_count, numbers)):
+            raise ValueError("save and layout must be texts, part and limits numbers from 0")
+        if not _is_list_of(record.nodes, lambda ranks: _is_list_of(ranks, _is_count)):
+            raise ValueError("nodes must be lists of ranks")
+        if record.part >= len(record.nodes):
+            raise ValueError(f"it is part {record.part} of {len(record.nodes)} nodes")
+        return record
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_list_of(values: Any, is_element: Callable[[Any], bool]) -> bool:
+    return isinstance(values, list) and len(values) > 0 and all(map(is_element, values))
+
 
 class LocalCheckpoint(Checkpoint):
     """The part of a local checkpoint that the ranks of a node read.
@@ -74,9 +99,10 @@ class LocalCheckpoint(Checkpoint):
     def record(self) -> NodePartRecord:
         """The part's description. Raises BrokenCheckpoint if it is damaged."""
         try:
-            return NodePartRecord(**json_of(self.verified(RECORD)))
-        except (NotParsed, TypeError) as error:
-            raise BrokenCheckpoint(f"{self.folder / RECORD} can't be read: {error}") from error
+            return NodePartRecord.of_values(json_of(self.verified(RECORD)))
+        except ValueError as error:  # also NotParsed
+            why = f"{self.folder / RECORD} is damaged, or another version wrote it: {error}"
+            raise BrokenCheckpoint(why) from error
 
     def fault(self, index: int, count: int) -> str | None:
         """Read and verify every `count`-th file and chunk from number `index` on; return a fault, or None."""

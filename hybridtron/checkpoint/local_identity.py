@@ -9,6 +9,7 @@ at that time, or its disk may fail, and come back with them.
 
 from __future__ import annotations
 
+import re
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from hybridtron.storage.durable import put
 
 FILE = "local"
 FILE_BYTES = 2**16  # largest file that is read
+TEXT = re.compile(r"[0-9a-f]{16}")  # another text could name a folder elsewhere
+STEP = re.compile(r"\d{1,15}")
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,22 @@ def stored_identity(run_dir: Path) -> Identity | None:
     """Return the identity of a run's local checkpoints, or None if the run has none. Raises ConfigError."""
     path = run_dir / "checkpoints" / FILE
     try:
-        text, *limits = read_regular(path, FILE_BYTES).decode("ascii", "replace").split()
-        return Identity(text, tuple(map(int, limits)))
+        text, *limits = read_regular(path, FILE_BYTES).decode("ascii", "replace").splitlines() or [""]
+        if TEXT.fullmatch(text) is None:
+            raise ValueError(f"line 1 is {text!r}, and not 16 hex digits")
+        return Identity(text, tuple(_limit(line, number) for number, line in enumerate(limits, 2)))
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         why = f"can't be read: {error}; delete it, and the run's local checkpoints are not used"
         raise ConfigError([Problem(str(path), "unreadable", why)]) from error
+
+
+def _limit(line: str, number: int) -> int:
+    """Return the step in a line of the file. Raises ValueError for another text."""
+    if STEP.fullmatch(line) is None:
+        raise ValueError(f"line {number} is {line!r}, and not a step")
+    return int(line)
 
 
 def identity_for(run_dir: Path) -> Identity:

@@ -1,7 +1,7 @@
 """The newest local checkpoint from which all nodes can resume: its parts are verified, and lost parts are fetched.
 
-A node that has no valid copy of its own part gets the part from the node that keeps a copy. If that copy is damaged or
-missing, too, the next older local checkpoint is tried. Each reason is printed.
+A node that has no valid copy of its own part gets the part from another node that holds a copy: each such node is
+tried. If no copy is valid, the next older local checkpoint is tried. Each reason is printed.
 """
 
 from __future__ import annotations
@@ -126,16 +126,28 @@ def _missing(local_save: LocalSave, folder: Path, control: Control, hosts: Seque
             continue
         if has_part:
             _say(control, f"on node {hosts[node]}: {faults[node]}")
-        source = next((other for other in holders.get(node, ()) if other != node), None)
-        if source is None:
-            return f"no other node has a copy of the part of node {hosts[node]}"
-        if reason := _fetch(local_save, node, source, folder, control):
+        if reason := _fetch_from_any(local_save, node, folder, control, hosts):
             return reason
-        fetched = _faults(own if control.node == node else None, control)[node]
-        if fetched is not None:
-            return f"the copy on node {hosts[source]} of the part of node {hosts[node]} is damaged: {fetched}"
-        _say(control, f"node {hosts[node]} has its part of step {local_save.step} from node {hosts[source]}")
     return None
+
+
+def _fetch_from_any(
+    local_save: LocalSave, node: int, folder: Path, control: Control, hosts: Sequence[str]
+) -> str | None:
+    """Fetch a part from the first other node with a valid copy; return why no copy is valid, or None."""
+    part = f"the part of node {hosts[node]}"
+    own = _place(folder, local_save.step, control.node) if control.node == node else None
+    reasons: list[str] = []
+    for source in [holder for holder in local_save.holders.get(node, ()) if holder != node]:
+        reason = _fetch(local_save, node, source, folder, control, hosts)
+        if reason is None:
+            reason = _faults(own, control)[node]
+            if reason is None:
+                _say(control, f"node {hosts[node]} has its part of step {local_save.step} from node {hosts[source]}")
+                return None
+            reason = f"the copy on node {hosts[source]} of {part} is damaged: {reason}"
+        reasons.append(reason)
+    return "; ".join(reasons) or f"no other node has a copy of {part}"
 
 
 def _faults(part: Path | None, control: Control) -> list[str | None]:
@@ -151,7 +163,9 @@ def _faults(part: Path | None, control: Control) -> list[str | None]:
     return [next((by_rank[rank] for rank in ranks if by_rank[rank]), None) for ranks in control.nodes]
 
 
-def _fetch(local_save: LocalSave, node: int, source: int, folder: Path, control: Control) -> str | None:
+def _fetch(
+    local_save: LocalSave, node: int, source: int, folder: Path, control: Control, hosts: Sequence[str]
+) -> str | None:
     """Send a part from the node `source` to the node that wrote it; return the reason of a failure, or None."""
     path = _place(folder, local_save.step, node)
     sends = control.leads and control.node == source
@@ -161,7 +175,7 @@ def _fetch(local_save: LocalSave, node: int, source: int, folder: Path, control:
             files = files_of(LocalCheckpoint.open(path))
     gathered = control.all_gather(files)
     if gathered[control.nodes[source][0]] is None:
-        return f"the copy on node {source} can't be opened"
+        return f"the copy on node {hosts[source]} of the part of node {hosts[node]} can't be opened"
     listed = files_in(gathered[control.nodes[source][0]])
     target_rank = control.nodes[node][0]
     source_rank = control.nodes[source][0]

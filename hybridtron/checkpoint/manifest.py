@@ -194,6 +194,8 @@ def of_bytes(stored: bytes, path: Path) -> CheckpointManifest:
         raise
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise BrokenCheckpoint(f"{path} is not the manifest of a checkpoint: {error!r}") from error
+    if type(manifest.meta.step) is not int or manifest.meta.step < 0:
+        raise BrokenCheckpoint(f"{path} has the step {manifest.meta.step!r}, which is not a number from 0")
     if outside := [name for name in files if "/" in name or name in ("", ".", "..")]:
         raise BrokenCheckpoint(f"{path} lists the file {outside[0]!r}, which is outside the checkpoint")
     if unlisted := {chunk.file for chunk in manifest.chunks} - files.keys():

@@ -23,6 +23,7 @@ from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.finite import not_finite
 from hybridtron.checkpoint.folder import archive_broken, archive_newer_broken, belongs_to
 from hybridtron.checkpoint.local import LocalCheckpoint
+from hybridtron.checkpoint.local_identity import limit_stored
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.save import layout_of
 from hybridtron.device import random_states, set_random_states
@@ -75,9 +76,10 @@ def restore_newest(
 
     A broken candidate in the run's own folder is archived (renamed), and the next candidate is tried. A broken
     checkpoint in another folder is not renamed: ConfigError is raised. Raises BrokenCheckpoint if no candidate is
-    valid.
+    valid. Then the next start uses only older local checkpoints, so that it does not fail in the same way.
     """
     faults = []
+    rejected: tuple[LocalCheckpoint, Groups] | None = None
     for checkpoint in candidates:
         engine, boundary = engine_for(checkpoint)
         if isinstance(checkpoint, LocalCheckpoint):
@@ -91,6 +93,7 @@ def restore_newest(
             return checkpoint
         if isinstance(checkpoint, LocalCheckpoint):
             faults.append(fault.what)
+            rejected = (checkpoint, engine.groups)
             if engine.groups.is_first:
                 print(f"LOCAL CHECKPOINT: not used: {fault.what}", file=sys.stderr)
             continue
@@ -104,7 +107,16 @@ def restore_newest(
         if engine.groups.is_first:
             print(f"BROKEN CHECKPOINT: {fault.what}; {archive_broken(checkpoint.folder)}", file=sys.stderr)
         engine.groups.control.barrier()
+    if rejected is not None:
+        faults.append(_reject(*rejected, run_dir))
     raise BrokenCheckpoint("; ".join(["no checkpoint is valid", *faults]))
+
+
+def _reject(checkpoint: LocalCheckpoint, groups: Groups, run_dir: Path) -> str:
+    """Let no later start use a local checkpoint, or newer ones that were written before; return a message."""
+    newest = checkpoint.meta.step - 1
+    groups.control.once(lambda: limit_stored(run_dir, newest))
+    return f"start again: the next start uses no local checkpoint after step {newest}"
 
 
 def _first_fault(fault: RestoreFault | None, groups: Groups) -> RestoreFault | None:

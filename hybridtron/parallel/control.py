@@ -51,6 +51,12 @@ class Control:
         return self.nodes[self.node][0]
 
     @property
+    def node_of_rank(self) -> list[int]:
+        """The index of each rank's node."""
+        nodes = {rank: node for node, ranks in enumerate(self.nodes) for rank in ranks}
+        return [nodes[rank] for rank in sorted(nodes)]
+
+    @property
     def leads(self) -> bool:
         """True on the first rank of a node."""
         return self.rank == self.leader

@@ -23,7 +23,7 @@ from hybridtron.config.pipeline_layout import ProcessLaunch, launched
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.data.sequence_shard import ShardIndex
 from hybridtron.device import compute_device, megatron_context
-from hybridtron.parallel.control import Control, alone, form, node_name
+from hybridtron.parallel.control import Control, alone, form
 from hybridtron.parallel.experts import ExpertRanks
 from hybridtron.parallel.linear import LinearBackend, TensorGroup
 from hybridtron.parallel.mesh import Mesh, RankGroup
@@ -212,6 +212,6 @@ def barrier() -> None:
         dist.barrier()
 
 
-def host_pids(control: Control) -> list[tuple[str, int]]:
-    """All-gather every rank's host name and process id."""
-    return [(host, process) for host, process in control.all_gather([node_name(), os.getpid()])]
+def node_pids(control: Control) -> list[tuple[int, int]]:
+    """All-gather the index of every rank's node, and the rank's process id."""
+    return list(zip(control.node_of_rank, control.all_gather(os.getpid()), strict=True))

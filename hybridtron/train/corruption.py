@@ -67,15 +67,13 @@ class Suspects:
     outvoted: Sequence[int]
     undecided: Sequence[int]
 
-    def rank(self, hosts: Sequence[str]) -> int:
-        """Return a rank at fault, whose node may be replaced; -1 if ranks on several hosts may be at fault.
+    def rank(self, node_of_rank: Sequence[int]) -> int:
+        """Return a rank at fault, whose node may be replaced; -1 if ranks on several nodes may be at fault.
 
         A wrong value spreads over the stages and tensor-parallel ranks of a replica, so the lowest of them may be a
         victim.
-
-        hosts: each rank's host
         """
-        if self.undecided or len({hosts[rank] for rank in self.outvoted}) != 1:
+        if self.undecided or len({node_of_rank[rank] for rank in self.outvoted}) != 1:
             return -1
         return self.outvoted[0]
 
@@ -232,7 +230,8 @@ class CorruptionWatch:
             text = f"{_ranks(suspects.outvoted, hosts)} at fault: {text}"
         if suspects.undecided:
             text = f"{text}; {_ranks(suspects.undecided, hosts)} differ without a majority, so each may be at fault"
-        return CheckFailed(kind, step, f"step {step}: {text}", rank=suspects.rank(hosts), newest=newest)
+        suspect = suspects.rank(self.groups.control.node_of_rank)
+        return CheckFailed(kind, step, f"step {step}: {text}", rank=suspect, newest=newest)
 
 
 def _ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:

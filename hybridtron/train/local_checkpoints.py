@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
@@ -19,8 +20,9 @@ from hybridtron.config.pipeline_layout import with_overlap
 from hybridtron.config.resolve import ResolvedPhase, RunPlan
 from hybridtron.config.schema import Config
 from hybridtron.config.units import parse_steps
-from hybridtron.parallel.control import Control, form_again
+from hybridtron.parallel.control import Control, form_again, node_name
 from hybridtron.parallel.groups import Groups
+from hybridtron.problems import ConfigError, Problem
 from hybridtron.train.supervisor.sections import START_S
 
 LOG = logging.getLogger(__name__)
@@ -39,7 +41,10 @@ def newer_local_start(shared: Checkpoint | None, plan: RunPlan, groups: Groups) 
     All ranks call this together, and each gets the part of its node.
     """
     config = plan.config
-    if config.checkpoint.local_dir is None or config.run.resume != "auto":
+    if config.checkpoint.local_dir is None:
+        return shared
+    check_host_names(groups.control)
+    if config.run.resume != "auto":
         return shared
     stored = groups.control.once(lambda: _values(stored_identity(Path(config.run.dir))))
     if stored is None:
@@ -58,6 +63,20 @@ def newer_local_start(shared: Checkpoint | None, plan: RunPlan, groups: Groups) 
     if groups.is_first:
         LOG.info("resuming from the local checkpoint of step %s", local.meta.step)
     return local
+
+
+def check_host_names(control: Control) -> None:
+    """Raise ConfigError if two nodes have the same host name, by which local checkpoints know their node.
+
+    All ranks call this together.
+    """
+    names = control.all_gather(node_name())
+    hosts = [names[ranks[0]] for ranks in control.nodes]
+    repeated = [name for name, count in Counter(hosts).items() if count > 1]
+    if repeated:
+        why = f"needs a host name of its own on each node, but {hosts.count(repeated[0])} nodes are named {repeated[0]}"
+        cure = "give each machine another host name (hostnamectl hostname NAME), or set checkpoint.local_dir=null"
+        raise ConfigError([Problem("checkpoint.local_dir", "conflict", f"{why}: {cure}")])
 
 
 def layout_of_parts(config: Config, groups: Groups) -> str:

@@ -116,9 +116,8 @@ class Failures:
     def __init__(self, run_dir: Path, rank: int) -> None:
         self.run_dir = run_dir
         self.rank = rank
-        self.processes: list[
-            tuple[str, int]
-        ] = []  # host and process id of every rank; empty until all ranks have joined
+        # index of the node and process id of every rank; empty until all ranks have joined
+        self.processes: list[tuple[int, int]] = []
         self.progress = Progress()
 
     def record_error(self, error: BaseException) -> FailedElsewhere | None:
@@ -207,8 +206,8 @@ class Failures:
 
         Return None after GRACE_S seconds, or as soon as another rank has created outcome.json.
         """
-        own_host = self.processes[self.rank][0] if self.processes else None
-        neighbours = [(rank, process) for rank, (host, process) in enumerate(self.processes) if host == own_host]
+        own_node = self.processes[self.rank][0] if self.processes else None
+        neighbours = [(rank, process) for rank, (node, process) in enumerate(self.processes) if node == own_node]
         until = time.monotonic() + GRACE_S
         while time.monotonic() < until and not (self.run_dir / FILE).exists():
             for rank, process in neighbours:

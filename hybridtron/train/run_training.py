@@ -8,19 +8,23 @@ import signal
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
+from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.local import LocalCheckpoint
 from hybridtron.checkpoint.local_identity import renew_identity
 from hybridtron.config.load import to_yaml
 from hybridtron.config.pipeline_layout import launched
 from hybridtron.config.resolve import RunPlan
+from hybridtron.config.saved import named_start
 from hybridtron.config.schema import Config
 from hybridtron.data.loader import STACKS
 from hybridtron.determinism import deterministic
 from hybridtron.device import megatron_context
 from hybridtron.ops.dispatch import force_on_all_threads
-from hybridtron.parallel.groups import Groups, host_pids
+from hybridtron.parallel.groups import Groups, node_pids
 from hybridtron.parallel.groups import start as start_groups
 from hybridtron.parallel.groups import stop as stop_groups
 from hybridtron.problems import ConfigError, Problem
@@ -44,6 +48,7 @@ from hybridtron.train.start import (
     check_same_model,
     check_same_weights,
     initial_weights,
+    require_no_named_start,
     shared_starting_point,
 )
 from hybridtron.train.supervisor.sections import START_S, Section, SectionPipe, SectionWork
@@ -131,11 +136,15 @@ def find_start(plan: RunPlan, groups: Groups, pipe: SectionPipe) -> Checkpoint |
     """Return the checkpoint to resume from, or None.
 
     The search is a piece of work of its own for the supervisor: it may read and fetch all of a node's local checkpoint.
+    Raises ConfigError if a start from a path (`run.resume`) was interrupted before its first checkpoint, of both kinds.
     """
     if pipe.file is not None:
         signal.signal(STACKS, signal.SIG_IGN)  # a rank that has announced work must survive this signal
     pipe.announce(SectionWork(Section.start, 0, "the search for a checkpoint"))
-    return newer_local_start(shared_starting_point(plan.config, groups.control), plan, groups)
+    start = newer_local_start(shared_starting_point(plan.config, groups.control), plan, groups)
+    if start is None:
+        groups.control.once(lambda: require_no_named_start(plan.config))
+    return start
 
 
 def join_ranks(config: Config, failures: Failures, pipe: SectionPipe) -> Groups:
@@ -148,7 +157,7 @@ def join_ranks(config: Config, failures: Failures, pipe: SectionPipe) -> Groups:
         # Collectives time out later than the watchdog, because the watchdog's report says more. Their time-out matters
         # only if the interpreter is stuck and the watchdog's thread can't run.
         groups = start_groups(config.parallel, timeout_s=max(2 * config.run.timeout, START_S))
-        failures.processes = host_pids(groups.control)
+        failures.processes = node_pids(groups.control)
     return groups
 
 
@@ -166,11 +175,23 @@ def open_folder(start: Checkpoint | None, initial: Checkpoint | None, config: Co
         LOG.info("initial weights: %s%s", initial.folder, loss)
     for difference in changed:
         LOG.info("initial weights are from another configuration: %s", difference)
-    open_run_folder(config)
+    open_run_folder(with_named_start(start, config))
     if config.run.resume != "auto":
         # first: if this start is killed between the two, the next one must find no local checkpoints
         renew_identity(Path(config.run.dir))
         archive_superseded(start, config)
+
+
+def with_named_start(start: Checkpoint | None, config: Config) -> Config:
+    """Return the configuration that the run's folder keeps.
+
+    A run may have been started from a path (`run.resume`), and continue from a local checkpoint before it has one in
+    its folder. Its configuration keeps the path: if nodes lose their disks, the next start must not begin at step 0.
+    """
+    named = named_start(Path(config.run.dir))
+    if named is None or not isinstance(start, LocalCheckpoint) or checkpoints.all_of(Path(config.run.dir)):
+        return config
+    return replace(config, run=replace(config.run, resume=named))
 
 
 def open_time_log(config: Config, start: Checkpoint | None, groups: Groups, failures: Failures) -> TimeLog:

@@ -54,8 +54,7 @@ def starting_point(config: Config) -> Checkpoint | None:
         a path   the checkpoint at this path
 
     Only a checkpoint's manifest and configuration are checked here, not its tensors. Raises ConfigError if all
-    checkpoints in the run's folder are broken, or if the checkpoint at the path is broken. Also raises ConfigError for
-    `auto` if the folder has no checkpoints because a start from a path was interrupted before its first one.
+    checkpoints in the run's folder are broken, or if the checkpoint at the path is broken.
     """
     if config.run.resume == "never":
         return None
@@ -70,8 +69,6 @@ def starting_point(config: Config) -> Checkpoint | None:
         raise ConfigError(
             [Problem("run.resume", "unreadable", f"all {len(broken)} checkpoints in {run_dir} are broken: {cure}")]
         )
-    if checkpoint is None:
-        _require_no_named_start(run_dir)
     return checkpoint
 
 
@@ -98,10 +95,14 @@ def shared_starting_point(config: Config, control: Control) -> Checkpoint | None
     return Checkpoint.of_manifest(Path(folder), stored.encode())
 
 
-def _require_no_named_start(run_dir: Path) -> None:
-    """Raise ConfigError if the last start in this folder resumed from a path, so that step 0 would be wrong."""
+def require_no_named_start(config: Config) -> None:
+    """Raise ConfigError if the last start in the run's folder resumed from a path, so that step 0 would be wrong.
+
+    The run has no checkpoint of its own, and `run.resume` may be `auto`.
+    """
+    run_dir = Path(config.run.dir)
     resume = named_start(run_dir)
-    if resume is not None:
+    if resume is not None and config.run.resume == "auto":
         why = f"is auto, but {run_dir} was started from {resume} and has no checkpoint of its own yet"
         cure = f"repeat run.resume={resume}, or start from scratch with run.resume=never"
         raise ConfigError([Problem("run.resume", "missing", f"{why}: {cure}")])

@@ -6,6 +6,7 @@ import io
 import shutil
 from collections.abc import Callable
 from contextlib import redirect_stderr
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from hybridtron.checkpoint import local_files, local_restore, local_save
 from hybridtron.checkpoint.folder import newest, step_folders
-from hybridtron.checkpoint.local import LocalCheckpoint, drop_after, part_name
-from hybridtron.checkpoint.local_identity import Identity, stored_identity
+from hybridtron.checkpoint.local import LocalCheckpoint, NodePartRecord, drop_after, part_name
+from hybridtron.checkpoint.local_identity import Identity, identity_for, stored_identity
 from hybridtron.checkpoint.local_restore import newest_local
 from hybridtron.checkpoint.local_save import LocalWriter
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
@@ -28,6 +29,7 @@ from hybridtron.config.schema import Config
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel import control as controls
 from hybridtron.parallel import passing
+from hybridtron.parallel.control import Control
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.pool import Seat
 from tests.conftest import random_batch, serving, small_run
@@ -35,6 +37,7 @@ from tests.distributed import run_distributed
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(280)]
 Outcome = dict[str, Any]
+RUN_ID = "0123456789abcdef"
 
 
 def flip(path: Path) -> None:
@@ -71,7 +74,7 @@ class Node:
         background = controls.form_again(self.control, timedelta(seconds=120))
         (self.run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         writer = LocalWriter(
-            self.folder, self.control, background, self.layout, run_dir=self.run_dir, identity=Identity("run")
+            self.folder, self.control, background, self.layout, run_dir=self.run_dir, identity=Identity(RUN_ID)
         )
         self.engine = Engine(resolve(config)[0], groups)
         self.saver = Saver(RunPlan.of(config), self.run_dir, groups, local=writer)
@@ -97,7 +100,7 @@ class Node:
         with torch.no_grad():
             for data in blocks_of(self.engine):
                 data.zero_()
-        identity = stored_identity(self.run_dir) or Identity("run")
+        identity = stored_identity(self.run_dir) or Identity(RUN_ID)
         start = newest_local(self.folder, self.control, layout or self.layout, identity, lambda _: True)
         if start is None:
             return None
@@ -256,11 +259,66 @@ def _check_sizes(results: list[Outcome]) -> None:
     assert first.keys() == {f"step-0000000{step}/{file}" for step in (2, 3) for file in files}
 
 
+def test_each_holder_of_a_copy_is_tried_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Node b has lost its part. Of the three copies only the last is whole."""
+    control = Control(0, [[0], [1], [2], [3]], 0, None, None)
+    step = local_restore.LocalSave(7, "save", {0: [0], 1: [0, 2, 3], 2: [2], 3: [3]})
+    sources: list[int] = []
+
+    def fetch(_: object, node: int, source: int, *__: object) -> str | None:
+        assert node == 1
+        sources.append(source)
+        return "the disk of node a is broken" if source == 0 else None
+
+    def faults(part: Path | None, _: object) -> list[str | None]:
+        return [None, "one bit is flipped" if sources == [0, 2] else None, None, None]
+
+    monkeypatch.setattr(local_restore, "_fetch", fetch)
+    monkeypatch.setattr(local_restore, "_faults", faults)
+    assert local_restore._missing(step, tmp_path, control, "abcd") is None
+    assert sources == [0, 2, 3]
+    assert "node b has its part of step 7 from node d" in capsys.readouterr().err
+    step.holders[1] = [0, 2]
+    sources.clear()
+    damaged = "the copy on node c of the part of node b is damaged: one bit is flipped"
+    reason = local_restore._missing(step, tmp_path, control, "abcd")
+    assert reason == f"the disk of node a is broken; {damaged}"
+
+
+RECORD = {"save": "1f", "part": 1, "nodes": [[0, 1], [2, 3]], "layout": "tensor 1", "limits": 0}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"part": "1"},
+        {"part": 2},
+        {"part": True},
+        {"limits": -1},
+        {"limits": None},
+        {"save": ["1f"]},
+        {"layout": 3},
+        {"nodes": [[0], "a"]},
+        {"nodes": [[0, None]]},
+        {"nodes": {}},
+        {"version": 2},
+    ],
+)
+def test_record_of_another_form_is_refused(changed: dict[str, Any]) -> None:
+    assert NodePartRecord.of_values(RECORD).nodes == [[0, 1], [2, 3]]
+    with pytest.raises(ValueError, match=r"its keys are not|must be|it is part"):
+        NodePartRecord.of_values({**RECORD, **changed})
+    with pytest.raises(ValueError, match="its keys are not"):
+        NodePartRecord.of_values([*RECORD])
+
+
 def test_a_part_serves_only_rectangles_that_its_ranks_wrote(tmp_path: Path, alone: Groups) -> None:
     node_folder = tmp_path / "disk"
     config = small_run()
     engine = Engine(resolve(config)[0], alone)
-    identity = Identity("run")
+    identity = Identity(RUN_ID)
     writer = LocalWriter(
         node_folder, alone.control, alone.control, "layout", run_dir=tmp_path / "run", identity=identity
     )
@@ -269,8 +327,24 @@ def test_a_part_serves_only_rectangles_that_its_ranks_wrote(tmp_path: Path, alon
     saver.save_locally(engine, meta_of(engine, 5, {}), tmp_path / "tokenizer.json")
     part = LocalCheckpoint.open(node_folder / "step-00000005" / part_name(0))
     assert part.fault(0, 1) is None
+    assert part.record.nodes == [[0]]
+    _check_refused_start(part, engine, tmp_path)
     with pytest.raises(BrokenCheckpoint) as refused:
         part._fill("norm.weight", [(torch.empty(3), (1,))])
     assert refused.value.code == "mismatch"
     drop_after(node_folder, 4)
     assert step_folders(node_folder) == []
+
+
+def _check_refused_start(part: LocalCheckpoint, engine: Engine, run_dir: Path) -> None:
+    """A part that lacks a tensor can't be restored. The next start must not try it again."""
+    (run_dir / "checkpoints").mkdir()
+    assert identity_for(run_dir).limits == ()
+    chunks = [chunk for chunk in part.manifest.chunks if chunk.key != "norm.weight"]
+    lacking = LocalCheckpoint(part.folder, replace(part.manifest, chunks=tuple(chunks)))
+    with pytest.raises(BrokenCheckpoint, match=r"norm\.weight.* uses no local checkpoint after step 4"):
+        restore_newest([lacking], serving(engine), run_dir)
+    identity = stored_identity(run_dir)
+    assert identity is not None
+    assert identity.limits == (4,)
+    assert identity.limit_of(5, 0) == 4

@@ -232,12 +232,12 @@ def test_majority_names_a_rank() -> None:
 
 
 def test_a_node_is_named_only_if_no_other_may_be_at_fault() -> None:
-    hosts = ["a", "a", "b", "c"]
-    assert Suspects([1], []).rank(hosts) == 1
-    assert Suspects([0, 1], []).rank(hosts) == 0
-    assert Suspects([1, 2], []).rank(hosts) == -1
-    assert Suspects([1], [2, 3]).rank(hosts) == -1
-    assert Suspects([], [2, 3]).rank(hosts) == -1
+    nodes = [0, 0, 1, 2]
+    assert Suspects([1], []).rank(nodes) == 1
+    assert Suspects([0, 1], []).rank(nodes) == 0
+    assert Suspects([1, 2], []).rank(nodes) == -1
+    assert Suspects([1], [2, 3]).rank(nodes) == -1
+    assert Suspects([], [2, 3]).rank(nodes) == -1
 
 
 def watch_of(run_dir: Path, groups: Groups, verified: int, *steps: int) -> CorruptionWatch:

@@ -22,13 +22,15 @@ from hybridtron.config.resolve import RunPlan
 from hybridtron.config.schema import RunConfig
 from hybridtron.engine.corruption import WEIGHTS
 from hybridtron.engine.engine import Engine
+from hybridtron.parallel.control import Control
 from hybridtron.parallel.groups import Groups
+from hybridtron.problems import ConfigError
 from hybridtron.train import corruption
 from hybridtron.train.corruption import CheckFailed, CorruptionWatch
-from hybridtron.train.local_checkpoints import SavePlace, SaveTimes, layout_of_parts
+from hybridtron.train.local_checkpoints import SavePlace, SaveTimes, check_host_names, layout_of_parts
 from hybridtron.train.outcome import CorruptRank
 from hybridtron.train.run_training import open_folder
-from hybridtron.train.supervisor.sections import Section
+from hybridtron.train.supervisor.sections import Section, SectionPipe, SectionWork
 from hybridtron.train.watchdog import Watchdog
 from tests.conftest import small_run
 from tests.train.conftest import Refused, Train, small_run_arguments
@@ -37,6 +39,7 @@ from tests.train.test_corruption import flip_state
 from tests.train.test_launchers import TORCHRUN, descendants, started, wait_until_step
 
 LAST = 20
+TEXT = "0123456789abcdef"
 CARRIED = "states.mode=passing"
 MORE = (CARRIED, "checkpoint.async=true")
 
@@ -123,7 +126,19 @@ def test_start_from_scratch_renews_the_identity_before_it_trains(tmp_path: Path)
     assert stored_identity(run) == second
 
 
-@pytest.mark.parametrize("content", ["", "id x\n"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "id x\n",
+        "../../elsewhere\n",
+        f"{TEXT} 3\n",
+        f"{TEXT}\n-3\n",
+        f"{TEXT}\n1_0\n",
+        f"{TEXT}\n\n3\n",
+        "x" * 2**17,
+    ],
+)
 def test_damaged_identity_is_refused_until_a_start_from_scratch(content: str, refused: Refused, tmp_path: Path) -> None:
     run = tmp_path / "run"
     path = run / "checkpoints" / "local"
@@ -134,6 +149,47 @@ def test_damaged_identity_is_refused_until_a_start_from_scratch(content: str, re
     assert path.read_text() == content
     renew_identity(run)
     assert stored_identity(run) is not None
+
+
+def test_nodes_with_one_host_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gathered(Control):
+        def all_gather(self, value: Any) -> list[Any]:
+            return ["n1", "n1", "n2", "n2", hosts[2], hosts[2]]
+
+    control = Gathered(0, [[0, 1], [2, 3], [4, 5]], 0, None, None)
+    hosts = ["n1", "n2", "n3"]
+    check_host_names(control)
+    hosts[2] = "n1"
+    with pytest.raises(ConfigError) as refusal:
+        check_host_names(control)
+    (problem,) = refusal.value.problems
+    assert (problem.key, problem.code) == ("checkpoint.local_dir", "conflict")
+    assert "2 nodes are named n1" in problem.message
+
+
+def test_start_from_a_path_continues_from_its_first_local_checkpoint(
+    train_small: Train, refused: Refused, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = tmp_path / "base"
+    assert train_small("checkpoint.every=5", "run.max_steps=5", f"run.dir={base}") == 0
+    disk = tmp_path / "disk"
+    named = f"run.resume={folder_of(base, 5)}"
+    interrupted(train_small, disk, 6, named)
+    assert steps_on(disk) == [6, 9]
+    interrupted(train_small, disk, 2)
+    assert "resuming from the local checkpoint of step 9" in caplog.text
+    shutil.rmtree(disk)
+    assert refused(*settings(disk))["run.resume"].code == "missing"
+
+
+def test_an_evaluation_after_the_first_step_announces_this_step(
+    train_small: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works: list[SectionWork] = []
+    monkeypatch.setattr(SectionPipe, "announce", lambda _, work: works.append(work))
+    assert train_small("run.eval_every=1", "run.max_steps=2") == 0
+    first = next(work for work in works if work.section is Section.evaluation)
+    assert first.step == 1
 
 
 def test_corruption_limits_local_checkpoints_of_earlier_starts(

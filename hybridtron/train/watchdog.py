@@ -4,14 +4,16 @@ A process may hang because of a stuck data loader, a collective in which a rank 
 calls `beat` whenever a new part of its work begins, such as a step or a checkpoint. The next call must follow within
 `run.timeout` seconds. If it does not, the watchdog
 
-    1. writes the stacks of all Python threads to logs/stacks-RANK.txt,
+    1. writes the stacks of all Python threads to logs/stacks-RANK.txt, and the recent collectives to
+       logs/collectives-RANK.json (`collectives.py` finds the first rank that diverged),
     2. records the failure in outcome.json,
     3. makes the loader's worker processes write their stacks to stderr, and kills them,
     4. ends this process with exit code 1 by os._exit, which works even if the main thread is stuck in native code.
 
 A launcher such as torchrun then ends the other ranks, and the next start resumes the run.
 
-With `run.restarts` the calls of `beat` also reach this rank's supervisor, which limits the time of each section.
+With `run.restarts` the calls of `beat` also reach this rank's supervisor, which limits the time of each section. At a
+hang all supervisors send the signal STACKS to their ranks, which then write the same two files.
 
 If the interpreter itself is stuck, the watchdog's thread can't run. For this case Python's faulthandler has a thread
 that does not need the interpreter. BACKSTOP_S seconds after the time limit, this thread writes the stacks and ends the
@@ -28,13 +30,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from types import FrameType, TracebackType
 from typing import Self
 
 from hybridtron.data.loader import STACKS
+from hybridtron.parallel.recorded_calls import recorded_calls
+from hybridtron.train.collectives import TOGETHER_S, first_divergence, read_calls, write_calls
 from hybridtron.train.outcome import Failures, process_fault, waits_for_others
 from hybridtron.train.supervisor.sections import Section, SectionPipe, SectionWork
 
@@ -50,7 +54,7 @@ class Watchdog:
     """Context manager that watches this process and ends it if it makes no progress.
 
     `pipe` leads to this rank's supervisor, if it has one. On the supervisor's signal STACKS this process writes its
-    stacks.
+    stacks and collectives.
     """
 
     def __init__(self, failures: Failures, timeout_s: float, pipe: SectionPipe) -> None:
@@ -60,12 +64,14 @@ class Watchdog:
         self.path = failures.run_dir / "logs" / f"stacks-{failures.rank}.txt"
         self._ended = threading.Event()
         self._main = threading.get_ident()
+        self._signal: SignalThread | None = None
 
     def __enter__(self) -> Self:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a")
         if self.pipe.file is not None:
-            faulthandler.register(STACKS, self._file)
+            self._signal = SignalThread(STACKS, self._write_calls)
+            faulthandler.register(STACKS, self._file, chain=True)
         self.beat("the start", Section.start)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
@@ -73,8 +79,9 @@ class Watchdog:
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._ended.set()
         faulthandler.cancel_dump_traceback_later()
-        if self.pipe.file is not None:
+        if self._signal is not None:
             faulthandler.unregister(STACKS)
+            self._signal.close()
             signal.signal(STACKS, signal.SIG_IGN)  # by default the signal would end this process
         self._file.close()
         with suppress(FileNotFoundError):
@@ -116,17 +123,65 @@ class Watchdog:
             os._exit(1)
 
     def _record(self, reason: str, workers: Sequence[BaseProcess]) -> None:
-        frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames().get(self._main))]
+        frames = self._frames()
         waiting = waits_for_others(frames)
         reason = "; ".join([f"{reason}; the main thread is {_where(frames)}", *_faults(workers)])
         self.failures.log("stacks", reason)
         faulthandler.dump_traceback(self._file)
+        self._write_calls()
         first, first_reason = self.failures.report(reason, waiting)
         if first == self.failures.rank:
             reported = reason
         else:
             reported = f"{reason}; rank {first} failed first: {first_reason}"
+        if divergence := first_divergence(read_calls(self.path.parent, time.time() - TOGETHER_S)):
+            reported = f"{reported}\ncollectives: {divergence.what}"
         os.write(2, f"rank {self.failures.rank}: {reported}\nstacks: {self.path}\n".encode())
+
+    def _frames(self) -> list[FrameType]:
+        """Return the main thread's stack, which begins with the innermost call."""
+        return [frame for frame, _ in traceback.walk_stack(sys._current_frames().get(self._main))]
+
+    def _write_calls(self) -> None:
+        """Write this rank's recent collectives. Nothing may keep the watchdog from its work."""
+        try:
+            recorded = recorded_calls()
+            if any(len(ranks) > 1 for ranks in recorded["groups"].values()):
+                write_calls(self.path.parent, self.failures.rank, recorded, waits_for_others(self._frames()))
+        except Exception as error:
+            os.write(2, f"rank {self.failures.rank}: its collectives can't be written: {error!r}\n".encode())
+
+
+class SignalThread:
+    """Thread that calls a function at each signal of a kind, even if the main thread is stuck in native code.
+
+    Python runs the handler of a signal in the main thread, and only between two of its instructions. But at once it
+    writes the signal's number into the pipe that `signal.set_wakeup_fd` names.
+    """
+
+    def __init__(self, number: int, act: Callable[[], None]) -> None:
+        self.number = number
+        self.act = act
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        signal.signal(number, _ignore)  # without a handler in Python no number would be written
+        self._before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+
+    def close(self) -> None:
+        """End the thread."""
+        signal.set_wakeup_fd(self._before)
+        os.close(self._writing)
+
+    def _listen(self) -> None:
+        with os.fdopen(self._reading, "rb", buffering=0) as numbers:
+            while number := numbers.read(1):
+                if number[0] == self.number:
+                    self.act()
+
+
+def _ignore(_: int, __: FrameType | None) -> None:
+    """Do nothing at a signal."""
 
 
 def _where(frames: Sequence[FrameType]) -> str:

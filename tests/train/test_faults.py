@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybridtron.parallel.pool import WorkerError
+from hybridtron.train.collectives import first_divergence, read_calls
 from tests.train.conftest import small_run_arguments
 from tests.train.faults import ending_of, outcome_of, train_ranks, trained
 
@@ -57,6 +58,10 @@ def test_a_failing_rank_ends_the_run_and_a_restart_completes_it(
         assert "in out_of_luck" in logs["error-1.txt"]
     if fault == "sleep":
         assert "tests/train/faults.py" in logs["stacks-1.txt"]
+        divergence = first_divergence(read_calls(run / "logs", since=0.0))
+        assert divergence is not None
+        assert divergence.rank == 1
+        assert "rank 1 waits for nobody and lacks gloo:" in divergence.what
     if fault == "lock":
         assert "keep_the_interpreter" in logs["stacks-1.txt"]
     assert train_ranks(arguments) == [0, 0]

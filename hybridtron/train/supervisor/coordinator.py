@@ -3,7 +3,8 @@
 The supervisor of the first task is also the coordinator. Ranks that end with 0, 2 (refused) or 75 (preempted) end the
 launch with this code. Any other end, a hang, or a lost node is a fault:
 
-    1. All supervisors describe the work of their ranks, and one rank is named as the cause.
+    1. All supervisors describe the work of their ranks, and one rank is named as the cause. After a hang, all ranks
+       have also written their collectives (`collectives.py`), which may name a rank if all are at the same work.
     2. All ranks are ended.
     3. A lost node is replaced by a spare node, and so is a node with two faults in a row or with a corrupt rank, except
        the first task's node. Then all ranks start again, and resume from the newest checkpoint.
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridtron.config.checks.export import newest_step
+from hybridtron.train.collectives import first_divergence, read_calls
 from hybridtron.train.jsonl import read_record
 from hybridtron.train.outcome import EXIT_PREEMPTED
 from hybridtron.train.outcome import FILE as OUTCOME
@@ -34,6 +36,7 @@ from hybridtron.train.supervisor.faults import RankFault
 from hybridtron.train.supervisor.lines import JOIN_S, Message
 
 LOOK_S = 2.0  # seconds for the supervisors to describe the work of their ranks
+CLOCKS_S = 10.0  # largest difference between the clocks of two nodes
 TOGETHER_S = 60.0  # seconds for all ranks to end after one was refused or preempted
 END_S = 60.0  # seconds for a supervisor to end its rank
 PORTS = range(20000, 32000)  # below the system's range for connections
@@ -94,6 +97,7 @@ class Coordinator:
         self.stop_asked = False
         self.fault: RankFault | None = None
         self.found_at = 0.0
+        self.looked_at = 0.0  # the same time as `found_at`, in seconds since 1970
         self.silent_s = 0.0  # seconds without a sign of life from the node that was lost last
         self.node_at_fault: int | None = None  # the node of the last fault
         self.at_fault_again = False  # True if the fault before was on the same node
@@ -214,6 +218,7 @@ class Coordinator:
     def _look(self, why: str) -> None:
         """Ask all supervisors for the work of their ranks, to find the rank at fault."""
         self.found_at = time.monotonic()
+        self.looked_at = time.time()
         self.state = "looking"
         self.until = self.found_at + LOOK_S
         self.reports = {task: report for task, report in self.reports.items() if task in self.codes}
@@ -225,6 +230,7 @@ class Coordinator:
         """Name the rank at fault, and end all ranks."""
         self._record_unfinished_restart()
         self.fault = self._cause()
+        self._compare_collectives(self.fault)
         self.say(f"FAULT {self.fault.words()}")
         finished = self._outcome().get("outcome") == "finished"
         if finished or self.stop_asked:
@@ -272,6 +278,19 @@ class Coordinator:
         self.at_fault_again = before is not None and before == self.node_at_fault
         host = self.seats[task].host if rank >= 0 else ""
         return self._fault(cause, rank, host, detail, report, step)
+
+    def _compare_collectives(self, fault: RankFault) -> None:
+        """Add to a hang the first rank whose collectives differ. It is named if the ranks' work names none."""
+        if not fault.cause.startswith("hung"):
+            return
+        divergence = first_divergence(read_calls(self.plan.run_dir / "logs", self.looked_at - CLOCKS_S))
+        if divergence is None:
+            return
+        fault.detail = f"{fault.detail}; {divergence.what}"
+        seat = next((seat for seat in self.training if self.ranks[seat.task] == divergence.rank), None)
+        if fault.rank < 0 and seat is not None:
+            fault.rank = divergence.rank
+            fault.host = seat.host
 
     def _outcome(self) -> dict[str, Any]:
         """Return outcome.json, or {} if it is older than this start of the ranks."""

@@ -40,7 +40,7 @@ from hybridtron.train.supervisor.lines import LineClosed, MeetingPlace, Message,
 from hybridtron.train.supervisor.sections import VARIABLE, SectionClock
 
 POLL_S = 0.1
-STACKS_S = 0.5  # seconds for a rank to write its stacks
+STACKS_S = 1.0  # seconds for a rank to write its stacks and its collectives; less than coordinator.LOOK_S
 GONE_S = 1.0  # seconds for the last threads of a process that ends
 LAUNCHER_S = 1.0  # seconds between checks whether torchrun is alive
 GOODBYE_S = 10.0  # seconds for the other supervisors to end
@@ -259,7 +259,7 @@ class Supervisor:
         self.child = Child(self.clock, {name: str(value) for name, value in variables.items()})
 
     def _describe(self, why: str) -> None:
-        """Describe the child's work, or its end; after a hang, the child also writes its stacks."""
+        """Describe the child's work, or its end; after a hang, the child also writes its stacks and collectives."""
         if self.child is None:
             return
         if why == "hung" and self.child.heard:  # before its first piece of work it does not handle the signal

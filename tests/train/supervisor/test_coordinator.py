@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridtron.train.collectives import write_calls
 from hybridtron.train.supervisor import faults
 from hybridtron.train.supervisor.coordinator import JOIN_S, Coordinator, LaunchPlan
 from hybridtron.train.supervisor.lines import Message
@@ -121,6 +122,23 @@ def test_hang_is_blamed_on_the_rank_that_lags_behind(
     assert fault is not None
     assert (fault.cause, fault.rank, fault.found_s) == ("hung in step", rank, 9.0)
     assert set(nodes.asked("stop")) == {0, 1, 2, 3}
+
+
+def test_collectives_name_the_rank_of_a_hang_in_which_all_are_at_the_same_point(tmp_path: Path) -> None:
+    call = {"group": "0", "number": 7, "message": False, "sizes": [], "dtypes": [], "ended": False, "time": 1.0}
+    (tmp_path / "logs").mkdir()
+    nodes = Nodes(tmp_path)
+    nodes.message(0, "hung")
+    for task in range(4):
+        name = "gloo:barrier" if task == 2 else "gloo:all_reduce"
+        recorded = {"groups": {"0": [0, 1, 2, 3]}, "calls": [{**call, "name": name}], "lost": False}
+        write_calls(tmp_path / "logs", task, recorded, waits=True)
+        nodes.work(task)
+    nodes.coordinator.tick(0.0)
+    fault = nodes.coordinator.fault
+    assert fault is not None
+    assert (fault.cause, fault.rank, fault.host) == ("hung in step", 2, "n1")
+    assert "rank 2 called gloo:barrier" in fault.detail
 
 
 def test_error_of_a_rank_is_taken_from_the_outcome(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def archive_later(run_dir: Path, after: int, mark: str = "superseded") -> list[P
     archived = [archive(folder, mark) for folder in later]
     if archived:
         earlier = folders[: len(folders) - len(later)]
-        with suppress(OSError):  # a pointer with a fault costs a warning, and the run must go on
+        with suppress(OSError):  # a pointer with a fault costs a warning, and the run must continue
             _point_at_newest(run_dir, earlier)
     return archived
 

@@ -1,5 +1,7 @@
 """Weights that several data-parallel ranks hold: one rank reads each from a checkpoint, and sends it to the others.
 
+This is so at a restart, and for initial weights from another run (`run.weights`).
+
 So the bytes that are read from the file system do not depend on the number of replicas. The weights are spread over the
 replicas, so that all of them read at the same time. Moments and fp32 masters need no copies: with the distributed
 optimizer, each rank holds elements of its own.

@@ -8,7 +8,7 @@ evaluation, and gives checkpoints access to the training state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, cast
@@ -23,7 +23,7 @@ from hybridtron.config.update_rule import same_update_rule
 from hybridtron.data.batch import Batch, step_key
 from hybridtron.data.order.phase_order import phase_seed
 from hybridtron.device import DTYPES, Stopwatch, compute_device, on_graph_stream
-from hybridtron.engine.copied_weights import CopiedWeight, copied_weight
+from hybridtron.engine.copied_weights import CopiedWeight, copied_weight, send_copies
 from hybridtron.engine.corruption import CorruptionChecks
 from hybridtron.engine.graphed import GraphedPasses
 from hybridtron.engine.optimizer import Optimizer
@@ -48,8 +48,9 @@ class Engine:
     """Training engine for a model, on a single process or on one of many ranks.
 
     phase: the phase for which the engine is built; it can also train other phases that `supports` accepts
-    load_weight: returns a checkpoint's full weight by name, unrounded if it has an fp32 master; it is called twice for
-        a weight in bf16, which has a master here too. None to initialise the weights from the seed
+    load_weight: returns a checkpoint's full weight by name, unrounded if it has an fp32 master. Of the ranks that hold
+        the same shard, one calls it for the weight; for a weight in bf16, ranks with elements of its master call it
+        again. None to initialise the weights from the seed
     """
 
     def __init__(
@@ -72,8 +73,7 @@ class Engine:
             if load_weight is None:
                 initialise(stage.model, config.run.seed)
             else:
-                for name, weight in stage.model.named_parameters():
-                    weight.data.copy_(self._cut_weight(name, load_weight))
+                self._load_weights(list(stage.model.named_parameters()), load_weight)
             # This precedes `data_parallel`, in which Megatron allocates buffers for weights that require a gradient.
             for name, weight in stage.model.named_parameters():
                 weight.requires_grad_(phase.learns(name))
@@ -103,6 +103,25 @@ class Engine:
         self.carrier: StateCarrier | None = None
         self.graphed: GraphedPasses | None = None  # set by `use_graphs`
         self._seed, self._lanes = phase_seed(config.run.seed, 0), range(0)
+
+    def _load_weights(self, weights: Sequence[tuple[str, nn.Parameter]], load_weight: Callable[[str], Tensor]) -> None:
+        """Set weights. Of the ranks that hold the same shard, one loads it and sends it to the others, as at a restore.
+
+        All processes call this together.
+        """
+        copied = self._copied(weights)
+        for (name, weight), shared in zip(weights, copied, strict=True):
+            if shared.is_reader:
+                weight.data.copy_(self._cut_weight(name, load_weight))
+        send_copies(copied)
+
+    def _copied(self, weights: Iterable[tuple[str, nn.Parameter]]) -> list[CopiedWeight]:
+        """Return weights with the ranks that hold the same shards."""
+        table = self.arch.table
+        return [
+            copied_weight(name, table[name].stored(name), weight.data, self.groups.meshes[table[name].family].copies)
+            for name, weight in weights
+        ]
 
     def _cut_weight(self, name: str, load_weight: Callable[[str], Tensor]) -> Tensor:
         """Return this rank's shard of a weight, from the full weight that `load_weight` returns."""
@@ -322,11 +341,7 @@ class Engine:
 
     def copied_weights(self) -> list[CopiedWeight]:
         """Return this rank's weights with the ranks that hold the same shards. All processes call this together."""
-        table = self.optimizer.table
-        return [
-            copied_weight(name, table[name].stored(name), weight.data, self.groups.meshes[table[name].family].copies)
-            for name, weight in self._current_weights()
-        ]
+        return self._copied(self._current_weights())
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full weight) for every weight, on the first process. All processes must iterate together."""

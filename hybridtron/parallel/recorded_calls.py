@@ -1,7 +1,7 @@
 """Recent collectives of this rank, by name, from the flight recorder of torch's process groups.
 
 torch keeps the last 2,000 operations of NCCL's groups, and of gloo's, in a ring (TORCH_FR_BUFFER_SIZE; 0 for none).
-It records collectives over both, but messages between two ranks over NCCL alone. `train/collectives.py` compares the
+Messages between two ranks are left out: torch does not record them over gloo. `train/collectives.py` compares the
 records of all ranks.
 """
 
@@ -25,7 +25,8 @@ def recorded_calls() -> dict[str, Any]:
     calls     the last calls of each group, in the order of their numbers
     lost      True if the ring has lost earlier calls
     """
-    groups = {name: sorted(distributed_c10d._world.pg_group_ranks.get(group, {})) for group, name in _names().items()}
+    ranks = distributed_c10d._world.pg_group_ranks
+    groups = {name: sorted(ranks.get(group, {})) for group, name in dict(distributed_c10d._world.pg_names).items()}
     calls: dict[str, deque[dict[str, Any]]] = {}
     lost = False
     for name in RECORDERS:
@@ -33,26 +34,22 @@ def recorded_calls() -> dict[str, Any]:
         entries = [] if dump is None else json.loads(dump(True, False)).get("entries") or []
         lost = lost or any(entry["record_id"] for entry in entries[:1])
         for entry in entries:
+            if entry["is_p2p"]:
+                continue  # other ranks of the group have no such call
             call = _call_of(entry)
             of_group = calls.setdefault(call["group"], deque(maxlen=KEPT))
-            if of_group and call["number"] < of_group[-1]["number"] and not call["message"]:
+            if of_group and call["number"] < of_group[-1]["number"]:
                 of_group.clear()  # these calls were made in a group of this name that was destroyed
             of_group.append(call)
     return {"groups": groups, "calls": [call for of_group in calls.values() for call in of_group], "lost": lost}
 
 
-def _names() -> dict[Any, str]:
-    return dict(distributed_c10d._world.pg_names)
-
-
 def _call_of(entry: dict[str, Any]) -> dict[str, Any]:
     """Return what ranks compare of an entry: the operation, its number in the group, and its tensors."""
-    is_message = bool(entry["is_p2p"])
     return {
         "group": str(entry["process_group"][0]),
         "name": entry["profiling_name"],
-        "number": entry["p2p_seq_id" if is_message else "collective_seq_id"],
-        "message": is_message,
+        "number": entry["collective_seq_id"],
         "sizes": entry["input_sizes"],
         "dtypes": entry["input_dtypes"],
         "ended": bool(entry["retired"]) or entry["state"] == "completed",

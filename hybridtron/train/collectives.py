@@ -121,7 +121,7 @@ def read_calls(logs: Path, since: float) -> list[RankCalls]:
     for path in sorted(logs.glob("collectives-*.json")):
         try:
             values = json_of(read_regular(path, FILE_BYTES))
-            calls = [Call.of(call) for call in values["calls"] if not call["message"]]
+            calls = [Call.of(call) for call in values["calls"]]
             groups = {str(name): [int(rank) for rank in members] for name, members in values["groups"].items()}
             written = float(values["written"])
             waits = bool(values["waits"]) or not all(call.ended for call in calls)
@@ -145,17 +145,17 @@ def _other_call(by_rank: Mapping[int, RankCalls]) -> Divergence | None:
     for rank, of_rank in by_rank.items():
         for place, call in of_rank.by_place.items():
             held.setdefault(place, {})[rank] = call
-    differing = [calls for calls in held.values() if len({call.words for call in calls.values()}) > 1]
-    if not differing:
+    unequal = [calls for calls in held.values() if len({call.words for call in calls.values()}) > 1]
+    if not unequal:
         return None
-    calls = min(differing, key=lambda calls: min(call.time for call in calls.values()))
+    calls = min(unequal, key=lambda calls: min(call.time for call in calls.values()))
     [(usual, votes)] = Counter(call.words for call in calls.values()).most_common(1)
-    others = [rank for rank, call in calls.items() if call.words != usual]
-    rank = others[0]
+    odd = [rank for rank, call in calls.items() if call.words != usual]
+    rank = odd[0]
     call = calls[rank]
     place = f"as number {call.number} of group {call.group}"
-    peers = _named(other for other, peer in calls.items() if peer.words == usual)
-    what = f"{_named(others)} called {call.words} {place}, but {peers} called {usual}"
+    peers = _named(peer for peer, its_call in calls.items() if its_call.words == usual)
+    what = f"{_named(odd)} called {call.words} {place}, but {peers} called {usual}"
     if 2 * votes == len(calls):
         return Divergence(-1, f"{what}: without a majority, each may be wrong")
     return Divergence(rank, what)
@@ -163,27 +163,27 @@ def _other_call(by_rank: Mapping[int, RankCalls]) -> Divergence | None:
 
 def _missing_call(by_rank: Mapping[int, RankCalls]) -> Divergence | None:
     """Find the rank for which others wait."""
-    missing: dict[int, list[tuple[int, Call]]] = {}  # rank -> other ranks that wait, with their calls
+    lacks: dict[int, list[tuple[int, Call]]] = {}  # rank -> ranks that wait for it, with their calls
     for rank, of_rank in by_rank.items():
         for call in of_rank.calls:
             if call.ended:
                 continue
             for member in of_rank.groups.get(call.group, ()):
                 if member != rank and (member not in by_rank or by_rank[member].lacks(call)):
-                    missing.setdefault(member, []).append((rank, call))
-    if not missing:
+                    lacks.setdefault(member, []).append((rank, call))
+    if not lacks:
         return None
-    idle = [rank for rank in missing if rank not in by_rank or not by_rank[rank].waits]
+    idle = [rank for rank in lacks if rank not in by_rank or not by_rank[rank].waits]
     if idle:
-        rank = min(idle, key=lambda rank: min(call.time for _, call in missing[rank]))
+        rank = min(idle, key=lambda rank: min(call.time for _, call in lacks[rank]))
         state = "waits for nobody" if rank in by_rank else "has written no file"
     else:
-        rank = max(missing, key=lambda rank: (len(missing[rank]), -rank))
+        rank = max(lacks, key=lambda rank: (len(lacks[rank]), -rank))
         state = "waits elsewhere"
-    call = min((call for _, call in missing[rank]), key=lambda call: call.time)
-    waiting = _named(other for other, its_call in missing[rank] if its_call.group == call.group)
+    call = min((call for _, call in lacks[rank]), key=lambda call: call.time)
+    peers = _named(peer for peer, its_call in lacks[rank] if its_call.group == call.group)
     place = f"number {call.number} of group {call.group}"
-    return Divergence(rank, f"rank {rank} {state} and lacks {call.words}, {place}, in which {waiting} wait")
+    return Divergence(rank, f"rank {rank} {state} and lacks {call.words}, {place}, in which {peers} wait")
 
 
 def _named(ranks: Iterable[int]) -> str:
@@ -204,8 +204,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{arguments[0]}/logs has no file collectives-RANK.json: name a run that hung", file=sys.stderr)
         return 1
     divergence = first_divergence(ranks)
-    found = "all ranks have made the same collectives" if divergence is None else divergence.what
-    print(f"{len(ranks)} ranks: {found}")
+    text = "all ranks have made the same collectives" if divergence is None else divergence.what
+    print(f"{len(ranks)} ranks: {text}")
     return 0
 
 

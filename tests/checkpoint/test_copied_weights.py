@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from hybridtron.checkpoint import checkpoint as reading
 from hybridtron.checkpoint import manifest
+from hybridtron.checkpoint.average import weight_shapes
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import valid_checkpoints
 from hybridtron.checkpoint.restore import restore_newest
@@ -18,9 +20,11 @@ from hybridtron.checkpoint.save import Saver, meta_of
 from hybridtron.config.resolve import RunPlan, resolve
 from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.engine.engine import Engine
+from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.pool import Seat
 from hybridtron.problems import ConfigError, Problem
 from hybridtron.train import start
+from tests.checkpoint.conftest import Write, trained
 from tests.conftest import random_batch, serving, small_run
 from tests.distributed import run_distributed
 
@@ -101,6 +105,46 @@ def test_replicas_read_the_weights_once_together(ranks: int, precision: str, tmp
     assert max(read.get("model", 0) for _, _, read, _ in results) < sizes["model"]
     assert total["optimizer"] == sizes["optimizer"]  # each rank has its own elements
     assert [bool(manifests) for _, _, _, manifests in results] == [True, *[False] * (ranks - 1)]
+
+
+def initialised(seat: Seat, precision: str, base: Path) -> tuple[dict[str, Tensor], Read]:
+    """Build an engine with initial weights from a checkpoint; return its weights, and the bytes that were read."""
+    read: Read = {}
+    read_chunk = reading.read_chunk
+
+    def counted(folder: Path, chunk: Any, file: Any) -> Tensor:
+        tensor = read_chunk(folder, chunk, file)
+        kind = chunk.file.split("-")[0]
+        read[kind] = read.get(kind, 0) + tensor.nbytes
+        return tensor
+
+    config = config_of(seat.world_size, precision)
+    with seat.groups(config.parallel) as groups:
+        phase = resolve(config)[0]
+        reading.read_chunk = counted
+        engine = Engine(phase, groups, start.weights_of(Checkpoint.open(base), phase))
+        reading.read_chunk = read_chunk
+        return {name: weight.detach().clone() for name, weight in engine._current_weights()}, read
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_replicas_read_initial_weights_once_together(
+    precision: str, write: Write, alone: Groups, tmp_path: Path
+) -> None:
+    base = write(trained(alone, precision), 1)
+    checkpoint = Checkpoint.open(base)
+    engine = Engine(resolve(config_of(1, precision))[0], alone, checkpoint.weights(checkpoint.plan.arch.table))
+    expected = {name: weight.detach().clone() for name, weight in engine._current_weights()}
+    results = run_distributed(initialised, 2, precision, base, timeout_s=200)
+    for weights, _ in results:
+        assert weights.keys() == expected.keys()
+        assert [name for name in expected if not torch.equal(weights[name], expected[name])] == []
+    stored = sum(math.prod(shape) * 4 for shape in weight_shapes(checkpoint).values())
+    total = sum(sum(read.values()) for _, read in results)
+    print(precision, "bytes of fp32 weights", stored, "read by all", total)
+    if precision == "fp32":  # with bf16 each rank also reads the weights of which it has elements of masters
+        assert total == stored
+        assert max(read["model"] for _, read in results) < stored
 
 
 def refused(seat: Seat, folder: Path) -> list[Problem]:

@@ -20,11 +20,11 @@ GROUPS = {"all": [0, 1, 2, 3], "01": [0, 1], "23": [2, 3], "02": [0, 2], "13": [
 
 
 def call(group: str, number: int, name: str = REDUCE, ended: bool = True, **changed: Any) -> dict[str, Any]:
-    values = {"group": group, "number": number, "name": name, "message": False, "sizes": [[8]], "dtypes": ["Float"]}
+    values = {"group": group, "number": number, "name": name, "sizes": [[8]], "dtypes": ["Float"]}
     return {**values, "ended": ended, "time": float(number), **changed}
 
 
-def pending(group: str, number: int, name: str = REDUCE, **changed: Any) -> dict[str, Any]:
+def waiting_call(group: str, number: int, name: str = REDUCE, **changed: Any) -> dict[str, Any]:
     return call(group, number, name, ended=False, **changed)
 
 
@@ -39,68 +39,73 @@ def divergence_of(
 
 
 def test_rank_with_another_operation_is_first(tmp_path: Path) -> None:
-    calls = {rank: [call("all", 6), pending("all", 7)] for rank in range(4)}
+    calls = {rank: [call("all", 6), waiting_call("all", 7)] for rank in range(4)}
     assert divergence_of(tmp_path, calls) is None
-    calls[2] = [call("all", 6), pending("all", 7, "gloo:broadcast"), pending("23", 1)]
-    found = divergence_of(tmp_path, calls)
-    assert found is not None
-    assert found.rank == 2
-    assert "rank 2 called gloo:broadcast [[8]] ['Float'] as number 7 of group all" in found.what
-    assert "ranks 0, 1, 3 called gloo:all_reduce" in found.what
+    calls[2] = [call("all", 6), waiting_call("all", 7, "gloo:broadcast"), waiting_call("23", 1)]
+    divergence = divergence_of(tmp_path, calls)
+    assert divergence is not None
+    assert divergence.rank == 2
+    assert "rank 2 called gloo:broadcast [[8]] ['Float'] as number 7 of group all" in divergence.what
+    assert "ranks 0, 1, 3 called gloo:all_reduce" in divergence.what
 
 
 def test_rank_with_another_size_is_first_unless_sizes_may_differ(tmp_path: Path) -> None:
-    calls = {rank: [pending("all", 7, sizes=[[9 if rank == 1 else 8]])] for rank in range(4)}
-    found = divergence_of(tmp_path, calls)
-    assert found is not None
-    assert found.rank == 1
-    calls = {rank: [pending("all", 7, "nccl:all_to_all", sizes=[[rank]])] for rank in range(4)}
+    calls = {rank: [waiting_call("all", 7, sizes=[[9 if rank == 1 else 8]])] for rank in range(4)}
+    divergence = divergence_of(tmp_path, calls)
+    assert divergence is not None
+    assert divergence.rank == 1
+    calls = {rank: [waiting_call("all", 7, "nccl:all_to_all", sizes=[[rank]])] for rank in range(4)}
     assert divergence_of(tmp_path, calls) is None
 
 
 def test_two_ranks_that_differ_are_both_suspect(tmp_path: Path) -> None:
-    found = divergence_of(tmp_path, {0: [pending("01", 7)], 1: [pending("01", 7, "gloo:broadcast")]})
-    assert found is not None
-    assert found.rank == -1
-    assert "without a majority" in found.what
+    divergence = divergence_of(tmp_path, {0: [waiting_call("01", 7)], 1: [waiting_call("01", 7, "gloo:broadcast")]})
+    assert divergence is not None
+    assert divergence.rank == -1
+    assert "without a majority" in divergence.what
 
 
 def test_rank_that_waits_for_nobody_is_first_although_others_lack_calls(tmp_path: Path) -> None:
     """Rank 1 hangs. Rank 0 waits for it, rank 2 for rank 0, and rank 3 for rank 1."""
     calls = {
-        0: [call("02", 3), pending("01", 5)],
+        0: [call("02", 3), waiting_call("01", 5)],
         1: [call("13", 3), call("01", 4)],
-        2: [call("02", 3), pending("02", 4)],
-        3: [call("13", 3), pending("13", 4)],
+        2: [call("02", 3), waiting_call("02", 4)],
+        3: [call("13", 3), waiting_call("13", 4)],
     }
-    found = divergence_of(tmp_path, calls, idle=[1])
-    assert found is not None
-    assert found.rank == 1
-    assert "rank 1 waits for nobody and lacks gloo:all_reduce" in found.what
+    divergence = divergence_of(tmp_path, calls, idle=[1])
+    assert divergence is not None
+    assert divergence.rank == 1
+    assert "rank 1 waits for nobody and lacks gloo:all_reduce" in divergence.what
     for path in tmp_path.glob("collectives-1.json"):
         path.unlink()
     del calls[1]
-    found = divergence_of(tmp_path, calls)
-    assert found is not None
-    assert found.what.startswith("rank 1 has written no file and lacks")
+    divergence = divergence_of(tmp_path, calls)
+    assert divergence is not None
+    assert divergence.what.startswith("rank 1 has written no file and lacks")
 
 
 def test_rank_that_calls_its_groups_in_another_order_is_first(tmp_path: Path) -> None:
-    calls = {rank: [call("all", 6), pending("all", 7)] for rank in range(4)}
-    calls[3] = [call("all", 6), pending("13", 1)]
-    found = divergence_of(tmp_path, calls)
-    assert found is not None
-    assert found.rank == 3
-    assert "rank 3 waits elsewhere and lacks gloo:all_reduce" in found.what
-    assert "number 7 of group all, in which ranks 0, 1, 2 wait" in found.what
+    calls = {rank: [call("all", 6), waiting_call("all", 7)] for rank in range(4)}
+    calls[3] = [call("all", 6), waiting_call("13", 1)]
+    divergence = divergence_of(tmp_path, calls)
+    assert divergence is not None
+    assert divergence.rank == 3
+    assert "rank 3 waits elsewhere and lacks gloo:all_reduce" in divergence.what
+    assert "number 7 of group all, in which ranks 0, 1, 2 wait" in divergence.what
 
 
 def test_forgotten_calls_are_not_missing(tmp_path: Path) -> None:
-    calls = {0: [pending("all", 7)], 1: [pending("13", 900)], 3: [pending("13", 900)], 2: [pending("all", 7)]}
+    calls = {
+        0: [waiting_call("all", 7)],
+        1: [waiting_call("13", 900)],
+        3: [waiting_call("13", 900)],
+        2: [waiting_call("all", 7)],
+    }
     assert divergence_of(tmp_path, calls, lost=True) is None
-    found = divergence_of(tmp_path, {**calls, 1: [call("13", 899)]}, lost=True, idle=[1])
-    assert found is not None
-    assert found.rank == 1
+    divergence = divergence_of(tmp_path, {**calls, 1: [call("01", 4)]}, lost=True, idle=[1])
+    assert divergence is not None
+    assert divergence.rank == 1
 
 
 def test_command_reads_the_files_of_the_last_hang(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,14 +115,14 @@ def test_command_reads_the_files_of_the_last_hang(tmp_path: Path, capsys: pytest
     assert main([str(tmp_path)]) == 1
     (logs / "collectives-9.json").write_text('{"calls": 3}')
     assert main([str(tmp_path)]) == 1
-    divergence_of(logs, {rank: [pending("all", 7)] for rank in range(4)})
+    divergence_of(logs, {rank: [waiting_call("all", 7)] for rank in range(4)})
     assert main([str(tmp_path)]) == 0
     assert "4 ranks: all ranks have made the same collectives" in capsys.readouterr().out
 
 
 def test_files_of_an_earlier_hang_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: 1000.0)
-    divergence_of(tmp_path, {0: [pending("all", 7)]})
+    divergence_of(tmp_path, {0: [waiting_call("all", 7)]})
     assert read_calls(tmp_path, since=1000.0)
     assert not read_calls(tmp_path, since=1001.0)
 
@@ -161,17 +166,17 @@ def test_ranks_stuck_in_native_code_write_their_collectives_on_a_signal(tmp_path
         for process in ranks:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
-        found = None
+        divergence = None
         until = time.monotonic() + 120
-        while found is None or "ranks 0, 2 wait" not in found.what:
-            assert time.monotonic() < until, found
+        while divergence is None or "ranks 0, 2 wait" not in divergence.what:
+            assert time.monotonic() < until, divergence
             for process in ranks:
                 process.send_signal(STACKS)
             time.sleep(0.2)
             by_rank = read_calls(tmp_path / "logs", since=0.0)
-            found = first_divergence(by_rank) if len(by_rank) == RANKS else None
-        assert found.rank == WRONG
-        assert f"rank {WRONG} waits elsewhere and lacks gloo:all_reduce" in found.what
+            divergence = first_divergence(by_rank) if len(by_rank) == RANKS else None
+        assert divergence.rank == WRONG
+        assert f"rank {WRONG} waits elsewhere and lacks gloo:all_reduce" in divergence.what
         assert all(process.poll() is None for process in ranks)
         assert "all_reduce" in (tmp_path / "logs" / "stacks-0.txt").read_text()
     finally:

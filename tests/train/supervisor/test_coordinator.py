@@ -125,7 +125,7 @@ def test_hang_is_blamed_on_the_rank_that_lags_behind(
 
 
 def test_collectives_name_the_rank_of_a_hang_in_which_all_are_at_the_same_point(tmp_path: Path) -> None:
-    call = {"group": "0", "number": 7, "message": False, "sizes": [], "dtypes": [], "ended": False, "time": 1.0}
+    call = {"group": "0", "number": 7, "sizes": [], "dtypes": [], "ended": False, "time": 1.0}
     (tmp_path / "logs").mkdir()
     nodes = Nodes(tmp_path)
     nodes.message(0, "hung")

@@ -35,7 +35,7 @@ from hybridtron.train.supervisor import faults
 from hybridtron.train.supervisor.faults import RankFault
 from hybridtron.train.supervisor.lines import JOIN_S, Message
 
-LOOK_S = 2.0  # seconds for the supervisors to describe the work of their ranks
+LOOK_S = 3.0  # seconds for the supervisors to describe the work of their ranks
 CLOCKS_S = 10.0  # largest difference between the clocks of two nodes
 TOGETHER_S = 60.0  # seconds for all ranks to end after one was refused or preempted
 END_S = 60.0  # seconds for a supervisor to end its rank

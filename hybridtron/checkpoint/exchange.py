@@ -56,7 +56,7 @@ def write_out(source: Checkpoint, target: Path, format_name: str) -> int:
     with appearing(target) as temporary:
         if format_name == "dcp":
             state = {key: source.whole(key) for key in source.shapes}
-            with _without_warning():
+            with without_warning():
                 dcp.save(state, storage_writer=FileSystemWriter(temporary), no_dist=True)
         else:
             for name, keys in files.items():
@@ -94,13 +94,13 @@ def _tensors(folder: Path, files: Mapping[str, list[str]]) -> Iterator[tuple[str
     stored = reader.read_metadata().state_dict_metadata
     for name, keys in files.items():
         state = {key: _empty(stored[key]) for key in keys}
-        with _without_warning():
+        with without_warning():
             dcp.load(state, storage_reader=reader, no_dist=True)
         yield name, state
 
 
 @contextmanager
-def _without_warning() -> Iterator[None]:
+def without_warning() -> Iterator[None]:
     """Hide the warning of torch that it works in one process; `no_dist` asks for that."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)

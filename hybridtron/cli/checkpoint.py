@@ -7,6 +7,7 @@
     hybridtron checkpoint average A B C --output MEAN                 write the mean of the weights
     hybridtron checkpoint reshard CHECKPOINT OUTPUT --file-size 4GB   write a copy with full tensors, in files of 4 GB
     hybridtron checkpoint export runs/samba OUTPUT --to dcp           write a folder for torch.distributed.checkpoint
+    hybridtron checkpoint export runs/llama OUTPUT --to torch_dist    write a folder of megatron-core
     hybridtron checkpoint import OUTPUT CHECKPOINT                    write a checkpoint from such a folder
     hybridtron checkpoint fetch s3://BUCKET/PREFIX runs/samba         download the newest checkpoint of a mirror
     hybridtron checkpoint fetch s3://BUCKET/PREFIX/step-00000500 runs/samba
@@ -19,6 +20,10 @@ contains only weights: `run.weights=MEAN`, `evaluate`, `generate` and `export` r
 An export (`--to dcp` or `--to safetensors`) has weights, optimizer state and states, each tensor whole, for other
 programs. The import of an unchanged export equals its source, so a run resumes from it. An import runs no code from the
 folder. For transformers use `hybridtron export`.
+
+With `--to torch_dist` an export has the weights alone, for megatron-core's GPTModel: every layer must have full
+attention with rotary positions and a gated MLP (swiglu). Such a folder is imported for `run.weights`. If core wrote it
+without Megatron-LM's arguments, --heads, --rope-base and --norm-eps say what its tensors do not show.
 
 A mirror is the S3 folder that a run's `checkpoint.mirror` names. Any parallel layout loads any checkpoint, so a run
 resumes without `reshard`. The sub-command `reshard` is for other programs that read a checkpoint and expect every
@@ -59,10 +64,14 @@ def main(arguments: list[str]) -> int:
     command = commands.add_parser("export", help="write a folder for other programs")
     command.add_argument("path", type=path_of, metavar="CHECKPOINT", help="or a run's folder: its newest checkpoint")
     command.add_argument("output", type=path_of)
-    command.add_argument("--to", choices=("dcp", "safetensors"), required=True, help="the format")
+    command.add_argument("--to", choices=("dcp", "safetensors", "torch_dist"), required=True, help="the format")
     command = commands.add_parser("import", help="write a checkpoint from an export's folder")
-    command.add_argument("path", type=path_of, metavar="FOLDER", help="a folder that checkpoint export has written")
+    command.add_argument("path", type=path_of, metavar="FOLDER", help="written by checkpoint export or megatron-core")
     command.add_argument("output", type=path_of)
+    command.add_argument("--heads", type=int, metavar="N", help="torch_dist: query heads")
+    command.add_argument("--rope-base", type=float, metavar="BASE", help="torch_dist: base of rotary positions")
+    command.add_argument("--norm-eps", type=float, metavar="EPS", help="torch_dist: epsilon of norms")
+    command.add_argument("--tokenizer", type=path_of, metavar="DIR", help="torch_dist: folder with tokenizer.json")
     command = commands.add_parser("fetch", help="download a checkpoint from checkpoint.mirror")
     command.add_argument("url", help="a checkpoint in a mirror, or the mirror for its newest checkpoint")
     command.add_argument("run", type=path_of, help="the run's folder, which gets the checkpoint")

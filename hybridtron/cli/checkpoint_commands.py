@@ -16,11 +16,14 @@ from hybridtron.checkpoint.average import average, shares_of
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.exchange import take_back, write_out
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
+from hybridtron.checkpoint.merged import merge_adapters
 from hybridtron.checkpoint.mirror import download
 from hybridtron.checkpoint.rewrite import differences, rewrite
 from hybridtron.cli.arguments import bytes_of, checkpoints_at, not_there_yet, progress_bar
 from hybridtron.config.units import readable
 from hybridtron.config.weights import BEST
+from hybridtron.interop.core_folder import FORMAT, Stated, is_core_folder, open_core_folder, write_core_folder
+from hybridtron.interop.import_folder import same_tensors, take_over
 from hybridtron.problems import Unusable
 from hybridtron.storage.retry import StorageError
 from hybridtron.train.lock import RunLock
@@ -217,7 +220,10 @@ def export_checkpoint(chosen: argparse.Namespace) -> int:
     not_there_yet(chosen.output)
     source = open_newest(chosen.path)
     try:
-        count = write_out(source, chosen.output, chosen.to)
+        if chosen.to == FORMAT:
+            count = write_core_folder(merge_adapters(source), chosen.output)
+        else:
+            count = write_out(source, chosen.output, chosen.to)
     except BrokenCheckpoint as error:
         print(error, file=sys.stderr)
         return 1
@@ -228,8 +234,25 @@ def export_checkpoint(chosen: argparse.Namespace) -> int:
 def import_checkpoint(chosen: argparse.Namespace) -> int:
     """Write a checkpoint from an export's folder."""
     not_there_yet(chosen.output)
+    if is_core_folder(chosen.path):
+        return _import_from_core(chosen)
+    options = {"--heads": chosen.heads, "--rope-base": chosen.rope_base, "--norm-eps": chosen.norm_eps}
+    for option, value in {**options, "--tokenizer": chosen.tokenizer}.items():
+        if value is not None:
+            raise Unusable(f"{option} is for folders of megatron-core, not for {chosen.path}", code="no-effect")
     meta = take_back(chosen.path, chosen.output)
     print(f"{chosen.output}: checkpoint of step {meta.step}")
+    return 0
+
+
+def _import_from_core(chosen: argparse.Namespace) -> int:
+    """Write a checkpoint from a folder of megatron-core, and check that its tensors equal the folder's."""
+    tokenizer = chosen.tokenizer or chosen.path
+    source = open_core_folder(chosen.path, Stated(chosen.heads, chosen.rope_base, chosen.norm_eps), tokenizer)
+    take_over(source, tokenizer, chosen.output, lambda checkpoint: same_tensors(source, checkpoint))
+    print(f"{chosen.output}: {len(source.rules)} tensors of {source.kind.name}")
+    if source.dropped:
+        print(f"{chosen.output}: without {' and '.join(source.dropped)}, which {chosen.path} has")
     return 0
 
 

@@ -33,7 +33,7 @@ def export_class(arch: Architecture, wanted: Export) -> str:
     transformers fits.
     """
     model = arch.model
-    reasons = {name: misfit(arch, model.norm_eps) or _beside(arch, name) for name, misfit in NATIVE.items()}
+    reasons = {name: misfit_of(arch, name) for name in NATIVE}
     fitting = [name for name, reason in reasons.items() if reason is None]
     if fitting and wanted is not Export.custom:
         return fitting[0]
@@ -46,9 +46,14 @@ def export_class(arch: Architecture, wanted: Export) -> str:
     return SHIPPED
 
 
+def misfit_of(arch: Architecture, name: str) -> str | None:
+    """Return the first reason why a class of transformers does not compute exactly this model, or None."""
+    return NATIVE[name](arch, arch.model.norm_eps) or _beside(arch, name)
+
+
 def required_class(arch: Architecture, name: str) -> str:
     """Return `name`, a class of transformers. Raises CannotExport if this class does not fit the model."""
-    if (reason := NATIVE[name](arch, arch.model.norm_eps) or _beside(arch, name)) is not None:
+    if (reason := misfit_of(arch, name)) is not None:
         raise CannotExport(
             f"{name} does not fit {arch.model.pattern}: {reason}; use auto for a class that fits", code="unsupported"
         )

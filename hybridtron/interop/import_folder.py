@@ -95,19 +95,27 @@ class ImportFolder:
             raise CannotImport(f"{folder / 'config.json'} {reason}", code=code) from error
         weights = Weights(folder)
         imported = cls(kind, settings, arch, kind.rules_for(arch, weights.shapes.keys()), weights)
-        if faults := list(imported._faults()):
-            if len(faults) > MAX_LISTED:
-                more = [f"and {len(faults) - MAX_LISTED} more"]
-            else:
-                more = []
-            listed = "\n  ".join([*faults[:MAX_LISTED], *more])
-            raise CannotImport(f"the tensors in {folder} do not fit its config.json:\n  {listed}", code="mismatch")
+        imported.require_fitting("config.json")
         if not (folder / "tokenizer.json").exists():
             raise CannotImport(
                 f"{folder} has no tokenizer.json, which a checkpoint needs: copy the model's tokenizer.json there",
                 code="no-file",
             )
         return imported
+
+    def require_fitting(self, described_by: str) -> None:
+        """Raise CannotImport, with all faults, if the tensors do not fit the model. `described_by` describes it."""
+        faults = list(self._faults())
+        if not faults:
+            return
+        if len(faults) > MAX_LISTED:
+            more = [f"and {len(faults) - MAX_LISTED} more"]
+        else:
+            more = []
+        listed = "\n  ".join([*faults[:MAX_LISTED], *more])
+        raise CannotImport(
+            f"the tensors in {self.weights.folder} do not fit its {described_by}:\n  {listed}", code="mismatch"
+        )
 
     def _faults(self) -> Iterator[str]:
         """Yield a message for each tensor that is missing, unknown, or has a wrong shape."""

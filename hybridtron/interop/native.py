@@ -65,6 +65,7 @@ class ModelFormat(ABC):
     name: ClassVar[str]
     embedding: ClassVar[str] = "model.embed_tokens.weight"
     final_norm: ClassVar[str] = "model.norm.weight"
+    head: ClassVar[str] = "lm_head.weight"  # if it is not tied to the embedding
     layers: ClassVar[str] = "model.layers"
     dropped: ClassVar[Mapping[str, str]] = {}  # start of tensor names that imports drop -> description of these tensors
     in_pairs: ClassVar[bool] = False  # True if each layer of a model with MLPs is a mixer followed by an MLP
@@ -93,7 +94,7 @@ class ModelFormat(ABC):
         rules.add(self.embedding, "embedding.weight")
         rules.add(self.final_norm, "norm.weight")
         if not arch.model.tie_embeddings:
-            rules.add("lm_head.weight", "head.weight")
+            rules.add(self.head, "head.weight")
         for number, group in enumerate(self.groups(arch)):
             for index in group:
                 self.add_sub_layer(rules, arch, f"{self.layers}.{number}", index)

@@ -34,6 +34,7 @@ ONLY_PARSED = {  # by how a command begins
     "audit": "starts processes: tests/proving/test_audit.py",
     "bench": "tests/benchmarks/test_bench.py",
     "checkpoint average runs/a runs/b --ema": "runs with run.ema: tests/checkpoint/test_average.py",
+    "checkpoint import iter_0001000": "a folder that core wrote: tests/interop/test_core.py",
     "checkpoint fetch s3:": "a bucket: tests/checkpoint/test_mirror.py",
     "data prepare --input chats.jsonl": "a tokenizer with words: tests/docs/test_answers.py",
     "data prepare --input embedded --packages": "minutes: tests/data/prepare/test_corpus.py",
@@ -122,12 +123,27 @@ def a_run(counting_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return run
 
 
+@pytest.fixture(scope="session")
+def a_llama(counting_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of a tiny Llama."""
+    run = tmp_path_factory.mktemp("docs") / "llama"
+    sizes = [
+        setting for setting in small_run_arguments(counting_folder, run) if not re.match(r"model.layers.[MW]", setting)
+    ]
+    layers = ["model.pattern=A-A-", "model.layers.A.heads=2", "model.layers.A.kv_heads=1"]
+    assert train.main(["recipe=llama2_438m", *sizes, *layers, "phases.0.tokens=256"]) == 0
+    return run
+
+
 @pytest.fixture
-def workplace(a_run: Path, counting_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workplace(
+    a_run: Path, a_llama: Path, counting_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """Create a folder with everything that the docs name, under the same names; paths below / are below this folder."""
     monkeypatch.chdir(tmp_path)
     for name in RUNS:
         shutil.copytree(a_run, tmp_path / "runs" / name)
+    shutil.copytree(a_llama, tmp_path / "runs/llama2_438m")
     for name in ("books", "slimpajama"):
         shutil.copytree(counting_folder, tmp_path / "data" / name)
     shutil.copy(CONFIGS / "recipe/laptop.yaml", tmp_path / "mine.yaml")

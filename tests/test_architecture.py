@@ -293,10 +293,11 @@ def source_of(text: str) -> SourceFile:
     return source
 
 
-PICKLED = {  # never what another process of a job could have written, nor a file, but for one reader
+PICKLED = {  # never what another process of a job could have written, nor a file, but for two readers
     "checkpoint/dcp_reader.py",  # unpickles the classes of a list only
     "config/composed.py",  # copies within a process
     "config/saved.py",
+    "interop/core_arguments.py",  # unpickles plain values and argparse.Namespace only
     "parallel/pool.py",  # a pool's own children, by pipes
 }
 OF_OBJECTS = {

@@ -76,7 +76,7 @@ class DescriptionReader(FileSystemReader):
         return metadata
 
 
-class StoredTensors:
+class DcpTensors:
     """The tensors of a folder, from which parts can be read.
 
     shapes: shape of each tensor, by its key
@@ -90,13 +90,16 @@ class StoredTensors:
         self._reader = DescriptionReader(folder)
         metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-        self._stored = {
-            key: stored
-            for key, stored in metadata.state_dict_metadata.items()
-            if isinstance(key, str) and isinstance(stored, TensorStorageMetadata)
-        }
-        self.shapes = {key: tuple(stored.size) for key, stored in self._stored.items()}
-        self.dtypes = {key: stored.properties.dtype for key, stored in self._stored.items()}
+        try:
+            self._stored = {
+                str(key): stored
+                for key, stored in metadata.state_dict_metadata.items()
+                if isinstance(stored, TensorStorageMetadata)
+            }
+            self.shapes = {key: tuple(map(int, stored.size)) for key, stored in self._stored.items()}
+            self.dtypes = {key: stored.properties.dtype for key, stored in self._stored.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise Unusable(f"{folder / METADATA} is damaged: {first_line(error)}", code="malformed") from error
 
     def part(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Read a rectangle of a tensor. `offset` is the rectangle's first index.
@@ -104,14 +107,15 @@ class StoredTensors:
         Raises Unusable if the files are damaged, or if they do not have every element of the rectangle exactly once.
         """
         chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))
-        items = create_read_items_for_chunk_list(key, self._stored[key], [chunk])
-        if sum(math.prod(item.lengths) for item in items) != math.prod(shape):
-            raise Unusable(f"{self._folder} does not have every element of {key} once", code="unreadable")
-        into = torch.empty(tuple(shape), dtype=self.dtypes[key])
         try:
+            items = create_read_items_for_chunk_list(key, self._stored[key], [chunk])
+            count = sum(math.prod(item.lengths) for item in items)
+            into = torch.empty(tuple(shape), dtype=self.dtypes[key])
             self._reader.read_data(LoadPlan(items), _Into(into)).wait()
         except Exception as error:  # a damaged file can raise any error
             raise Unusable(f"{key} in {self._folder} can't be read: {first_line(error)}", code="unreadable") from error
+        if count != math.prod(shape):
+            raise Unusable(f"{self._folder} does not have every element of {key} once", code="unreadable")
         return into
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from hybridtron.architecture.table import architecture
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.checkpoint.dcp_reader import StoredTensors
+from hybridtron.checkpoint.dcp_reader import DcpTensors
 from hybridtron.checkpoint.exchange import without_warning
 from hybridtron.checkpoint.files import NAMES, appearing
 from hybridtron.interop.config_json import MAX_COUNT, MAX_LAYERS, CannotImport, read_object
@@ -76,7 +77,7 @@ def is_core_folder(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Stated:
-    """What a user states of a model, where its folder has no arguments; None: not stated."""
+    """Statements of a user about a model, for a folder without arguments; None: not stated."""
 
     heads: int | None = None
     rope_base: float | None = None
@@ -99,13 +100,18 @@ class CoreWeights(Weights):
         self.folder = folder
         self.shapes = {}
         self._of_name: dict[str, Callable[[], Tensor]] = {}
-        stored = StoredTensors(folder)
-        self._require_numbers(stored)
+        stored = DcpTensors(folder)
+        self._require_floats(stored)
         for key, shape in stored.shapes.items():
             rest = key.removeprefix(f"{LAYERS}.")
             if rest == key or rest.partition(".")[0].isdigit():
                 self._add(key, shape, partial(stored.part, key, (0,) * len(shape), shape))
                 continue
+            if not shape or not 0 < shape[0] <= MAX_LAYERS:
+                raise CannotImport(
+                    f"{folder}: {key} has the shape {shape}, must begin with 1 to {MAX_LAYERS} layers",
+                    code="out-of-range",
+                )
             count, *inner = shape
             for layer in range(count):
                 offset = (layer, *(0 for _ in inner))
@@ -115,18 +121,12 @@ class CoreWeights(Weights):
         self.shapes[name] = shape
         self._of_name[name] = lambda: read().reshape(shape)
 
-    def _require_numbers(self, stored: StoredTensors) -> None:
+    def _require_floats(self, stored: DcpTensors) -> None:
         floats = [NAMES[name] for name in FLOATS]
-        for key, shape in stored.shapes.items():
-            of_layers = key.startswith(f"{LAYERS}.")
-            if of_layers and not (shape and 0 < shape[0] <= MAX_COUNT):
-                raise CannotImport(f"{self.folder}: {key} has the shape {shape}", code="malformed")
-            if of_layers and not key.split(".")[2].isdigit() and shape[0] > MAX_LAYERS:
-                raise CannotImport(f"{self.folder}: {key} has {shape[0]} layers", code="out-of-range")
-            if not key.startswith(tuple(CoreGPT.dropped)) and stored.dtypes[key] not in floats:
+        for key, dtype in stored.dtypes.items():
+            if not key.startswith(tuple(CoreGPT.dropped)) and dtype not in floats:
                 raise CannotImport(
-                    f"{self.folder}: {key} has the dtype {stored.dtypes[key]}; only {', '.join(FLOATS)} can be "
-                    "imported",
+                    f"{self.folder}: {key} has the dtype {dtype}; only {', '.join(FLOATS)} can be imported",
                     code="unsupported",
                 )
 
@@ -177,8 +177,7 @@ def _require_no_mamba(weights: Weights) -> None:
 def _chosen(folder: Path, stated: Mapping[str, Any], user: Stated, tokenizer: Path) -> dict[str, Any]:
     """Return the arguments that no tensor shows: from the folder, or if it lacks them from the user.
 
-    Raises CannotImport with a list if some are missing, if both state different values, or if a value is no such
-    number.
+    Raises CannotImport with a list if some are missing, if both state different values, or if a value is out of range.
     """
     chosen = {}
     missing = []
@@ -192,8 +191,8 @@ def _chosen(folder: Path, stated: Mapping[str, Any], user: Stated, tokenizer: Pa
             raise CannotImport(
                 f"{folder} has {name}={chosen[name]}, but {option} is {value}: leave {option} out", code="conflict"
             )
-        elif not _is_number(chosen[name], whole=name == "num_attention_heads"):
-            raise CannotImport(f"{folder} has {name}={chosen[name]!r}, must be a positive number", code="wrong-type")
+        elif not _is_usable(name, chosen[name]):
+            raise CannotImport(f"{folder} has {name}={chosen[name]!r}, which no model can have", code="out-of-range")
     if not (tokenizer / "tokenizer.json").is_file():
         missing.append("--tokenizer (a folder with tokenizer.json)")
     if missing:
@@ -201,10 +200,13 @@ def _chosen(folder: Path, stated: Mapping[str, Any], user: Stated, tokenizer: Pa
     return chosen
 
 
-def _is_number(value: Any, whole: bool) -> bool:
-    if whole:
+def _is_usable(name: str, value: Any) -> bool:
+    if name == "num_attention_heads":
         return type(value) is int and 0 < value <= MAX_COUNT
-    return type(value) in (int, float) and 0 < value < float("inf")
+    lowest = 0.0
+    if name == "rotary_base":
+        lowest = 1.0
+    return type(value) in (int, float) and lowest < value < math.inf
 
 
 def write_core_folder(source: Checkpoint, target: Path) -> int:

@@ -23,7 +23,9 @@ from hybridtron.cli import main as cli
 from hybridtron.cli import train
 from hybridtron.config.load import CONFIGS, load
 from tests.docs.conftest import PAGES, ROOT, Command, blocks, commands, name_of
+from tests.interop.conftest import Stored
 from tests.interop.conftest import own_module_cache as own_module_cache  # the fixture: exported models are loaded
+from tests.interop.conftest import stored as stored  # the fixture: a run of a Llama
 from tests.train.conftest import small_run_arguments
 
 RUNS = ("laptop", "samba_421m", "samba_1.3b", "mamba2_130m", "a", "b")  # that the docs name
@@ -123,27 +125,15 @@ def a_run(counting_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return run
 
 
-@pytest.fixture(scope="session")
-def a_llama(counting_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of a tiny Llama."""
-    run = tmp_path_factory.mktemp("docs") / "llama"
-    sizes = [
-        setting for setting in small_run_arguments(counting_folder, run) if not re.match(r"model.layers.[MW]", setting)
-    ]
-    layers = ["model.pattern=A-A-", "model.layers.A.heads=2", "model.layers.A.kv_heads=1"]
-    assert train.main(["recipe=llama2_438m", *sizes, *layers, "phases.0.tokens=256"]) == 0
-    return run
-
-
 @pytest.fixture
 def workplace(
-    a_run: Path, a_llama: Path, counting_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    a_run: Path, stored: Stored, counting_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
     """Create a folder with everything that the docs name, under the same names; paths below / are below this folder."""
     monkeypatch.chdir(tmp_path)
     for name in RUNS:
         shutil.copytree(a_run, tmp_path / "runs" / name)
-    shutil.copytree(a_llama, tmp_path / "runs/llama2_438m")
+    shutil.copytree(stored("llama").folder.parents[1], tmp_path / "runs/llama2_438m")
     for name in ("books", "slimpajama"):
         shutil.copytree(counting_folder, tmp_path / "data" / name)
     shutil.copy(CONFIGS / "recipe/laptop.yaml", tmp_path / "mine.yaml")

@@ -14,16 +14,18 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from hybridtron.architecture.table import architecture
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.checkpoint.dcp_reader import StoredTensors
+from hybridtron.checkpoint.dcp_reader import DcpTensors
 from hybridtron.checkpoint.exchange import without_warning
 from hybridtron.cli import checkpoint
 from hybridtron.data.batch import SeqInfo
 from hybridtron.interop.core_arguments import COMMON, stated_arguments
-from hybridtron.interop.core_gpt import FIXED
+from hybridtron.interop.core_gpt import FIXED, require_fitting
+from hybridtron.parallel.groups import Groups
 from tests.interop import core_models
 from tests.interop.conftest import Stored
-from tests.interop.models import own_model
+from tests.interop.models import checkpoint_of, model_config, own_model
 from tests.refusals import refusal, usage_error
 
 TOKENIZER = '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
@@ -49,7 +51,7 @@ def assert_same_logits(ours: Checkpoint, folder: Path) -> None:
 
 
 def whole(folder: Path) -> dict[str, torch.Tensor]:
-    stored = StoredTensors(folder)
+    stored = DcpTensors(folder)
     return {key: stored.part(key, (0,) * len(shape), shape) for key, shape in stored.shapes.items()}
 
 
@@ -116,6 +118,27 @@ def test_our_checkpoint_comes_back_unchanged(name: str, stored: Stored, tmp_path
     assert back.meta.data["eos"] == "3"
 
 
+def test_rows_are_in_the_order_of_core(stored: Stored, tmp_path: Path) -> None:
+    """A group has its two query heads, its key head and its value head; the gate comes before `up`."""
+    source = stored("llama")
+    export(source.folder, tmp_path / "core")
+    core = whole(tmp_path / "core")
+    q, k, v = (source.whole(f"layers.2.mixer.{key}") for key in ("q.weight", "kv.weight.k", "kv.weight.v"))
+    rows = [q[:16], k[:8], v[:8], q[16:], k[8:], v[8:]]
+    assert torch.equal(core["decoder.layers.self_attention.linear_qkv.weight"][1], torch.cat(rows))
+    halves = [source.whole(f"layers.3.mixer.gate_up.weight.{part}") for part in ("gate", "up")]
+    assert torch.equal(core["decoder.layers.mlp.linear_fc1.weight"][1], torch.cat(halves))
+
+
+def test_weights_keep_their_dtype(alone: Groups, tmp_path: Path) -> None:
+    source = checkpoint_of(model_config("llama"), alone, tmp_path / "run", "bf16")
+    export(source.folder, tmp_path / "core")
+    assert DcpTensors(tmp_path / "core").dtypes["decoder.layers.mlp.linear_fc2.weight"] is torch.bfloat16
+    back = take(tmp_path / "core", tmp_path / "back")
+    assert all(torch.equal(back.whole(key), source.whole(key)) for key in back.shapes)
+    assert back.config.precision.name == "bf16"
+
+
 def test_layers_can_have_tensors_of_their_own(stored: Stored, tmp_path: Path) -> None:
     """core writes such names if layers differ, and does not write the arguments at all."""
     source = stored("llama")
@@ -142,7 +165,7 @@ def rewrite(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def restate(folder: Path, **changed: Any) -> None:
-    """Change arguments in a folder; None removes an argument."""
+    """Change arguments in a folder."""
     arguments = {**stated_arguments(folder), **changed}
     torch.save({"args": Namespace(**arguments)}, folder / COMMON)
 
@@ -161,9 +184,6 @@ def test_models_that_core_does_not_compute_are_not_exported(
 
 
 def test_multipliers_are_not_exported(stored: Stored, tmp_path: Path) -> None:
-    from hybridtron.architecture.table import architecture
-    from hybridtron.interop.core_gpt import require_fitting
-
     model = replace(stored("llama").config.model, residual_multiplier=0.5)
     with pytest.raises(ValueError, match="residual_multiplier"):
         require_fitting(architecture(model))
@@ -202,6 +222,8 @@ def test_every_missing_value_is_named(stored: Stored, tokenizer: Path, tmp_path:
     options = ["--rope-base", "5000", "--norm-eps", "1e-5", "--tokenizer", tokenizer]
     refused = refusal(checkpoint.main, ["import", folder, tmp_path / "back", "--heads", "3", *options])
     assert refused.code == "mismatch"
+    refused = refusal(checkpoint.main, ["import", folder, tmp_path / "back", "--heads", "-4", *options])
+    assert refused.code == "out-of-range"
     take(folder, tmp_path / "back", "--heads", 4, *options)
 
 

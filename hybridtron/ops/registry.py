@@ -16,6 +16,7 @@ from hybridtron.ops.delta import delta_gates, delta_scan
 from hybridtron.ops.dispatch import Op, forced_problem, reasons
 from hybridtron.ops.dropout import dropout
 from hybridtron.ops.experts import (
+    activated_again,
     expert_choice,
     expert_linear,
     expert_order,
@@ -46,10 +47,10 @@ from hybridtron.problems import Problem, did_you_mean
 OPS: dict[str, Op[Any, Any]] = {
     op.name: op
     for op in (
-        add_rms_norm, angles, apply_rope, attention, causal_conv, cross_entropy, decay_scan, delta_gates, delta_scan,
-        dropout, expert_choice, expert_linear, expert_order, experts, from_experts, gated_norm, gated_scale,
-        gated_squares, geglu, gla_gates, gla_scan, linear, linear_cross_entropy, matrix_product, mlp_of_rows,
-        norm_before_gate, rms_norm, route, selective_scan, softmax_gradients, softmax_sums, span_attention,
+        activated_again, add_rms_norm, angles, apply_rope, attention, causal_conv, cross_entropy, decay_scan,
+        delta_gates, delta_scan, dropout, expert_choice, expert_linear, expert_order, experts, from_experts, gated_norm,
+        gated_scale, gated_squares, geglu, gla_gates, gla_scan, linear, linear_cross_entropy, matrix_product,
+        mlp_of_rows, norm_before_gate, rms_norm, route, selective_scan, softmax_gradients, softmax_sums, span_attention,
         sparse_attention, squared_relu, ssd_scan, swiglu, to_experts, token_mix, turn_pairs,
     )
 }  # fmt: skip

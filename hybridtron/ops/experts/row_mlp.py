@@ -2,7 +2,7 @@
 
 The reference computes one projection of all rows at a time, as suits a GPU. The form `looped` takes one expert after
 another through the whole MLP, so that an expert's hidden channels stay in a CPU's cache between its projections. It
-saves the first projection alone, and computes the activation again in the backward pass.
+saves the first projection alone: the backward pass computes the activation again, together with its gradient.
 
 Legend: N rows, E experts, D width, H hidden channels of an expert, F rows of `gate_up`: 2H or H.
 """
@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.dispatch import Implementation, untraced
-from hybridtron.ops.experts.parts import expert_linear
+from hybridtron.ops.experts.activation import ActivatedInputs
+from hybridtron.ops.experts.parts import activated_again, expert_linear
 from hybridtron.ops.experts.products import ExpertLinearInputs, rows_of_experts, write_product
 from hybridtron.ops.experts.reference import ExpertActivation, activated
 from hybridtron.ops.product import ProductInputs, matrix_product
+from hybridtron.ops.product.sums import add_product
 
 
 class RowMLPInputs(NamedTuple):
@@ -75,17 +77,19 @@ class _LoopedMLP(torch.autograd.Function):
             torch.empty_like(x) if needed else None for x, needed in zip(inputs, wanted, strict=True)
         )
         for e, (rows, hidden_NF) in enumerate(zip(ctx.slices, hidden, strict=True)):
-            with torch.enable_grad():
-                hidden_NF = hidden_NF.detach().requires_grad_()
-                active_NH = activated(hidden_NF, ctx.activation)
-            if of_down is not None:
-                write_product(grad_ND[rows].t(), active_NH.detach(), of_down[e])
             of_active_NH = _product(grad_ND[rows], down_EDH[e])
-            (of_hidden_NF,) = torch.autograd.grad(active_NH, hidden_NF, of_active_NH)
+            active_NH, of_hidden = activated_again(ActivatedInputs(hidden_NF, of_active_NH, ctx.activation))
+            if of_down is not None:
+                write_product(grad_ND[rows].t(), active_NH, of_down[e])
             if of_gate_up is not None:
-                write_product(of_hidden_NF.t(), rows_ND[rows], of_gate_up[e])
+                rooms = of_gate_up[e].chunk(len(of_hidden))
+                for part_NC, room_CD in zip(of_hidden, rooms, strict=True):
+                    write_product(part_NC.t(), rows_ND[rows], room_CD)
             if of_rows is not None:
-                write_product(of_hidden_NF, gate_up_EFD[e], of_rows[rows])
+                weights = gate_up_EFD[e].chunk(len(of_hidden))
+                write_product(of_hidden[0], weights[0], of_rows[rows])
+                for part_NC, weight_CD in zip(of_hidden[1:], weights[1:], strict=True):
+                    add_product(of_rows[rows], part_NC, weight_CD)
         return of_rows, None, of_gate_up, of_down, None
 
 

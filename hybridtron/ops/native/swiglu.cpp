@@ -1,4 +1,4 @@
-// y = silu(m gate) up;   dup = dy silu(m gate),   dgate = dy up m silu'(m gate)
+// y = silu(m gate) up;   dup = dy silu(m gate),   dgate = dy up m silu'(m gate), and again y where it was not kept
 #include "blocks.h"
 
 template <class S> struct SwiGLU {
@@ -27,10 +27,12 @@ template <class S, bool BACK> static void block(void *task, int unit, char *scra
           continue;
         }
         const V<S> dy = load(grad + i);
+        store(grad + i, g * open * u);
         store(up + i, dy * (g * open)), store(gate + i, m * (dy * u * open * (1 + g * (1 - open))));
       }
       write(gate, BACK ? of.grad_gate : of.y, r, t, first, count);
       if (BACK) write(up, of.grad_up, r, t, first, count);
+      if (BACK && of.y.data) write(grad, of.y, r, t, first, count);
     }
 }
 

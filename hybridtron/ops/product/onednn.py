@@ -5,7 +5,8 @@ oneDNN reaches 200 GFLOP/s. On other CPUs both are equally fast, and this file i
 for any number of threads.
 
 A sum with more than DEPTH terms, such as a weight's gradient over all tokens, is divided into partial sums, so that
-rounding errors stay small.
+rounding errors stay small. A last partial sum with few terms would take as long as one with many: they belong to the
+partial sum before it.
 
 Legend: T any leading axes, I input channels, O output channels. A matrix multiplication is (M, K) times (K, N); in
 `_Linear`, M is the number of tokens.
@@ -25,6 +26,7 @@ from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.product.reference import LinearInputs, ProductInputs
 
 DEPTH = 512  # terms per partial sum
+REST = 64  # with fewer terms than this left over, the last partial sum takes them too
 LEAST = 2**22  # minimum number of multiplications; with fewer, the overhead of some 70 us per call is too large
 
 
@@ -104,7 +106,8 @@ def _times(left_MK: Tensor, right_NK: Tensor) -> Tensor:
     if left_MK.stride(1) != 1 and len(left_MK) > len(right_NK):
         return _times(right_NK, left_MK).t()
     total_MN: Tensor | None = None
-    for left, right in zip(left_MK.split(DEPTH, 1), right_NK.split(DEPTH, 1), strict=True):
+    depths = partial_sums(left_MK.shape[1])
+    for left, right in zip(left_MK.split(depths, 1), right_NK.split(depths, 1), strict=True):
         part_MN = torch.ops.mkldnn._linear_pointwise(_dense(left), _dense(right), None, "none", [], "")
         if total_MN is None:
             total_MN = part_MN
@@ -112,6 +115,17 @@ def _times(left_MK: Tensor, right_NK: Tensor) -> Tensor:
             total_MN = total_MN.add_(part_MN)
     assert total_MN is not None
     return total_MN
+
+
+def partial_sums(terms: int) -> list[int]:
+    """Return the number of terms of each partial sum."""
+    whole, rest = divmod(terms, DEPTH)
+    depths = [DEPTH] * whole
+    if whole and rest < REST:
+        depths[-1] += rest
+    else:
+        depths.append(rest)
+    return depths
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,14 +59,26 @@ class _NativeGate(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (gate_up,) = ctx.saved_tensors
         rows = as_rows(gate_up)
-        grad_y = as_rows(grads[0])
         grad_rows = like(rows)
-        (gate, up) = rows.chunk(2, -1)
-        grad_gate, grad_up = grad_rows.chunk(2, -1)
-        task = _task(gate, up, ctx.multiplier)
-        task.grad_y, task.grad_gate, task.grad_up = map(Tokens.of, (grad_y, grad_gate, grad_up))
-        call(f"swiglu_backward_{scalar(wide_type(gate))}", task, threads(gate.numel() / WORTH))
+        of_gate, of_up = grad_rows.chunk(2, -1)
+        write_gradients(SwiGLUInputs(rows, ctx.multiplier), as_rows(grads[0]), GradientRooms(of_gate, of_up))
         return grad_rows.reshape(gate_up.shape), None
+
+
+class GradientRooms(NamedTuple):
+    """Tensors (rows, tokens, channels) for the gradients of gate and up, and for y if it is computed again."""
+
+    gate: Tensor
+    up: Tensor
+    y: Tensor | None = None
+
+
+def write_gradients(inputs: SwiGLUInputs, grad_y: Tensor, rooms: GradientRooms) -> None:
+    """Write the gradients of gate and up to their rooms. All tensors have the axes (rows, tokens, channels)."""
+    gate, up = inputs.gate_up.chunk(2, -1)
+    task = _task(gate, up, inputs.multiplier)
+    task.grad_y, task.grad_gate, task.grad_up, task.y = map(Tokens.of, (grad_y, *rooms))
+    call(f"swiglu_backward_{scalar(wide_type(gate))}", task, threads(gate.numel() / WORTH))
 
 
 def _task(gate: Tensor, up: Tensor, multiplier: float) -> SwiGLUTask:

@@ -7,7 +7,9 @@ from torch.autograd import gradcheck
 
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.experts import (
+    ActivatedInputs,
     ChoiceInputs,
+    ExpertActivation,
     ExpertLinearInputs,
     ExpertOrder,
     ExpertOrderInputs,
@@ -15,6 +17,7 @@ from hybridtron.ops.experts import (
     Router,
     RowMLPInputs,
     ToExpertsInputs,
+    activated_again,
     expert_choice,
     expert_linear,
     expert_order,
@@ -24,6 +27,7 @@ from hybridtron.ops.experts import (
     native,
     to_experts,
 )
+from hybridtron.ops.experts.reference import activated
 
 ORDERS = pytest.mark.parametrize("order_form", ["reference", "native"])
 ROWS = pytest.mark.parametrize("form", ["reference", "gathered", "native"])
@@ -166,6 +170,41 @@ def test_looped_mlps_save_the_first_projection_alone() -> None:
     with force(mlp_of_rows="looped"), torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, id):
         mlp_of_rows(RowMLPInputs(inputs[0], ends, *inputs[1:], "swiglu"))
     assert [tuple(x.shape) for x in kept] == [(5, 8), (2, 12, 8), (2, 8, 6), (2, 12), (3, 12)]
+
+
+@pytest.mark.parametrize("form", ["reference", "native"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("rows", "channels"), [(0, 5), (70, 5), (3, 300)])
+def test_activation_again_has_the_bits_of_both_passes(form: str, dtype: torch.dtype, rows: int, channels: int) -> None:
+    hidden = torch.randn(rows, 2 * channels, dtype=dtype, requires_grad=True)
+    slopes = torch.randn(channels, rows, dtype=dtype).t()
+    with force(form):
+        active = activated(hidden, "swiglu")
+        (of_hidden,) = torch.autograd.grad(active, hidden, slopes)
+        again, parts = activated_again(ActivatedInputs(hidden, slopes, "swiglu"))
+    assert torch.equal(again, active)
+    assert torch.equal(torch.cat(parts, 1), of_hidden)
+    assert all(part.is_contiguous() for part in parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("activation", ["swiglu", "squared_relu"])
+def test_looped_mlps_equal_the_reference_in_both_passes(dtype: torch.dtype, activation: ExpertActivation) -> None:
+    """With an expert without rows, and sums of more terms than one partial sum has."""
+    ends = torch.tensor([40, 40, 700], dtype=torch.int32)
+    channels = 64 if activation == "swiglu" else 32
+    shapes = ((700, 24), (3, channels, 24), (3, 24, 32))
+    tensors = [torch.randn(shape, dtype=torch.float64) / shape[-1] ** 0.5 for shape in shapes]
+    slopes = torch.randn(700, 24, dtype=torch.float64)
+    results = []
+    for form, of_dtype in (("reference", torch.float64), ("looped", dtype)):
+        inputs = [x.to(of_dtype).requires_grad_() for x in tensors]
+        with force(mlp_of_rows=form):
+            y = mlp_of_rows(RowMLPInputs(inputs[0], ends, *inputs[1:], activation))
+        results.append((y, *torch.autograd.grad(y, inputs, slopes.to(of_dtype))))
+    for actual, expected in zip(results[1], results[0], strict=True):
+        error = (actual.double() - expected).abs().max() / expected.abs().max()
+        assert error < {torch.bfloat16: 2e-2, torch.float32: 1e-6, torch.float64: 1e-14}[dtype]
 
 
 def test_frozen_experts_get_no_gradient() -> None:

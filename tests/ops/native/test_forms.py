@@ -358,6 +358,6 @@ def test_every_op_of_the_laptop_recipes_runs_compiled_on_a_cpu() -> None:
     assert compiled == {
         "selective_scan", "ssd_scan", "decay_scan", "gla_scan", "delta_scan", "causal_conv", "rms_norm", "add_rms_norm",
         "gated_norm", "gated_squares", "gated_scale", "swiglu", "softmax_sums", "softmax_gradients", "attention",
-        "apply_rope", "span_attention", "turn_pairs", "angles", "expert_choice", "expert_order", "to_experts",
-        "from_experts",
+        "apply_rope", "span_attention", "turn_pairs", "angles", "activated_again", "expert_choice", "expert_order",
+        "to_experts", "from_experts",
     }  # fmt: skip

@@ -55,6 +55,14 @@ def test_onednn_product_equals_torch_in_float64(sizes: tuple[int, int, int], tur
     assert (actual - expected).abs().max() <= 2e-6 * expected.abs().max()
 
 
+@pytest.mark.parametrize(
+    ("terms", "depths"),
+    [(0, [0]), (500, [500]), (512, [512]), (575, [575]), (576, [512, 64]), (1040, [512, 528]), (1100, [512, 512, 76])],
+)
+def test_last_partial_sum_has_no_few_terms(terms: int, depths: list[int]) -> None:
+    assert onednn.partial_sums(terms) == depths
+
+
 def test_bits_of_onednn_products_do_not_depend_on_threads() -> None:
     left = torch.randn(1000, 200)
     right = torch.randn(200, 300)

@@ -120,9 +120,9 @@ def draw(found: Found, path: Path) -> None:
             (line,) = axes.plot(steps, means, label=f"seed {seed}")
             axes.plot(steps, most, ":", color=line.get_color(), linewidth=0.8)
         axes.axhline(EVEN, color="gray", linewidth=0.8)
-        axes.set(title=variant, xlabel="step")
+        axes.set(title=f"{variant}: mean of routers\n(dotted: the most uneven)", xlabel="step")
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("largest load / mean load\n(mean of routers; dotted: the most uneven)")
+    panels[0].set_ylabel("largest load / mean load")
     panels[0].legend(frameon=False, fontsize="small")
     figure.savefig(path)
 

@@ -49,7 +49,7 @@ from hybridtron.ops.precision import at_least_fp32
 from hybridtron.ops.squared_relu import SquaredReLUInputs, squared_relu
 from hybridtron.ops.swiglu import SwiGLUInputs, swiglu
 from hybridtron.parallel.context import all_reduce_shards
-from hybridtron.parallel.experts import experts_on_ranks
+from hybridtron.parallel.experts import SentRows, outputs_of_owners, send_to_owners
 from hybridtron.parallel.linear import (
     TensorGroup,
     all_reduce_sum,
@@ -109,30 +109,44 @@ class MoE(Mixer):
         if self.spec.capacity is not None and seq.key is not None:  # training
             kept = within_capacity(routing, self.spec, RowParts(seq, self.tensor))
             routing = kept.routing
-        y_LBD = self._routed_experts(x_TD, routing, kept).view(own_LBD.shape)
+        inputs = self._inputs(x_TD, routing)
+        sent = self._sent(inputs, kept)
+        shared_LBD = None
+        if self.spec.shared:  # while rows are sent
+            shared_LBD = self._shared(x_LBD)
+        y_LBD = self._outputs(inputs, sent).view(own_LBD.shape)
         if not self.full_experts:
             y_LBD = sum_output(y_LBD, self.tensor)
-        if self.spec.shared:
-            y_LBD = y_LBD + self._shared(x_LBD)
+        if shared_LBD is not None:
+            y_LBD = y_LBD + shared_LBD
         if seq.key is None:  # evaluation and generation
             return MixerOutput(y_LBD, {}, {})
         return MixerOutput(y_LBD, {}, self._losses(logits_TE, routing, seq), routed(routing, kept))
 
-    def _routed_experts(self, x_TD: Tensor, routing: Routing, kept: KeptChoices | None) -> Tensor:
-        """Return each token's weighted sum of its experts' outputs, computed with this rank's inner channels."""
-        if not self.spec.latent:
-            return self._experts(x_TD, routing, kept)
-        latent_TP = F.linear(x_TD, self.latent_in)
-        return F.linear(self._experts(latent_TP, routing, kept), self.latent_out)
+    def _inputs(self, x_TD: Tensor, routing: Routing) -> ExpertsInputs:
+        """Return the experts' inputs, in the latent width if there is one."""
+        if self.spec.latent:
+            x_TD = F.linear(x_TD, self.latent_in)
+        return ExpertsInputs(x_TD, routing, self.gate_up, self.down, self.activation)
 
-    def _experts(self, x_TP: Tensor, routing: Routing, kept: KeptChoices | None) -> Tensor:
-        inputs = ExpertsInputs(x_TP, routing, self.gate_up, self.down, self.activation)
+    def _sent(self, inputs: ExpertsInputs, kept: KeptChoices | None) -> SentRows | None:
+        """Start to send rows to other ranks if ranks divide the experts."""
         if self.expert_ranks.expert.size == 1:
-            return experts(inputs)
+            return None
         slots = None
         if kept is not None and kept.has_full_rows:
             slots = kept.slots
-        return experts_on_ranks(inputs, self.expert_ranks, slots)
+        return send_to_owners(inputs, self.expert_ranks, slots)
+
+    def _outputs(self, inputs: ExpertsInputs, sent: SentRows | None) -> Tensor:
+        """Return each token's weighted sum of its experts' outputs, computed with this rank's inner channels."""
+        if self.expert_ranks.expert.size == 1:
+            y_TP = experts(inputs)
+        else:
+            y_TP = outputs_of_owners(inputs, self.expert_ranks, sent)
+        if self.spec.latent:
+            return F.linear(y_TP, self.latent_out)
+        return y_TP
 
     def _shared(self, x_LBD: Tensor) -> Tensor:
         """Return the shared expert's output.

@@ -19,6 +19,7 @@ from hybridtron.config.schema import ParallelConfig
 from hybridtron.data.batch import SeqInfo
 from hybridtron.inference.parallel_reader import training_reader
 from hybridtron.inference.reader import reader
+from hybridtron.mixers import moe
 from hybridtron.mixers.moe import MoE
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel, ModelSlice
@@ -33,7 +34,7 @@ from hybridtron.ops.experts import (
     slot_order,
 )
 from hybridtron.parallel.context import seq_of_shard
-from hybridtron.parallel.experts import experts_on_ranks
+from hybridtron.parallel.experts import ExpertRanks, Flight, RowCounts, outputs_of_owners, send_to_owners
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.pool import Seat
 from hybridtron.proving.audit.cases import small_model
@@ -94,7 +95,8 @@ def sent(seat: Seat, job: Job) -> list[Tensor]:
         router, gate_up, down = weights()
         own = [weight.chunk(seat.world_size)[seat.rank].clone().requires_grad_() for weight in (gate_up, down)]
         x_TD = tokens_of(job, seat.rank).requires_grad_()
-        y_TD = experts_on_ranks(inputs_of(x_TD, job, router, *own), ranks)
+        inputs = inputs_of(x_TD, job, router, *own)
+        y_TD = outputs_of_owners(inputs, ranks, send_to_owners(inputs, ranks, None))
         y_TD.square().sum().backward()
         return [y_TD.detach(), *(t.grad for t in (x_TD, *own) if t.grad is not None)]
 
@@ -137,7 +139,8 @@ def with_capacity(seat: Seat, tokens: int) -> tuple[list[Tensor], list[int]]:
         own = [weight.chunk(seat.world_size)[seat.rank].clone().requires_grad_() for weight in (gate_up, down)]
         x_TD = tokens_of(Job((tokens,) * seat.world_size), seat.rank).requires_grad_()
         inputs, slots = kept_inputs(x_TD, router, *own)
-        y_TD = experts_on_ranks(inputs, groups.tensor.expert_ranks, slots)
+        ranks = groups.tensor.expert_ranks
+        y_TD = outputs_of_owners(inputs, ranks, send_to_owners(inputs, ranks, slots))
         y_TD.square().sum().backward()
         return [y_TD.detach(), *(t.grad for t in (x_TD, *own) if t.grad is not None)], messages
 
@@ -200,6 +203,58 @@ def test_slots_are_sent_by_ranks_with_full_rows_alone(layout: str) -> None:
         else:
             assert len(messages) == 3
             assert messages[:2] == [2, 2 * 6 * 2]
+
+
+def both_passes(mixer: MoE) -> list[Tensor]:
+    """Return the outputs, and the gradients of tokens and weights."""
+    seq = replace(SeqInfo.stream(2, 12), key=1)
+    x_LBD = torch.randn(12, 2, WIDTH, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    y_LBD = mixer(x_LBD, None, seq).y_LBD
+    return [y_LBD, *torch.autograd.grad(y_LBD.square().sum(), (x_LBD, *mixer.parameters()))]
+
+
+def in_background(seat: Seat) -> tuple[list[str], bool]:
+    """Return the order of messages and the shared expert in both passes, and whether bits are those without overlap."""
+    spec = MoESpec(experts=COUNT, top_k=2, hidden=HIDDEN, shared=HIDDEN, shared_gate=True)
+    events: list[str] = []
+    start, wait = Flight.start, Flight.wait
+
+    def noted_start(flight: Flight, sent_ND: Tensor, rows: RowCounts) -> None:
+        events.append("start")
+        start(flight, sent_ND, rows)
+
+    def noted_wait(flight: Flight) -> Tensor:
+        events.append("wait")
+        return wait(flight)
+
+    with pytest.MonkeyPatch.context() as patch, seat.groups(ParallelConfig(expert=2)) as groups:
+        mixer = MoE(spec, ModelSizes(WIDTH, 1), groups.tensor)
+        for weight in mixer.parameters():
+            torch.nn.init.normal_(weight)
+        patch.setattr(moe, "send_to_owners", lambda *_: None)
+        patch.setattr(moe, "outputs_of_owners", sent_after_the_shared_expert)
+        one_by_one = both_passes(mixer)
+        patch.undo()
+        patch.setattr(Flight, "start", noted_start)
+        patch.setattr(Flight, "wait", noted_wait)
+        mixer.shared_down.register_forward_hook(lambda *_: events.append("shared"))
+        mixer.shared_gate_up.register_full_backward_hook(lambda *_: events.append("gradient of shared"))
+        overlapped = both_passes(mixer)
+    return events, all(torch.equal(a, b) for a, b in zip(overlapped, one_by_one, strict=True))
+
+
+def sent_after_the_shared_expert(inputs: ExpertsInputs, ranks: ExpertRanks, _: None) -> Tensor:
+    return outputs_of_owners(inputs, ranks, send_to_owners(inputs, ranks, None))
+
+
+@pytest.mark.gloo
+def test_shared_expert_is_computed_while_rows_and_their_gradients_are_sent() -> None:
+    there = ["start", "shared", "wait"]
+    back = ["start", "wait"]
+    of_gradients = ["start", "gradient of shared", "wait"]
+    for events, has_same_bits in run_distributed(in_background, 2):
+        assert events == [*there, *back, *back, *of_gradients]
+        assert has_same_bits
 
 
 def place(seat: Seat, parallel: ParallelConfig) -> tuple[int, int, int]:

@@ -22,7 +22,7 @@ from hybridtron.engine.stage import Stage, data_parallel
 from hybridtron.mixers.base import Routed
 from hybridtron.mixers.moe import MoE, routed
 from hybridtron.ops.experts import ExpertOrder, ExpertsInputs, RowMLPInputs, mlp_of_rows, slot_order
-from hybridtron.parallel.experts import ExpertRanks, RowCounts, exchange, experts_on_ranks, order_of_received
+from hybridtron.parallel.experts import ExpertRanks, Flight, SentRows, arrive, order_of_received, outputs_of_owners
 from hybridtron.parallel.groups import Groups
 from hybridtron.proving.audit.layer_bugs import Bug, Replaced, marked
 
@@ -56,9 +56,10 @@ def _in_order_of_ranks(received_RE: Tensor, count: int) -> ExpertOrder:
     return ExpertOrder(same_N, same_N[:, None], order.ends_E)
 
 
-def _one_way(rows_ND: Tensor, rows: RowCounts) -> Tensor:
-    sent_ND = exchange(rows_ND, rows)
-    return sent_ND.detach() + rows_ND.sum() * 0
+def _one_way(pending_ND: Tensor, flight: Flight) -> Tensor:
+    """Send back gradients of zero."""
+    received_ND = arrive(pending_ND, flight)
+    return received_ND.detach() + 0 * (received_ND - received_ND.detach())
 
 
 def _averaged_over_copies(
@@ -71,11 +72,11 @@ def _averaged_over_copies(
     return wrapped
 
 
-def _counted_by_both(inputs: ExpertsInputs, ranks: ExpertRanks) -> Tensor:
+def _counted_by_both(inputs: ExpertsInputs, ranks: ExpertRanks, sent: SentRows | None) -> Tensor:
     """Give the experts' weights the gradients of two tensor-parallel ranks that route the same tokens."""
     gate_up_EFD = 2 * inputs.gate_up_EFD - inputs.gate_up_EFD.detach()
     down_EDH = 2 * inputs.down_EDH - inputs.down_EDH.detach()
-    return experts_on_ranks(inputs._replace(gate_up_EFD=gate_up_EFD, down_EDH=down_EDH), ranks)
+    return outputs_of_owners(inputs._replace(gate_up_EFD=gate_up_EFD, down_EDH=down_EDH), ranks, sent)
 
 
 DENSE_GROUP = marked("mixer.gate_up", "allreduce", True)
@@ -96,8 +97,8 @@ AVERAGED: Replaced = {"hybridtron.engine.engine.data_parallel": _averaged_over_c
 CAPACITY_OF_PART: Replaced = {"hybridtron.mixers.moe.RowParts.before": lambda self, x: torch.zeros_like(x)}
 DROPPED_UNCOUNTED: Replaced = {"hybridtron.mixers.moe.routed": lambda routing, kept: routed(routing, None)}
 ANOTHER_SLOT: Replaced = {"hybridtron.mixers.moe.slot_order": _to_another_slot}
-DOUBLED: Replaced = {"hybridtron.mixers.moe.experts_on_ranks": _counted_by_both}
-ONE_WAY: Replaced = {f"{RANKS}.exchange": _one_way}
+DOUBLED: Replaced = {"hybridtron.mixers.moe.outputs_of_owners": _counted_by_both}
+ONE_WAY: Replaced = {f"{RANKS}.arrive": _one_way}
 
 EXPERT_PARALLEL_BUGS = {
     "expert_dense_group": Bug(

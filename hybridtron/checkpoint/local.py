@@ -1,4 +1,4 @@
-"""Node-local checkpoints: their folders, and reading. `local_save.py` writes them, `local_restore.py` chooses one.
+"""Folders of node-local checkpoints, and how ranks read them. `local_save.py` writes, `local_restore.py` picks one.
 
     LOCAL_DIR/NAME-ID/HOST/step-00000120/part-00003/    the part of node 3: files as in a checkpoint, with a manifest
     LOCAL_DIR/NAME-ID/HOST/step-00000120/part-00002/    a copy of the part of the node before it
@@ -6,8 +6,9 @@
 HOST is the node's name, so nodes that share a folder by mistake do not overwrite each other's files. ID is stored in
 `RUN/checkpoints/local` (`local_identity.py`): if that file is gone, the run's local checkpoints can't be found.
 
-The part of a node has every rectangle that the node's ranks hold, once. So its ranks read nothing from other nodes. In
-return only the same layout, with the same ranks on a node, can continue from a local checkpoint.
+A rectangle is a block of a tensor. The part of a node has every rectangle that the node's ranks hold, once. So its
+ranks read nothing from other nodes. In return, a run can resume from a local checkpoint only with the same layout and
+the same ranks on each node.
 """
 
 from __future__ import annotations

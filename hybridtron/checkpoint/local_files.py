@@ -1,4 +1,4 @@
-"""Passing of a part's files between the first ranks of two nodes."""
+"""Transfer of a node's checkpoint files between the first ranks of two nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridtron.checkpoint.manifest import FILE
 from hybridtron.parallel.passing import pass_on, pieces_of
 from hybridtron.storage.durable import sync
 
-Listed = Sequence[tuple[str, int]]
+FileSizes = Sequence[tuple[str, int]]
 """The name and the size of each file of a part."""
 
 
@@ -33,7 +33,7 @@ def files_in(message: Sequence[Sequence[Any]]) -> list[tuple[str, int]]:
 class Sender:
     """Messages with the bytes of a part's files. After an error of the disk zeros are sent, so that no rank waits."""
 
-    def __init__(self, folder: Path, files: Listed) -> None:
+    def __init__(self, folder: Path, files: FileSizes) -> None:
         self.folder = folder
         self.files = files
         self.fault: OSError | None = None
@@ -61,7 +61,7 @@ class Sender:
 class Receiver:
     """A folder into which the messages of a `Sender` are written. After an error of the disk they are dropped."""
 
-    def __init__(self, folder: Path, files: Listed) -> None:
+    def __init__(self, folder: Path, files: FileSizes) -> None:
         self.folder = folder
         self.fault: OSError | None = None
         self._open = [(name, count) for name, size in files for count in pieces_of(size)]

@@ -3,8 +3,8 @@
     6f1c0a52b7d94e38    text in the names of the run's local folders
     120                 last usable step of all local checkpoints that were written before this line
 
-A rollback, or silent corruption, adds a line. Local checkpoints of later steps are also removed, but a node may be gone
-at that time, or its disk may fail, and come back with them.
+A rollback, or silent corruption, adds a line. Local checkpoints of later steps are also removed, but a node that is
+absent at that time, or whose disk fails, may come back with them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Identity:
     """Content of the file.
 
     text: part of the names of the run's local folders
-    limits: the last usable step of local checkpoints that were written before each limit
+    limits: for each limit, the last usable step of the local checkpoints that were written before the limit was added
     """
 
     text: str
@@ -39,7 +39,7 @@ class Identity:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Self:
-        """Build an identity from the plain values of `values`."""
+        """Build an identity from the plain values that the method `values` returns."""
         return cls(values["text"], tuple(values["limits"]))
 
     def values(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class Identity:
         return {"text": self.text, "limits": list(self.limits)}
 
     def limit_of(self, step: int, limits: int) -> int | None:
-        """Return the limit because of which a local checkpoint is not usable; None if it is.
+        """Return the limit because of which a local checkpoint is not usable; None if it is usable.
 
         limits: how many limits there were when the checkpoint was written
         """
@@ -78,7 +78,7 @@ def _limit(line: str, number: int) -> int:
 
 
 def identity_for(run_dir: Path) -> Identity:
-    """Return the identity of the run's local checkpoints; a run without one gets it."""
+    """Return the identity of the run's local checkpoints. If the run has none, create and store it."""
     identity = stored_identity(run_dir)
     if identity is None:
         identity = Identity(secrets.token_hex(8))
@@ -93,7 +93,7 @@ def renew_identity(run_dir: Path) -> None:
 
 
 def with_limit(run_dir: Path, identity: Identity, step: int) -> Identity:
-    """Add a limit: of the local checkpoints that were written before, those of steps after `step` are not usable."""
+    """Add a limit: local checkpoints that exist now are not usable if their step is after `step`."""
     limited = Identity(identity.text, (*identity.limits, step))
     _store(run_dir, limited)
     return limited

@@ -39,8 +39,8 @@ def newest_local(
 ) -> LocalCheckpoint | None:
     """Return this node's part of the newest local checkpoint that is complete, or None. All ranks call this together.
 
-    `folder` is this node's folder, `identity` knows the last usable steps, and `allowed` decides by a checkpoint's step
-    whether the run may resume from it.
+    `folder` is this node's folder, `identity` has the last usable steps. `allowed` returns True for
+    a step from which the run may resume.
     """
     gathered = control.all_gather(_list_parts(folder) if control.leads else None)
     of_nodes = [gathered[ranks[0]] for ranks in control.nodes]
@@ -66,7 +66,7 @@ def _place(folder: Path, step: int, part: int) -> Path:
 
 
 def _list_parts(folder: Path) -> dict[str, Any]:
-    """List as plain values the parts in a node's folder, the faults of parts that can't be opened, and the host."""
+    """Return, as plain values, the parts in a node's folder, the faults of damaged parts, and the host."""
     parts: list[Any] = []
     faults: list[str] = []
     paths: list[Path] = []
@@ -93,7 +93,7 @@ def _saves(
     identity: Identity,
     allowed: Callable[[int], bool],
 ) -> list[LocalSave]:
-    """Return the local checkpoints of which a node has a part, newest first."""
+    """Return the usable local checkpoints of which any node has a part, newest first. Say why others are refused."""
     holders: dict[tuple[int, str], dict[int, list[int]]] = {}
     refused: dict[int, str] = {}  # step -> reason
     nodes = [list(ranks) for ranks in control.nodes]
@@ -118,8 +118,8 @@ def _saves(
 def _missing(local_save: LocalSave, folder: Path, control: Control, hosts: Sequence[str]) -> str | None:
     """Verify all parts and fetch lost ones; return the reason why a part is missing, or None if all are there."""
     holders = local_save.holders
-    own = _place(folder, local_save.step, control.node)
-    faults = _faults(own if control.node in holders.get(control.node, ()) else None, control)
+    own_part = _place(folder, local_save.step, control.node)
+    faults = _faults(own_part if control.node in holders.get(control.node, ()) else None, control)
     for node in range(len(control.nodes)):
         has_part = node in holders.get(node, ())
         if has_part and faults[node] is None:
@@ -136,12 +136,12 @@ def _fetch_from_any(
 ) -> str | None:
     """Fetch a part from the first other node with a valid copy; return why no copy is valid, or None."""
     part = f"the part of node {hosts[node]}"
-    own = _place(folder, local_save.step, control.node) if control.node == node else None
+    own_part = _place(folder, local_save.step, control.node) if control.node == node else None
     reasons: list[str] = []
     for source in [holder for holder in local_save.holders.get(node, ()) if holder != node]:
         reason = _fetch(local_save, node, source, folder, control, hosts)
         if reason is None:
-            reason = _faults(own, control)[node]
+            reason = _faults(own_part, control)[node]
             if reason is None:
                 _say(control, f"node {hosts[node]} has its part of step {local_save.step} from node {hosts[source]}")
                 return None
@@ -176,20 +176,20 @@ def _fetch(
     gathered = control.all_gather(files)
     if gathered[control.nodes[source][0]] is None:
         return f"the copy on node {hosts[source]} of the part of node {hosts[node]} can't be opened"
-    listed = files_in(gathered[control.nodes[source][0]])
+    sizes = files_in(gathered[control.nodes[source][0]])
     target_rank = control.nodes[node][0]
     source_rank = control.nodes[source][0]
     fault: OSError | None = None
     if sends:
         assert control.leaders is not None
-        sender = Sender(path, listed)
+        sender = Sender(path, sizes)
         pass_files(control.leaders, sender, target_rank, None, target_rank)
         fault = sender.fault
     elif control.leads and control.node == node:
         assert control.leaders is not None
         incoming = path.with_name(f".{path.name}")
         shutil.rmtree(incoming, ignore_errors=True)
-        receiver = Receiver(incoming, listed)
+        receiver = Receiver(incoming, sizes)
         pass_files(control.leaders, None, source_rank, receiver, source_rank)
         fault = receiver.fault or _replace_part(incoming, path)
     reasons = control.all_gather(None if fault is None else f"node {node_name()}: {fault}")

@@ -36,7 +36,7 @@ from hybridtron.file_errors import room_left
 from hybridtron.parallel.control import Control, node_name
 from hybridtron.storage.durable import sync, temporary_of
 
-KEPT = 2  # local checkpoints that stay on a node
+NUM_KEPT = 2  # local checkpoints that stay on a node
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,10 @@ class LocalWriter:
             raise OSError(f"node {node_name()}: {'; '.join(faults)}")
 
     def reject_after(self, step: int) -> None:
-        """Remove all local checkpoints of steps after `step`, and never use those that can't be removed now.
+        """Remove all local checkpoints of steps after `step`. Those that can't be removed now are never used.
 
-        Leftovers of killed saves are removed, too. No local checkpoint may be under way. All ranks call this together.
+        Leftovers of killed saves are removed, too. All ranks call this together, when no local checkpoint is being
+        written.
         """
         limited = self.control.once(lambda: with_limit(self.run_dir, self.identity, step).values())
         self.identity = Identity.of(limited)
@@ -190,7 +191,7 @@ class LocalWriter:
         return faults
 
     def _publish(self, plan: LocalPlan) -> None:
-        """Give the step's folder its name; remove older steps, and later ones, which an earlier start has written."""
+        """Give the step's folder its name. Remove older steps, and later steps that an earlier start has written."""
         target = self.folder / name_of(plan.content.meta.step)
         sync(plan.temporary)
         if target.exists():
@@ -198,4 +199,4 @@ class LocalWriter:
         plan.temporary.rename(target)
         sync(self.folder)
         drop_after(self.folder, plan.content.meta.step)
-        keep_newest(self.folder, KEPT)
+        keep_newest(self.folder, NUM_KEPT)

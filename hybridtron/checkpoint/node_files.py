@@ -1,7 +1,8 @@
 """Files that the ranks of a node write together: each rank writes its part at a known position.
 
     model-00003.safetensors   the tensors that the ranks of node 3 write, in the order of these ranks
-    list-00003                the records of node 3's ranks; rank 0 reads them, and removes the file at the end
+    list-00003                the records of node 3's ranks: each lists the tensors that a rank has written, with their
+                              digests; rank 0 reads the records, and removes the file at the end
 
 So the number of files does not grow with the number of ranks on a node. Before the ranks of a node write, they exchange
 the names and shapes of their tensors. From these each rank computes the same head and the same positions. A record has
@@ -58,8 +59,8 @@ def plan_part(blocks: Mapping[str, Sequence[Any]], control: Control) -> NodePart
 
     `blocks` maps each kind of file to the blocks (`ShardedTensor`s) that this rank writes.
     """
-    own = {kind: infos_of(of_kind) for kind, of_kind in blocks.items() if of_kind}
-    of_ranks = control.all_gather_on_node(own)
+    own_infos = {kind: infos_of(of_kind) for kind, of_kind in blocks.items() if of_kind}
+    of_ranks = control.all_gather_on_node(own_infos)
     index = control.nodes[control.node].index(control.rank)
     chunks: dict[str, list[StoredShard]] = {}
     heads: dict[str, bytes] = {}
@@ -69,7 +70,7 @@ def plan_part(blocks: Mapping[str, Sequence[Any]], control: Control) -> NodePart
         head = head_of_infos(itertools.chain.from_iterable(parts))
         starts = list(itertools.accumulate(map(size_of, parts), initial=len(head)))
         name = file_name(kind, control.node)
-        if own.get(kind):
+        if own_infos.get(kind):
             chunks[kind] = plan_chunks(name, blocks[kind], starts[index])
         if index == 0:
             heads[kind] = head
@@ -78,22 +79,22 @@ def plan_part(blocks: Mapping[str, Sequence[Any]], control: Control) -> NodePart
 
 
 def distinct_on_node(blocks: Mapping[str, Sequence[Any]], control: Control) -> dict[str, list[Any]]:
-    """Return this rank's blocks that no earlier rank on its node holds. All ranks of a node call this together."""
+    """Return this rank's blocks that no lower rank on its node holds. All ranks of a node call this together."""
     names = {kind: [[name, shape] for name, _, shape in infos_of(of_kind)] for kind, of_kind in blocks.items()}
     of_ranks = control.all_gather_on_node(names)
     index = control.nodes[control.node].index(control.rank)
     distinct = {}
     for kind, of_kind in blocks.items():
         earlier = {(name, *shape) for of_rank in of_ranks[:index] for name, shape in of_rank.get(kind, [])}
-        own = [(name, *shape) for name, shape in names[kind]]
-        distinct[kind] = [entry for entry, place in zip(of_kind, own, strict=True) if place not in earlier]
+        own_names = [(name, *shape) for name, shape in names[kind]]
+        distinct[kind] = [entry for entry, name in zip(of_kind, own_names, strict=True) if name not in earlier]
     return distinct
 
 
 def write_kinds(
     folder: Path, part: NodePart, blocks: Mapping[str, Sequence[Any]], node: int
 ) -> dict[str, list[StoredShard]]:
-    """Write this rank's part of each file in a folder; return the chunks with their digests, by kind."""
+    """Write this rank's part of each file in a folder; return the written chunks with their digests, by kind."""
 
     def write(kind: str) -> list[StoredShard]:
         path = folder / file_name(kind, node)
@@ -123,9 +124,9 @@ class Records:
             write(memoryview(digest_of(body).encode() + body))
 
     def reserve(self, folder: Path, rank: int) -> None:
-        """Write zeros at the place of a rank's record. So a disk that becomes full still has room for the record.
+        """Write zeros at the place of a rank's record, so that the record still fits if the disk becomes full.
 
-        This is true on file systems that overwrite a block in its place.
+        This helps only on file systems that overwrite a block in its place.
         """
         name, start, room = self._places[rank]
         with writing(folder / name, start) as write:

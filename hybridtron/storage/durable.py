@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hybridtron.own_folders import sync
 
-EARLY = 2**24  # a flush begins when this many bytes were written since the last flush began
+FLUSH_BYTES = 2**24  # a flush begins when this many bytes were written since the last flush began
 
 
 @contextmanager
@@ -24,19 +24,21 @@ def writing(path: Path, start: int | None = None) -> Iterator[Callable[[memoryvi
     While further bytes are written, a thread flushes earlier bytes to disk (fsync). When the block ends without an
     error, all bytes are on disk.
     """
-    size = begun = 0  # bytes written so far; bytes written when the last flush began
+    size = 0  # bytes written so far
+    size_at_flush = 0  # bytes written when the last flush began
     flush = Future[None]()
     flush.set_result(None)
     with _opened(path, start) as file, ThreadPoolExecutor(1, "flushing") as thread:
 
         def write(data: memoryview) -> None:
-            nonlocal size, begun, flush
+            nonlocal size, size_at_flush, flush
             size += len(data)
             while data:
                 data = data[file.write(data) :]
-            if size - begun >= EARLY and flush.done():
+            if size - size_at_flush >= FLUSH_BYTES and flush.done():
                 flush.result()  # raises an error of the last fsync, which a later fsync would not report again
-                begun, flush = size, thread.submit(os.fsync, file.fileno())
+                size_at_flush = size
+                flush = thread.submit(os.fsync, file.fileno())
 
         yield write
         flush.result()
@@ -60,10 +62,10 @@ def temporary_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.temporary")
 
 
-def put(path: Path, stored: bytes) -> None:
+def put(path: Path, content: bytes) -> None:
     """Write a file atomically and durably. A process that reads the file sees either the old or the new content."""
     temporary = temporary_of(path)
-    temporary.write_bytes(stored)
+    temporary.write_bytes(content)
     sync(temporary)
     temporary.replace(path)
     sync(path.parent)

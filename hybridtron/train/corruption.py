@@ -9,9 +9,9 @@ Each check of `engine/corruption.py` concerns the state after the step before:
 Weights and gradients are also checked in the first step after a checkpoint was restored: at a start, at a rollback, and
 at the beginning of a phase that needs another engine. The state is checked from the second step on. If a check fails,
 the ranks exchange the digests that differ. A rank is at fault if most of its peers agree on other bits; of two ranks,
-both are named. Checkpoints since the last check of the kind that passed, and exports of them, are renamed to
-`suspect-...`, so that no start uses them. Local ones are removed. A start from scratch costs time, but a start from
-corrupt values costs the run. Then
+both are named. Checkpoints that were written since this kind of check last passed, and exports of them, are renamed to
+`suspect-...`, so that no start uses them. Local checkpoints are removed. A start from scratch costs time, but a start
+from corrupt values costs the run. Then
 
     state, or under a supervisor   the run ends with CorruptRank; the supervisor replaces the rank's node by a spare, if
                                    there is one, and starts all ranks again
@@ -86,12 +86,12 @@ def suspects_of(digests: Sequence[Mapping[str, int]]) -> Suspects:
     outvoted: set[int] = set()
     undecided: set[int] = set()
     for key in dict.fromkeys(key for of_rank in digests for key in of_rank):
-        held = {rank: of_rank[key] for rank, of_rank in enumerate(digests) if key in of_rank}
-        [(common, votes)] = Counter(held.values()).most_common(1)
-        if 2 * votes > len(held):
-            outvoted |= {rank for rank, digest in held.items() if digest != common}
+        digest_of = {rank: of_rank[key] for rank, of_rank in enumerate(digests) if key in of_rank}
+        [(common, votes)] = Counter(digest_of.values()).most_common(1)
+        if 2 * votes > len(digest_of):
+            outvoted |= {rank for rank, digest in digest_of.items() if digest != common}
         else:
-            undecided |= held.keys()
+            undecided |= digest_of.keys()
     return Suspects(sorted(outvoted), sorted(undecided - outvoted))
 
 
@@ -122,7 +122,7 @@ class CorruptionWatch:
         return [kind for kind, every in self.every.items() if every is not None]
 
     def start_from(self, step: int, continues: bool = True) -> None:
-        """Begin after a start, or a rollback, to a step.
+        """Prepare for the steps after `step`, at which a start or a rollback continues.
 
         continues: True if a checkpoint of this run was restored. Otherwise the records of earlier starts do not apply.
         """
@@ -131,23 +131,23 @@ class CorruptionWatch:
             return
         path = self.run_dir / "logs" / FILE
         stored = self.groups.control.once(lambda: read_record(path) if continues else {})
-        known = {**stored, **self.verified}  # after a rollback, memory is newer than the file
-        self.verified = {kind: min(step, known.get(kind, step)) for kind in self._kinds}
+        newest = {**stored, **self.verified}  # after a rollback, memory is newer than the file
+        self.verified = {kind: min(step, newest.get(kind, step)) for kind in self._kinds}
         self.recorded = {}
         if self.groups.is_first:
             self._record()  # the next start must not apply a record of steps that are trained again
 
     def restored(self, step: int) -> None:
-        """Begin after the checkpoint of a step was restored within this start: all copies agree, whatever it holds."""
+        """Make the next step check weights and gradients, because the checkpoint of a step was restored."""
         self.first = step + 1
 
     def due(self, kind: str, step: int) -> bool:
-        """Return True if a step makes this check: the one after a multiple of the interval, or the first."""
+        """Return True if a step makes this check: a step after a multiple of the interval, or the first step."""
         every = self.every[kind]
         return every is not None and (step == self.first or (step - 1) % every == 0)
 
     def begin_step(self, engine: Engine, step: int, number: int, batches: Sequence[Batch]) -> None:
-        """Make the checks that come before a step's passes, and choose the others.
+        """Make the checks that come before a step's passes, and choose the step's other checks.
 
         number: the step's number in its phase, from 0
         """
@@ -162,8 +162,8 @@ class CorruptionWatch:
     def end_step(self, engine: Engine, step: int, saver: Saver) -> None:
         """Raise CheckFailed if a check of the step has failed."""
         counts = engine.checks.counts
-        if failed := [kind for kind in FAULTS if counts.get(kind)]:
-            raise self._failure(failed, engine.checks.report(failed[0]), step)
+        if failed_kinds := [kind for kind in FAULTS if counts.get(kind)]:
+            raise self._failure(failed_kinds, engine.checks.report(failed_kinds[0]), step)
         passed = [kind for kind in self._kinds if kind in counts]
         if step == self.first and WEIGHTS in passed:
             passed.remove(WEIGHTS)  # all copies come from one checkpoint, so they agree even if it holds wrong values
@@ -177,7 +177,7 @@ class CorruptionWatch:
     def archive_suspects(self, failure: CheckFailed, local: LocalWriter | None) -> None:
         """Rename the checkpoints that may be corrupt, and remove local ones. Raises CorruptRank if the run must end.
 
-        No checkpoint may be under way. `local` writes local checkpoints.
+        Call this only when no checkpoint is being written. `local` writes local checkpoints.
         """
         if self.groups.is_first:
             LOG.error("CORRUPT: %s; %s", failure.what, failure.advice)
@@ -192,7 +192,7 @@ class CorruptionWatch:
             raise CorruptRank(f"{failure.what}; {failure.advice}", failure.rank)
 
     def _archived(self, newest: int) -> list[str]:
-        """Rename checkpoints and exports after a step; return a line for each, and one if no checkpoint is left."""
+        """Rename checkpoints and exports after a step; return a line for each, and a line if no checkpoint is left."""
         renamed = checkpoints.archive_later(self.run_dir, newest, "suspect")
         lines = [f"a checkpoint that may be corrupt was renamed to {path}" for path in renamed]
         if renamed and not checkpoints.all_of(self.run_dir):
@@ -204,16 +204,16 @@ class CorruptionWatch:
         return lines
 
     def _record(self) -> None:
-        """Write the verified steps; training must not end for want of this file."""
+        """Write the verified steps. If the file can't be written, warn: training continues without it."""
         try:
             write_whole(self.run_dir / "logs" / FILE, json.dumps(self.verified))
             self.recorded = dict(self.verified)
         except OSError as error:
             LOG.warning("%s can't be written: %s", FILE, error)
 
-    def _failure(self, failed: Sequence[str], report: Mapping[str, int], step: int) -> CheckFailed:
-        """Describe the first of the kinds of checks that have failed; `report` has what differs on this rank."""
-        kind = failed[0]
+    def _failure(self, failed_kinds: Sequence[str], report: Mapping[str, int], step: int) -> CheckFailed:
+        """Describe the first kind of check that has failed. `report` has this rank's differing digests, by key."""
+        kind = failed_kinds[0]
         gathered = self.groups.control.all_gather([node_name(), report])
         digests = [of_rank for _, of_rank in gathered]
         if kind == STATE:
@@ -221,9 +221,9 @@ class CorruptionWatch:
         else:
             suspects = suspects_of(digests)
         # the checkpoint of the step before may have been written after the state's change
-        newest = min(self.verified.get(each, step - 2) for each in failed)
-        named = [*suspects.outvoted, *suspects.undecided]
-        tensors = sorted({key for rank in named for key in digests[rank]})
+        newest = min(self.verified.get(failed, step - 2) for failed in failed_kinds)
+        named_ranks = [*suspects.outvoted, *suspects.undecided]
+        tensors = sorted({key for rank in named_ranks for key in digests[rank]})
         text = f"{FAULTS[kind]}: {_listed(tensors, MOST_TENSORS)}"
         hosts = [host for host, _ in gathered]
         if suspects.outvoted:

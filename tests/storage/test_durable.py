@@ -8,9 +8,9 @@ from threading import Event
 
 import pytest
 
-from hybridtron.storage.durable import EARLY, writing
+from hybridtron.storage.durable import FLUSH_BYTES, writing
 
-PART = memoryview(bytes(EARLY // 2))
+PART = memoryview(bytes(FLUSH_BYTES // 2))
 
 
 def test_large_writes_are_flushed_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,8 +23,8 @@ def test_large_writes_are_flushed_before_the_end(tmp_path: Path, monkeypatch: py
         write(PART)
         assert flushed.wait(10)
         write(memoryview(b"end"))
-    assert sizes == [EARLY, EARLY + 3], "and all of it at the end"
-    assert (tmp_path / "file").read_bytes() == bytes(EARLY) + b"end"
+    assert sizes == [FLUSH_BYTES, FLUSH_BYTES + 3], "and all of it at the end"
+    assert (tmp_path / "file").read_bytes() == bytes(FLUSH_BYTES) + b"end"
 
 
 def test_error_of_an_early_flush_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

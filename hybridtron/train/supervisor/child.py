@@ -31,17 +31,17 @@ class Child:
 
     def __init__(self, clock: SectionClock, variables: Mapping[str, str]) -> None:
         self.clock = clock
-        self.heard = False  # True once the rank has announced work, and so handles STACKS
+        self.has_announced = False  # True once the rank has announced work, and so handles STACKS
         self.pieces = 0  # number of pieces of work that all ranks announce; a rank with fewer pieces lags behind
         self.first_step = 0  # the step from which this start resumed
         reading, writing = os.pipe()
         self.pipe = reading
         os.set_blocking(reading, False)
         self._unread = b""
-        kept = {name: value for name, value in os.environ.items() if name not in DROPPED}
+        inherited = {name: value for name, value in os.environ.items() if name not in DROPPED}
         self.process = subprocess.Popen(
             [sys.executable, *sys.orig_argv[1:]],
-            env={**kept, **variables, VARIABLE: str(writing)},
+            env={**inherited, **variables, VARIABLE: str(writing)},
             pass_fds=[writing],
             start_new_session=True,
             preexec_fn=_die_with_parent(),
@@ -57,7 +57,7 @@ class Child:
         first = False
         for line in lines:
             work = parse(line.decode(errors="replace"))
-            self.heard = True
+            self.has_announced = True
             self.pieces += is_counted(work.section, self.clock.work.section)
             if self.clock.begin(work, now):
                 first = True
@@ -94,7 +94,10 @@ class Child:
 
 
 def is_counted(section: Section, before: Section) -> bool:
-    """Return True if all ranks announce this piece of work: not within a start, an evaluation or an export."""
+    """Return True if all ranks announce this piece of work.
+
+    Pieces of a start are not counted. Only the first piece of an evaluation or an export is counted.
+    """
     if section in (Section.start, Section.resume):
         return False
     return section is not before or section not in (Section.evaluation, Section.export)

@@ -40,16 +40,16 @@ CLOCKS_S = 10.0  # largest difference between the clocks of two nodes
 TOGETHER_S = 60.0  # seconds for all ranks to end after one was refused or preempted
 END_S = 60.0  # seconds for a supervisor to end its rank
 PORTS = range(20000, 32000)  # below the system's range for connections
-FINAL = (0, 2, EXIT_PREEMPTED)
+FINAL = (0, 2, EXIT_PREEMPTED)  # exit codes of a rank that end the launch without a restart
 STOPPED = "is stopped"  # a description of a suspended process begins so
 
 
 @dataclass(frozen=True)
 class SupervisorSeat:
-    """A supervisor's place.
+    """The place of a supervisor in its launch.
 
     task: the supervisor's number in this launch
-    node, local: the number of the node, and the supervisor's number on the node
+    node, local: the node's number, and the supervisor's number on the node
     host: the node's name
     """
 
@@ -103,7 +103,7 @@ class Coordinator:
         self.at_fault_again = False  # True if the fault before was on the same node
         self.tries = 0
         self.newest = newest_step(plan.run_dir)
-        self.survived: list[RankFault] = []
+        self.survived_faults: list[RankFault] = []
         self.outcome_before: int | None = None
 
     @property
@@ -131,7 +131,7 @@ class Coordinator:
         elif kind == "trained":
             self._trained(message["resumed"])
 
-    def taken(self) -> list[tuple[int, Message]]:
+    def take_messages(self) -> list[tuple[int, Message]]:
         """Return the messages for the supervisors, and forget them."""
         messages = self.out
         self.out = []
@@ -243,7 +243,7 @@ class Coordinator:
                 self.out.append((seat.task, {"kind": "stop", "generation": self.generation}))
 
     def _cause(self) -> RankFault:
-        """Describe the fault. The rank at fault is the one that lags behind, unless a process is dead or suspended."""
+        """Describe the fault. The rank at fault is the rank that lags behind, unless a process is dead or suspended."""
         reports = {task: report for task, report in self.reports.items() if task in self.ranks}
         step = max((report["step"] for report in reports.values()), default=0)
         if self.lost:
@@ -261,9 +261,9 @@ class Coordinator:
         code = report.get("code")
         if code is None:
             cause = f"hung in {report['section']}"
-            stands = [other["pieces"] for other in reports.values() if "pieces" in other]
+            num_pieces = [other["pieces"] for other in reports.values() if "pieces" in other]
             detail = report["fault"] or f"no progress for {report['elapsed']:.1f} s"
-            if not report["fault"] and min(stands) == max(stands):
+            if not report["fault"] and min(num_pieces) == max(num_pieces):
                 rank = -1  # all ranks are at the same point
         elif code < 0:
             cause = "killed"
@@ -274,7 +274,8 @@ class Coordinator:
             rank = outcome.get("rank", rank)
             detail = str(outcome.get("reason", f"exit code {code}"))
             task = next((task for task, its_rank in self.ranks.items() if its_rank == rank), task)
-        self.node_at_fault, before = self._node_of(task, rank), self.node_at_fault
+        before = self.node_at_fault
+        self.node_at_fault = self._node_of(task, rank)
         self.at_fault_again = before is not None and before == self.node_at_fault
         host = self.seats[task].host if rank >= 0 else ""
         return self._fault(cause, rank, host, detail, report, step)
@@ -366,7 +367,7 @@ class Coordinator:
             self.say(f"spare node {self.hosts[spare]} takes the place of {self.hosts[node]}")
         self.lost = []
         self.fault.restart_s = now - self.found_at
-        self.survived.append(self.fault)
+        self.survived_faults.append(self.fault)
         self.say(
             f"restart {self.tries} of {self.plan.restarts} since the checkpoint of step {newest} in the run's folder"
         )
@@ -374,9 +375,9 @@ class Coordinator:
 
     def _repeated(self) -> bool:
         """Return True if a rank has raised the same error as before the last restart."""
-        if self.tries == 1 or self.fault is None or not self.survived:
+        if self.tries == 1 or self.fault is None or not self.survived_faults:
             return False
-        before = self.survived[-1]
+        before = self.survived_faults[-1]
         return self.fault.cause == "failed" and (self.fault.detail, self.fault.step) == (before.detail, before.step)
 
     def _trained(self, resumed: int) -> None:
@@ -407,8 +408,8 @@ class Coordinator:
         self.state = "over"
         self.code = code
         self._record_unfinished_restart()
-        if self.survived:
-            self.say(f"time lost by cause: {faults.words(self.survived)}")
+        if self.survived_faults:
+            self.say(f"time lost by cause: {faults.words(self.survived_faults)}")
         if self.generation > 0 or code not in FINAL:
             self.say(f"ends with code {code}: {why}")
         self.out += [(task, {"kind": "end", "code": code}) for task in self.seats]
@@ -444,9 +445,9 @@ def free_port() -> int:
     """Return a port of this machine on which nobody listens, for the store of the ranks."""
     while True:
         port = random.SystemRandom().choice(PORTS)
-        with socket.socket() as tried:
+        with socket.socket() as candidate:
             try:
-                tried.bind(("", port))
+                candidate.bind(("", port))
             except OSError:
                 continue
             return port

@@ -19,14 +19,14 @@ class RankFault:
 
     time: the time at which the fault was found, in seconds since 1970
     cause: `killed`, `failed`, `corrupt`, `lost node`, or `hung in` with the section
-    rank, host: the rank at fault, or -1 if no single rank is, and its host
+    rank, host: the rank at fault, and its host; the rank is -1 if no single rank is at fault
     detail: what was observed
     section, doing: the kind of the rank's work, and its description
     limit_s: the section's time limit in seconds
     step: the last step that was trained
     resumed: the step of the checkpoint from which training continued; None without a restart
     found_s: seconds from the fault until it was found
-    restart_s: seconds from the finding until the end of the first step after the restart
+    restart_s: seconds from then until the end of the first step after the restart
     repeated_s: seconds of the steps that are trained again after the checkpoint
     spare: the host that took over; empty if the rank's own host continued
     """

@@ -13,13 +13,13 @@ class Hub:
 
     coordinator: decides what the supervisors do
     listener: accepts the other supervisors' connections; None if there is a single supervisor
-    own: the connection to the supervisor in this process, which is task 0
+    own_line: the connection to the supervisor in this process, which is task 0
     """
 
-    def __init__(self, coordinator: Coordinator, listener: MeetingPlace | None, own: MessageLine) -> None:
+    def __init__(self, coordinator: Coordinator, listener: MeetingPlace | None, own_line: MessageLine) -> None:
         self.coordinator = coordinator
         self.listener = listener
-        self.lines = {0: own}
+        self.lines = {0: own_line}
         self.strangers: list[MessageLine] = []  # connections that have not sent the token yet
 
     @property
@@ -46,7 +46,7 @@ class Hub:
                 del self.lines[task]
                 self.coordinator.lose(task, str(error), error.silent_s)
         self.coordinator.tick(now)
-        for task, message in self.coordinator.taken():
+        for task, message in self.coordinator.take_messages():
             if task in self.lines:
                 self.lines[task].send(message)
 
@@ -65,7 +65,7 @@ class Hub:
         for line in list(self.strangers):
             try:
                 messages = line.receive()
-                if not messages and now < line.said + TOKEN_S:
+                if not messages and now < line.sent_at + TOKEN_S:
                     continue
                 if not messages or not self.listener.is_welcome(messages[0]):
                     raise LineClosed("no token")

@@ -1,8 +1,9 @@
 """Connections between supervisors: JSON lines over TCP, and the file through which supervisors find the coordinator.
 
 The supervisor of the first task is the coordinator. It listens on a port that the operating system picks, and writes
-address, port and a random token into a file in the run's folder, which only its user can read. Another supervisor reads
-the file, connects and sends the token first. A connection without the token is closed. Nothing is unpickled.
+its address, the port and a random token into a file in the run's folder. Only the file's user can read it. Each other
+supervisor reads the file, connects, and sends the token first. A connection without the token is closed. Nothing is
+unpickled.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ALIVE_S = 5.0  # seconds between signs of life on a connection
 SILENCE_S = 30.0  # seconds without a sign of life after which the other side counts as lost
 TOKEN_S = 10.0  # seconds for a new connection to send the token
 LONGEST_LINE = 2**16  # bytes
-RETRY_S = 0.2
+RETRY_S = 0.2  # seconds between attempts to connect
 JOIN_S = 300.0 + GRACE_S  # seconds for all supervisors to connect
 Message = dict[str, Any]
 
@@ -48,7 +49,9 @@ class MessageLine:
         connection.setblocking(False)
         self._unsent = b""
         self._unread = b""
-        self.heard = self.said = time.monotonic()
+        now = time.monotonic()
+        self.received_at = now  # the time of the last bytes from the other side
+        self.sent_at = now  # the time of this side's last sign of life
 
     def send(self, message: Message) -> None:
         """Send a message without waiting; `tick` sends the bytes that the connection can't take now."""
@@ -56,11 +59,11 @@ class MessageLine:
         self._flush()
 
     def receive(self) -> list[Message]:
-        """Return the messages that have arrived. Raises LineClosed if none has arrived and none can come."""
+        """Return the messages that have arrived. Raises LineClosed if there is none, and the connection is closed."""
         try:
             while chunk := self.socket.recv(LONGEST_LINE):
                 self._unread += chunk
-                self.heard = time.monotonic()
+                self.received_at = time.monotonic()
             closed = True
         except BlockingIOError:
             closed = False
@@ -79,12 +82,12 @@ class MessageLine:
 
     def tick(self, now: float) -> None:
         """Send a sign of life if one is due. Raises LineClosed if the other side is silent for SILENCE_S seconds."""
-        if now > self.said + ALIVE_S:
+        if now > self.sent_at + ALIVE_S:
             self.send({"kind": "alive"})
-            self.said = now
+            self.sent_at = now
         self._flush()
-        if now > self.heard + SILENCE_S:
-            raise LineClosed(f"no sign of life for {SILENCE_S:.0f} s", now - self.heard)
+        if now > self.received_at + SILENCE_S:
+            raise LineClosed(f"no sign of life for {SILENCE_S:.0f} s", now - self.received_at)
 
     def close(self) -> None:
         self.socket.close()

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 VARIABLE = "HYBRIDTRON_SECTIONS"  # environment variable: the pipe's file descriptor in the rank's process
 FACTOR = 5.0  # nvidia-resiliency-ext multiplies by the same number
-MEASURED = 2  # pieces of work
+MEASURED = 2  # pieces of work before a section's own time limit applies
 START_S = 300.0  # seconds for a start, or run.timeout if that is longer
 PATIENCE_S = 15.0  # seconds after run.timeout in which the rank's own watchdog ends it; its report says more
 STEPS = 64  # number of last steps whose median is the time of a step
@@ -34,7 +34,7 @@ class Section(StrEnum):
     resume = "resume"  # a start, phase or rollback that restores a checkpoint
     step = "step"
     save = "save"  # the part of a checkpoint for which training waits
-    local_save = "local_save"  # the same of a local checkpoint, which says nothing about the run's file system
+    local_save = "local_save"  # the same part of a local checkpoint; it does not depend on the run's file system
     settle = "settle"  # the wait for a checkpoint that is written in the background
     evaluation = "evaluation"
     export = "export"  # exports and other work at the end of a phase or run
@@ -84,7 +84,7 @@ def parse(line: str) -> SectionWork:
 
 @dataclass
 class SectionClock:
-    """Clock of the work of one rank: the present piece of work, and each section's longest duration so far.
+    """Clock of one rank's work: the present piece of work, and each section's longest duration so far.
 
     timeout_s: run.timeout
     """
@@ -98,11 +98,11 @@ class SectionClock:
         self.measured: Counter[Section] = Counter()
         self.steps: deque[float] = deque(maxlen=STEPS)
         self.resumes = False  # True if this start restores a checkpoint
-        self.trained = False  # True once this start has finished its first step
+        self.has_trained = False  # True once this start has finished its first step
 
     def restart(self, now: float, resumes: bool) -> None:
-        """Begin the start of a new process. `resumes` is True if the run has a checkpoint."""
-        self.trained = False
+        """Begin again with a new process, which is launching. `resumes` is True if the run has a checkpoint."""
+        self.has_trained = False
         self.resumes = resumes
         self.work = SectionWork(self._kind(Section.start), 0, "the launch")
         self.since = now
@@ -113,8 +113,8 @@ class SectionClock:
         self._measure(spent)
         if self.work.section is Section.step:
             self.steps.append(spent)
-        first = not self.trained and work.section not in (Section.start, Section.resume)
-        self.trained = self.trained or first
+        first = not self.has_trained and work.section not in (Section.start, Section.resume)
+        self.has_trained = self.has_trained or first
         self.work = work._replace(section=self._kind(work.section))
         self.since = now
         return first
@@ -146,6 +146,6 @@ class SectionClock:
 
     def _kind(self, section: Section) -> Section:
         """Return `resume` in place of `start` if this start restores a checkpoint and has not done a step yet."""
-        if section is Section.start and self.resumes and not self.trained:
+        if section is Section.start and self.resumes and not self.has_trained:
             return Section.resume
         return section

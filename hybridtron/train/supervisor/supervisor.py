@@ -53,8 +53,8 @@ NOTHING: Message = {"section": "start", "doing": "nothing", "step": 0, "elapsed"
 class Place:
     """The place that a launcher has given to this process.
 
-    task, tasks: the process's number, and the number of processes
-    node, local: the number of the node, and the process's number on the node
+    task, tasks: the process's number in the launch, and the number of processes
+    node, local: the node's number, and the process's number on the node
     host: the node's name
     """
 
@@ -90,7 +90,7 @@ def is_supervisor(run: RunConfig, environment: Mapping[str, str] = os.environ) -
 
 
 def supervise(run: RunConfig) -> int:
-    """Start the rank as a child, and again after faults. Returns the exit code of the launch."""
+    """Start the rank as a child, and start it again after faults. Returns the exit code of the launch."""
     place = Place.of(os.environ)
     if problems := launch_problems(run, place, os.environ):
         raise ConfigError(problems)
@@ -110,10 +110,10 @@ def supervise(run: RunConfig) -> int:
     listener = None
     if place.tasks > 1:
         listener = MeetingPlace(path, os.environ.get("MASTER_ADDR", LOCALHOST))
-    ours, theirs = socket.socketpair()
-    line = MessageLine(ours)
+    line_end, hub_end = socket.socketpair()
+    line = MessageLine(line_end)
     line.send(place.hello)
-    hub = Hub(coordinator, listener, MessageLine(theirs))
+    hub = Hub(coordinator, listener, MessageLine(hub_end))
     try:
         return loop(supervisor, line, hub)
     finally:
@@ -125,7 +125,7 @@ def loop(supervisor: Supervisor, line: MessageLine, hub: Hub | None) -> int:
 
     `hub` is the coordinator with its connections, in the first supervisor's process.
     """
-    goodbye = float("inf")
+    deadline = float("inf")
     while True:
         wait_for([line.socket, *supervisor.pipes, *([] if hub is None else hub.sockets)])
         now = time.monotonic()
@@ -136,14 +136,14 @@ def loop(supervisor: Supervisor, line: MessageLine, hub: Hub | None) -> int:
                 for message in line.receive():
                     supervisor.handle(message)
                 supervisor.tick(now)
-                for message in supervisor.taken():
+                for message in supervisor.take_messages():
                     line.send(message)
                 line.tick(now)
             except LineClosed as error:
                 supervisor.give_up(f"the coordinator is lost: {error}")
         if supervisor.code is not None:
-            goodbye = min(goodbye, now + GOODBYE_S)
-            if hub is None or hub.is_alone or now > goodbye:
+            deadline = min(deadline, now + GOODBYE_S)
+            if hub is None or hub.is_alone or now > deadline:
                 return supervisor.code
 
 
@@ -162,8 +162,8 @@ def launch_problems(run: RunConfig, place: Place, environment: Mapping[str, str]
 
 def allow_open_files() -> None:
     """Raise this process's limit of open files: the coordinator has a connection to each supervisor."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def wait_for(sources: Sequence[socket.socket | int]) -> None:
@@ -201,7 +201,7 @@ class Supervisor:
     def on_signal(self, number: int, _: FrameType | None) -> None:
         self.signals.append(number)
 
-    def taken(self) -> list[Message]:
+    def take_messages(self) -> list[Message]:
         """Return the messages for the coordinator, and forget them."""
         messages = self._out
         self._out = []
@@ -262,7 +262,7 @@ class Supervisor:
         """Describe the child's work, or its end; after a hang, the child also writes its stacks and collectives."""
         if self.child is None:
             return
-        if why == "hung" and self.child.heard:  # before its first piece of work it does not handle the signal
+        if why == "hung" and self.child.has_announced:  # before its first piece of work it does not handle the signal
             self.child.forward(STACKS)
             time.sleep(STACKS_S)
         report = self.child.report()
@@ -287,7 +287,7 @@ class Supervisor:
             self.give_up(f"process {child.process.pid} can't be killed, so this node is given up")
             return
         child.listen(time.monotonic())
-        if self._signalled and not self.clock.trained and -code in SIGNALS:  # before the rank handles signals
+        if self._signalled and not self.clock.has_trained and -code in SIGNALS:  # before the rank handles signals
             code = EXIT_PREEMPTED
         self._send("ended", {"code": code, **child.report()})
         child.close()
@@ -309,7 +309,7 @@ class Supervisor:
         """End the child if torchrun has died, after GRACE_S seconds if it has something to save."""
         if self._gone_until is None and self.launcher.is_gone:
             self._gone_until = now
-            if self.clock.trained:
+            if self.clock.has_trained:
                 self._gone_until += GRACE_S
                 self._forward(signal.SIGTERM)
         if self._gone_until is not None and now >= self._gone_until:

@@ -31,7 +31,7 @@ class Nodes:
 
     def asked(self, kind: str) -> dict[int, Message]:
         """Return the messages of a kind by task, and forget all messages."""
-        return {task: message for task, message in self.coordinator.taken() if message["kind"] == kind}
+        return {task: message for task, message in self.coordinator.take_messages() if message["kind"] == kind}
 
     def message(self, task: int, kind: str, **fields: object) -> None:
         self.coordinator.receive(task, {"kind": kind, "generation": self.coordinator.generation, **fields})
@@ -213,9 +213,9 @@ def test_error_that_comes_again_ends_the_launch(tmp_path: Path) -> None:
 
 def test_spare_takes_the_place_of_a_lost_node(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, nodes=3, spares=1)
-    nodes.coordinator.taken()
+    nodes.coordinator.take_messages()
     nodes.coordinator.lose(3, "gone", 0.0)
-    asked = nodes.coordinator.taken()
+    asked = nodes.coordinator.take_messages()
     assert (2, {"kind": "end", "code": 1}) in asked  # the node's other supervisor
     nodes.tick()
     for task in (0, 1):
@@ -243,7 +243,7 @@ def test_lost_node_without_a_spare_ends_the_launch(tmp_path: Path) -> None:
 
 def test_lost_spare_disturbs_nobody(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, nodes=3, spares=1)
-    nodes.coordinator.taken()
+    nodes.coordinator.take_messages()
     nodes.coordinator.lose(4, "gone", 0.0)
     assert nodes.coordinator.state == "running"
     assert not nodes.asked("look")

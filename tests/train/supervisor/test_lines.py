@@ -93,9 +93,9 @@ def test_signs_of_life_are_sent_and_missed() -> None:
     now = time.monotonic()
     left.tick(now + ALIVE_S + 1)
     assert right.receive() == []
-    right.tick(right.heard + SILENCE_S - 1)
+    right.tick(right.received_at + SILENCE_S - 1)
     with pytest.raises(LineClosed) as closed:
-        right.tick(right.heard + SILENCE_S + 1)
+        right.tick(right.received_at + SILENCE_S + 1)
     assert closed.value.silent_s > SILENCE_S
 
 

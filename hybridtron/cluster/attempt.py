@@ -49,85 +49,86 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--spares", type=int)
     parser.add_argument("--copy", action="store_true", help="for check: the reports are about the copy of the data")
     parser.add_argument("--stopped", action="store_true")
-    asked = parser.parse_args(arguments)
-    if asked.question == "check" and (asked.reports is None or asked.fitting is None):
+    options = parser.parse_args(arguments)
+    if options.question == "check" and (options.reports is None or options.fitting is None):
         parser.error(
             "check needs --reports FOLDER, the folder of the nodes' reports, and --fitting 1,2, the numbers of nodes "
             "that fit the layout"
         )
-    print({"begin": begin, "check": check, "end": end}[asked.question](asked))
+    print({"begin": begin, "check": check, "end": end}[options.question](options))
     return 0
 
 
-def begin(asked: argparse.Namespace) -> str:
-    """Record a new attempt and answer `go`; or answer `done` or `stop` if the last attempt ended with this decision.
+def begin(options: argparse.Namespace) -> str:
+    """Record a new attempt and answer `go`; or repeat the last attempt's decision if it was `done` or `stop`.
 
-    If the last attempt was killed before it could record its end, this function first records the end.
+    If the last attempt was killed before it could record its end, that end is recorded first.
     """
-    before = attempts_of(asked)
+    before = attempts_of(options)
     if before and before[-1].outcome == "running":
-        ended = attempt_log.end_attempt(asked.run, before[-1], code=None, stopped=False)
-        before[-1] = settle(asked.run, before[:-1], ended)
+        ended = attempt_log.end_attempt(options.run, before[-1], code=None, stopped=False)
+        before[-1] = settle(options.run, before[:-1], ended)
     if before and before[-1].decision in ("done", "stop"):
         say(f"this attempt does nothing: {before[-1].why}")
         return f"{before[-1].decision} - -"
-    step = attempt_log.newest_step(asked.run)
-    outcome_file = attempt_log.outcome_written(asked.run)
+    step = attempt_log.newest_step(options.run)
+    outcome_file = attempt_log.outcome_written(options.run)
     attempt_log.record(
-        asked.run,
-        Attempt(asked.job, asked.restart, asked.nodes, time.time(), step, outcome_file=outcome_file, step=step),
+        options.run,
+        Attempt(options.job, options.restart, options.nodes, time.time(), step, outcome_file=outcome_file, step=step),
     )
-    say(f"attempt {len(before) + 1} on {', '.join(asked.nodes)}, from step {step}")
+    say(f"attempt {len(before) + 1} on {', '.join(options.nodes)}, from step {step}")
     return "go - -"
 
 
-def check(asked: argparse.Namespace) -> str:
+def check(options: argparse.Namespace) -> str:
     """Choose the nodes to train on, from the nodes' reports.
 
-    If too few nodes are good for the layout, the job is requeued without the bad nodes. If no single node is at fault,
-    but the nodes fail together, the attempt has failed. With --copy, it also fails if every node has a fault.
+    If too few nodes are good for the layout, the job is requeued without the bad nodes. If the nodes fail together,
+    and no single node is at fault, the attempt has failed. With --copy, the attempt also fails if every node has a
+    fault.
     """
-    reports = {name: report for name in asked.nodes if (report := read_record(asked.reports / f"{name}.json"))}
+    reports = {name: report for name in options.nodes if (report := read_record(options.reports / f"{name}.json"))}
     for name, report in reports.items():
         say(f"{name}: {', '.join(report['measured'])}")
     faults = {name: "; ".join(report["faults"]) for name, report in reports.items() if report["faults"]}
     if reports:
-        faults |= {name: "wrote no report" for name in asked.nodes if name not in reports}
-    of_ranks = [read_record(path) for path in sorted(asked.reports.glob(f"{FAILED}*.json"))]
+        faults |= {name: "wrote no report" for name in options.nodes if name not in reports}
+    of_ranks = [read_record(path) for path in sorted(options.reports.glob(f"{FAILED}*.json"))]
     together = next((fault for report in (*reports.values(), *of_ranks) if (fault := report.get("together"))), "")
-    if not faults and (together or asked.code or not reports):
-        why = together or f"the check ended with exit code {asked.code}; see {asked.reports}/check-*.txt"
-        return end_before_training(asked, outcome="failed", reason=f"the check of the nodes failed: {why}")
-    if asked.copy and len(faults) == len(asked.nodes):
-        name = asked.nodes[0]
-        return end_before_training(asked, outcome="failed", reason=f"every node fails: {name} {faults[name]}")
+    if not faults and (together or options.code or not reports):
+        why = together or f"the check ended with exit code {options.code}; see {options.reports}/check-*.txt"
+        return end_before_training(options, outcome="failed", reason=f"the check of the nodes failed: {why}")
+    if options.copy and len(faults) == len(options.nodes):
+        name = options.nodes[0]
+        return end_before_training(options, outcome="failed", reason=f"every node fails: {name} {faults[name]}")
     for name, fault in faults.items():
         say(f"BAD NODE {name}: {fault}")
-    good = [name for name in asked.nodes if name not in faults]
-    enough = max((count for count in asked.fitting if count <= len(good)), default=0)
+    good = [name for name in options.nodes if name not in faults]
+    enough = max((count for count in options.fitting if count <= len(good)), default=0)
     if enough:
-        kept = good[: enough + (asked.spares or 0)]
-        spares = "" if asked.spares is None else f" {len(kept) - enough}"
-        return f"go {','.join(kept)} {','.join(faults) or '-'}{spares}"
+        chosen = good[: enough + (options.spares or 0)]
+        spares = "" if options.spares is None else f" {len(chosen) - enough}"
+        return f"go {','.join(chosen)} {','.join(faults) or '-'}{spares}"
     reason = "; ".join(f"{name} {fault}" for name, fault in faults.items())
-    return end_before_training(asked, outcome="bad nodes", reason=reason, excluded=tuple(faults))
+    return end_before_training(options, outcome="bad nodes", reason=reason, excluded=tuple(faults))
 
 
-def end(asked: argparse.Namespace) -> str:
+def end(options: argparse.Namespace) -> str:
     """Record how training ended, and answer with the decision about another attempt."""
-    *before, last = attempts_of(asked)
+    *before, last = attempts_of(options)
     return answer(
-        before, settle(asked.run, before, attempt_log.end_attempt(asked.run, last, asked.code, asked.stopped))
+        before, settle(options.run, before, attempt_log.end_attempt(options.run, last, options.code, options.stopped))
     )
 
 
 def end_before_training(
-    asked: argparse.Namespace, outcome: Outcome, reason: str, excluded: tuple[str, ...] = ()
+    options: argparse.Namespace, outcome: Outcome, reason: str, excluded: tuple[str, ...] = ()
 ) -> str:
     """Record that an attempt ended before training because of its nodes, and answer with the decision."""
-    *before, last = attempts_of(asked)
-    closed = replace(last, ended=time.time(), outcome=outcome, reason=reason, excluded=excluded)
-    return answer(before, settle(asked.run, before, closed))
+    *before, last = attempts_of(options)
+    ended = replace(last, ended=time.time(), outcome=outcome, reason=reason, excluded=excluded)
+    return answer(before, settle(options.run, before, ended))
 
 
 def answer(before: Sequence[Attempt], last: Attempt) -> str:
@@ -144,13 +145,13 @@ def settle(run_dir: Path, before: Sequence[Attempt], last: Attempt) -> Attempt:
     return settled
 
 
-def attempts_of(asked: argparse.Namespace) -> list[Attempt]:
+def attempts_of(options: argparse.Namespace) -> list[Attempt]:
     """Return the attempts of all jobs that `hybridtron submit` submitted together with this job.
 
     If a user submitted this job by calling sbatch, only this job's attempts are returned.
     """
-    jobs = read_record(asked.run / "slurm" / "submission.json").get("jobs", [])
-    return attempt_log.read(asked.run, jobs if asked.job in jobs else [asked.job])
+    jobs = read_record(options.run / "slurm" / "submission.json").get("jobs", [])
+    return attempt_log.read(options.run, jobs if options.job in jobs else [options.job])
 
 
 def say(text: str) -> None:

@@ -39,7 +39,7 @@ class Attempt:
     outcome_file: outcome.json's modification time in ns when the attempt began; None if there was no file
     outcome, reason: how the attempt ended
     excluded: nodes that this attempt found to be bad
-    decision, why: what follows this attempt, and the reason
+    decision, why: the decision about another attempt, and its reason
     """
 
     job: str
@@ -116,14 +116,16 @@ def end_attempt(run_dir: Path, attempt: Attempt, code: int | None, stopped: bool
     return replace(attempt, ended=time.time(), step=newest_step(run_dir), outcome=outcome, reason=reason)
 
 
-def _outcome(written: dict[str, Any], code: int | None, stopped: bool) -> tuple[Outcome, str]:
+def _outcome(outcome_json: dict[str, Any], code: int | None, stopped: bool) -> tuple[Outcome, str]:
     if code == 0:
         return "finished", ""
     if code == 2:
         return "refused", "the configuration is refused; see the log of rank 0"
-    if written:
-        reason = str(written.get("reason", ""))
-        return written["outcome"], f"rank {written['rank']}: {reason}" if "rank" in written else reason
+    if outcome_json:
+        reason = str(outcome_json.get("reason", ""))
+        if "rank" in outcome_json:
+            reason = f"rank {outcome_json['rank']}: {reason}"
+        return outcome_json["outcome"], reason
     if stopped:
         return "preempted", "stopped before the first step"
     if code is None:

@@ -1,7 +1,7 @@
 """Estimate of a submission before it is queued: steps, tokens, hours, jobs, and text that is not on this machine.
 
-The estimate is of the whole run, also if some of its steps are done. Hours are a guess: the run's FLOPs at the MFU that
-all tables assume. They leave out the time in the queue, and the time of saves, evaluations and restarts.
+The estimate covers the whole run, including steps that are already done. Hours are a guess: the run's FLOPs at the MFU
+that all tables assume. They leave out the time in the queue, and the time of saves, evaluations and restarts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hybridtron.train.phase_table import MFU, device_hours, flops
 
 
 def estimate(plan: RunPlan, job: SlurmJob, chain: int) -> Iterator[str]:
-    """Yield lines for the user: size of the run, its hours and jobs, and each source without a folder here."""
+    """Yield lines for the user: the run's size, its hours and jobs, and sources whose folders can't be opened here."""
     nodes = job.fitting[-1]
     devices = nodes * job.cluster.processes
     tokens = sum(read_tokens(phase, plan.last_step) for phase in plan.phases)
@@ -66,17 +66,17 @@ def _hours(plan: RunPlan, job: SlurmJob, devices: int, chain: int) -> Iterator[s
         yield f"{_counted(jobs, 'job')} of {cluster.time}"
 
 
-def _absent(phase: ResolvedPhase, read: int) -> Iterator[str]:
-    """Yield a line for each source whose folder can't be opened here, with its share of `read` tokens."""
+def _absent(phase: ResolvedPhase, num_tokens: int) -> Iterator[str]:
+    """Yield a line for each source whose folder can't be opened here, with its share of `num_tokens` tokens."""
     data = phase.data
-    if data.source == Source.embedded or not read:
+    if data.source == Source.embedded or not num_tokens:
         return  # the embedded text is prepared when the phase opens it
     folders = [entry.path or data.path for entry in data.mixture.values()] or [data.path]
     absent = {folder for folder in set(folders) if not is_url(folder) and not _opens(folder)}
     for (name, _, share), folder in zip(named_sources(data), folders, strict=True):
         if folder not in absent:
             continue
-        tokens = f"{readable(share * read)} tokens"
+        tokens = f"{readable(share * num_tokens)} tokens"
         if name:
             tokens += f" of {name}"
         yield f"not here: {tokens} (phase {phase.settings.name}), from {folder}"

@@ -59,7 +59,7 @@ class SlurmJob:
 
 
 def directives(job: SlurmJob) -> dict[str, str]:
-    """Return a mapping from a configuration key to the #SBATCH option that has the key's value."""
+    """Return the #SBATCH options of a job, each under the configuration key that sets it."""
     cluster = job.cluster
     fitting = job.fitting
     elastic = len(fitting) > 1
@@ -174,8 +174,8 @@ def software(job: SlurmJob) -> list[str]:
     if cluster.venv:
         lines += ["# shellcheck disable=SC1091", f"source {shlex.quote(f'{cluster.venv}/bin/activate')}"]
     for name, value in exports(job).items():
-        kept = "" if name in cluster.environment or cluster.cache else f'[ -n "${{{name}:-}}" ] || '
-        lines.append(f"{kept}export {name}={_text(value)}")
+        unless_set = "" if name in cluster.environment or cluster.cache else f'[ -n "${{{name}:-}}" ] || '
+        lines.append(f"{unless_set}export {name}={_text(value)}")
     return lines
 
 
@@ -242,7 +242,7 @@ def commands(job: SlurmJob) -> dict[str, list[str]]:
 def container_lines(job: SlurmJob) -> list[str]:
     """Return the script's lines that define the container's options, and create the folder for the cache.
 
-    In Pyxis an image's environment variables override the job's, except variables that --container-env lists.
+    In Pyxis an image's environment variables override those of the job, except the variables in --container-env.
     """
     cluster = job.cluster
     container = cluster.container
@@ -280,11 +280,11 @@ def unpacked_lines(job: SlurmJob) -> list[str]:
 
 def mounts(job: SlurmJob) -> str:
     """Return the container's mounts: the job's own folders, and `cluster.container.mounts`."""
-    own = dict.fromkeys([job.run_dir, job.working_dir, job.cache])
+    folders = dict.fromkeys([job.run_dir, job.working_dir, job.cache])
     for folder in (job.cluster.stage, job.local_dir):
         if folder is not None:
-            own[Path(folder)] = None
-    return ",".join([*(f"{path}:{path}" for path in own), *job.cluster.container.mounts])
+            folders[Path(folder)] = None
+    return ",".join([*(f"{path}:{path}" for path in folders), *job.cluster.container.mounts])
 
 
 def joined(words: Sequence[str]) -> str:

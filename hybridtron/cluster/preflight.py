@@ -62,7 +62,7 @@ class NodeReport:
     measured: list[str] = field(default_factory=list)
 
     def write(self, folder: Path, name: str = "") -> None:
-        """Write the report as NODE.json, or as another file if a name is given."""
+        """Write the report as NODE.json, or as NAME.json if `name` is not empty."""
         write_whole(folder / f"{name or self.node}.json", json.dumps(asdict(self)))
 
 
@@ -75,23 +75,23 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Check that every node of a job can train.")
     parser.add_argument("--reports", type=Path, required=True)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings as for `hybridtron train`")
-    asked = parser.parse_intermixed_args(arguments)
-    cluster = load(asked.settings).cluster
+    options = parser.parse_intermixed_args(arguments)
+    cluster = load(options.settings).cluster
     report = NodeReport(os.environ.get("SLURMD_NODENAME", socket.gethostname()))
     is_first = os.environ.get("SLURM_LOCALID", "0") == "0"
     if is_first:
-        look_at_node(report, cluster, asked.reports)
-        report.write(asked.reports)
+        look_at_node(report, cluster, options.reports)
+        report.write(options.reports)
     if cluster.checks.all_reduce:
         try:
             compare_nodes(report, cluster.checks)
         except Exception as error:
             report.together = f"all-reduce of all nodes: {first_line(error)}"
             if not is_first:  # the node's first process may not see this error
-                report.write(asked.reports, f"{FAILED}{launched().rank}")
+                report.write(options.reports, f"{FAILED}{launched().rank}")
                 print(f"{report.node}: rank {launched().rank}: {report.together}", flush=True)
     if is_first:
-        report.write(asked.reports)
+        report.write(options.reports)
         state = "; ".join([*report.faults, *filter(None, [report.together])]) or "ok"
         print(f"{report.node}: {state} ({', '.join(report.measured)})", flush=True)
     return 0
@@ -155,7 +155,7 @@ def adapter_fault(device: Path) -> str | None:
 def compare_nodes(report: NodeReport, checks: ChecksConfig) -> None:
     """Initialize torch.distributed, compare the nodes' clocks, and check the links.
 
-    Adds the results of this process's node to its report. Does nothing in a job with a single process.
+    Adds this node's results to `report`. Does nothing in a job with a single process.
     """
     import torch.distributed as dist
 

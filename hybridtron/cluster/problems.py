@@ -146,20 +146,22 @@ def trial_problems(text: str) -> Iterator[Problem]:
 def partition_problems(cluster: ClusterConfig, nodes: int) -> Iterator[Problem]:
     """Yield reasons why the partition would not accept a job, or the reason why SLURM can't be asked."""
     try:
-        known = scheduler.partitions()
+        partitions = scheduler.partitions()
     except SlurmError as error:
         yield Problem("cluster", "unavailable", f"SLURM does not answer: {error}")
         return
-    yield from _partition_problems(cluster, nodes, _wanted(cluster, known), [partition.name for partition in known])
+    yield from _partition_problems(
+        cluster, nodes, _wanted(cluster, partitions), [partition.name for partition in partitions]
+    )
 
 
-def _wanted(cluster: ClusterConfig, known: list[Partition]) -> Partition | None:
-    """Return the partition that `cluster.partition` names (null: SLURM's default), or None if it does not exist."""
+def _wanted(cluster: ClusterConfig, partitions: list[Partition]) -> Partition | None:
+    """Return the partition that `cluster.partition` names (null: SLURM's default); None if it does not exist."""
     default = cluster.partition is None
     return next(
         (
             partition
-            for partition in known
+            for partition in partitions
             if (partition.is_default if default else partition.name == cluster.partition)
         ),
         None,

@@ -95,13 +95,13 @@ def submit(script: Path, after: str | None, only_after_success: bool = False) ->
 
 
 def queued(jobs: Sequence[str]) -> list[Queued]:
-    """Return the entries of the jobs with these numbers that are still queued or running.
+    """Return the queue entries of jobs with these numbers. Jobs that have ended have no entry.
 
     An array job can have several entries, one for each element.
     """
     if not jobs:
         return []
-    # list all jobs of the cluster: `squeue --jobs` fails if SLURM knows none of the given jobs
+    # list all jobs of the cluster: `squeue --jobs` fails if SLURM knows none of the listed jobs
     lines = _output(["squeue", "--noheader", "--format=%i|%T|%r|%N|%S"]).splitlines()
     entries = [Queued(*line.split("|", 4)) for line in lines if line.count("|") >= 4]
     return [entry for entry in entries if entry.job.partition("_")[0] in jobs]

@@ -28,14 +28,14 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Copy a run's data to this node's own disk.")
     parser.add_argument("--reports", type=Path, required=True)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings as for `hybridtron train`")
-    asked = parser.parse_intermixed_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     report = NodeReport(os.environ.get("SLURMD_NODENAME", socket.gethostname()))
     try:
-        report.measured.append(stage(RunPlan.of(load(asked.settings))))
+        report.measured.append(stage(RunPlan.of(load(options.settings))))
     except Exception as error:
         traceback.print_exc()  # in the log of this check
         report.faults.append(f"can't copy the data: {' '.join(str(error).split()) or type(error).__name__}")
-    report.write(asked.reports)
+    report.write(options.reports)
     print(f"{report.node}: {'; '.join([*report.faults, *report.measured])}", flush=True)
     return 0
 

@@ -193,8 +193,8 @@ def time_lines(run: Status) -> list[str]:
         return []
     starts = "1 start" if spent.starts == 1 else f"{spent.starts} starts"
     lines = [f"{run.folder}: {clock(spent.total)} in {starts}: {spent.words()}"]
-    if lost := faults.read(run.folder):
-        lines.append(f"{run.folder}: time lost by cause: {faults.words(lost)}")
+    if survived := faults.read(run.folder):
+        lines.append(f"{run.folder}: time lost by cause: {faults.words(survived)}")
     interval = spent.interval()
     if interval is not None:
         lines.append(f"{run.folder}: {interval}")
@@ -239,16 +239,16 @@ def _state_in_queue(jobs: list[Queued], attempts: list[Attempt]) -> tuple[str, s
 
     A job state that is not in `STATES` is shown as SLURM writes it, in lower case.
     """
-    known = list(STATES)
-    job = min(jobs, key=lambda job: known.index(job.state) if job.state in known else len(known))
-    own_words = job.state.lower().replace("_", " ")
-    state = STATES.get(job.state, own_words)
+    order = list(STATES)
+    job = min(jobs, key=lambda job: order.index(job.state) if job.state in order else len(order))
+    slurm_words = job.state.lower().replace("_", " ")
+    state = STATES.get(job.state, slurm_words)
     if state == "running":
         return state, f"on {job.nodes}"
     if state == "held":
         return state, f"job {job.job} is held ({job.reason}): release the job with scontrol release {job.job}"
     if state != "queued":
-        return state, f"job {job.job} is {own_words} on {job.nodes}"
+        return state, f"job {job.job} is {slurm_words} on {job.nodes}"
     if attempts and attempts[-1].why:
         before = f"; last attempt {attempts[-1].outcome}: {attempts[-1].why}"
     else:

@@ -88,21 +88,21 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--then", action="append", default=[], metavar="COMMAND", help=f"when the run has finished: {', '.join(NAMES)}"
     )
-    asked = parser.parse_intermixed_args(arguments)
-    plan, job = plan_job(asked.settings, asked.chain, asked.dry_run, asked.then)
-    after = follow_ups(asked.then, job)
+    options = parser.parse_intermixed_args(arguments)
+    plan, job = plan_job(options.settings, options.chain, options.dry_run, options.then)
+    after = follow_ups(options.then, job)
     # data problems are only warnings in a dry run; otherwise `plan_job` has already raised them, so this list is empty
     data = [f"{problem.key}  {problem.message}" for problem in data_problems(plan)]
     for warning in [*warnings(plan), *data]:
         print(f"warning: {warning}", file=sys.stderr)
-    for line in estimate(plan, job, asked.chain):
+    for line in estimate(plan, job, options.chain):
         print(f"plan: {line}", file=sys.stderr)  # stdout has only the script
-    if asked.dry_run:
+    if options.dry_run:
         print(script(job), end="")
         for follow_up in after:
             print(f"\n{then.script(follow_up)}", end="")
         return 0
-    return submit(plan.config, job, asked.chain, after)
+    return submit(plan.config, job, options.chain, after)
 
 
 def plan_job(
@@ -113,7 +113,7 @@ def plan_job(
     commands: commands of follow-up jobs
     """
     node_counts = [setting.removeprefix("nodes=") for setting in settings if setting.startswith("nodes=")]
-    kept = [setting for setting in settings if not setting.startswith("nodes=")]
+    train_settings = [setting for setting in settings if not setting.startswith("nodes=")]
     problems = [
         Problem("nodes", "out-of-range", f"is {text!r}, must be a whole number of at least 1")
         for text in node_counts
@@ -126,12 +126,12 @@ def plan_job(
     if chain < 1:
         problems.append(Problem("--chain", "out-of-range", f"is {chain}, must be at least 1"))
     try:
-        config = load(kept)
+        config = load(train_settings)
     except ConfigError as error:
-        raise ConfigError([*problems, *password_problems(kept), *error.problems]) from None
+        raise ConfigError([*problems, *password_problems(train_settings), *error.problems]) from None
     config.run.dir = str(Path(config.run.dir).absolute())
     plan = RunPlan.of(config)
-    job = job_of(plan, kept, nodes)
+    job = job_of(plan, train_settings, nodes)
     problems += check(plan, nodes * config.cluster.processes)
     problems += [*lacking_weights(config), *load_hooks(config.run.hooks)[1], *spare_problems(config)]
     if not dry_run:  # a dry run may happen on a machine without the data
@@ -284,7 +284,7 @@ def write_notes(notes: Path, job: SlurmJob, jobs: list[str], later: list[str], e
     later: numbers of the follow-up jobs
     """
     notes.parent.mkdir(parents=True, exist_ok=True)
-    noted = {
+    submission = {
         "jobs": jobs,
         "then": later,
         "error": error,
@@ -294,7 +294,7 @@ def write_notes(notes: Path, job: SlurmJob, jobs: list[str], later: list[str], e
         "commit": _git("rev-parse", "HEAD"),
         "changed": _git("status", "--short"),
     }
-    notes.write_text(json.dumps(noted, indent=2))
+    notes.write_text(json.dumps(submission, indent=2))
 
 
 def _git(*arguments: str) -> str | None:

@@ -55,18 +55,18 @@ class FollowUp:
         return shlex.join(["hybridtron", *self.words])
 
 
-def follow_ups(asked: Sequence[str], job: SlurmJob) -> list[FollowUp]:
+def follow_ups(texts: Sequence[str], job: SlurmJob) -> list[FollowUp]:
     """Build the follow-up jobs of a run's job. Call `then_problems` first."""
     return [
         FollowUp(_job_of(job, number, words), number, words)
-        for number, words in enumerate((_words(text, job) for text in asked), 1)
+        for number, words in enumerate((_words(text, job) for text in texts), 1)
     ]
 
 
-def then_problems(asked: Sequence[str], job: SlurmJob) -> Iterator[Problem]:
+def then_problems(texts: Sequence[str], job: SlurmJob) -> Iterator[Problem]:
     """Yield problems of follow-up commands: unknown names, passwords, unclosed quotes, and an existing export."""
     outputs: list[Path | None] = []
-    for text in asked:
+    for text in texts:
         if WITH_PASSWORD.search(text):
             yield Problem("--then", "secret", "contains a password, which would be written into the job's script")
             continue

@@ -1,9 +1,9 @@
 """Programs that serve exports, and the rules for their verdicts on an export.
 
 A rule is data: a class, and conditions on config.json that the program needs for this class. Rules read config.json as
-it is on disk, since servers and converters do so too. Each program has the version in which its sources were read. The
-rules for transformers were tested: exports of every class were loaded by each version, and logits and greedy tokens
-were compared (`tests/interop/test_versions.py`). llama.cpp was run with files of `hybridtron gguf`
+it is on disk, since servers and converters do so too. Each program has the version whose sources were read. The rules
+for transformers were tested: exports of every class were loaded by each version, and logits and greedy tokens were
+compared (`tests/interop/test_versions.py`). llama.cpp was run with files of `hybridtron gguf`
 (`examples/llama_cpp/prove.py`), and vLLM on a CPU with exports of some classes (`examples/vllm/prove.py`). SGLang was
 not run.
 """
@@ -50,9 +50,9 @@ class Consumer:
     """A program that serves exports.
 
     version: the version whose sources were read; for llama.cpp a commit, at or near which each file was read
-    serves: the conditions for each class that the program serves
-    refusals: reasons why other classes are not served; the entry "" is for all that have no entry
-    tried: classes whose exports were run in the program, and the conditions for exports like those
+    serves: class that the program serves -> conditions on its exports
+    refusals: other class -> reason why it is not served; the entry "" is for classes without an entry
+    tried: class -> conditions under which its exports were run in the program
     by_plugin: classes that the program serves by this package's plugin
     """
 
@@ -64,7 +64,7 @@ class Consumer:
     by_plugin: frozenset[str] = frozenset()
 
     def judge(self, config: Settings) -> Judgement:
-        """Return whether the program serves an export with this config.json."""
+        """Return the program's verdict on an export with this config.json."""
         name = class_of(config)
         versions = f"{self.name} {self.version}"
         if name in self.by_plugin:
@@ -129,7 +129,7 @@ def experts_alone(config: Settings) -> bool:
 
 
 def plain_llama3(config: Settings) -> bool:
-    """Return False for a scale `llama3` with another original length than the one that llama.cpp assumes."""
+    """Return True unless the RoPE scale is `llama3` with an original length other than 8192, as llama.cpp assumes."""
     rope = config.get("rope_parameters") or {}
     return rope_type(config) != "llama3" or rope.get("original_max_position_embeddings") == 8192
 
@@ -211,8 +211,8 @@ EQUAL_EPS = Condition(
 class Since(NamedTuple):
     """The oldest version of transformers that computes a class as we do.
 
-    oldest: for exports under the condition
-    otherwise: for other exports, with the reason
+    oldest: version for exports that meet the condition
+    otherwise: version for other exports
     """
 
     oldest: str
@@ -349,20 +349,20 @@ def oldest_transformers(config: Settings) -> str:
 
 
 def judgements(config: Settings) -> list[Judgement]:
-    """Return for each program whether it serves an export with this config.json."""
+    """Return each program's verdict on an export with this config.json."""
     transformers = Judgement(f"transformers {oldest_transformers(config)} to {NEWEST_TRANSFORMERS}", None)
     served = [server.judge(config) for server in SERVERS]
-    of_file = GGUF.judge(config)
-    if of_file.reason is None:
-        served[SERVERS.index(LLAMA_CPP)] = of_file
+    by_gguf = GGUF.judge(config)
+    if by_gguf.reason is None:
+        served[SERVERS.index(LLAMA_CPP)] = by_gguf
     return [transformers, *served]
 
 
 def summary(config: Settings) -> str:
     """Return one line: the programs that serve an export with this config.json, and why others do not."""
-    transformers, *others = judgements(config)
-    served = [transformers.versions, *(_served(other) for other in others if other.reason is None)]
-    refused = [f"{other.versions} ({other.reason})" for other in others if other.reason is not None]
+    transformers, *by_server = judgements(config)
+    served = [transformers.versions, *(_served(verdict) for verdict in by_server if verdict.reason is None)]
+    refused = [f"{verdict.versions} ({verdict.reason})" for verdict in by_server if verdict.reason is not None]
     line = f"served by {', '.join(served)}"
     if refused:
         line += f"; not by {', '.join(refused)}"

@@ -1,7 +1,7 @@
-"""Model families of llama.cpp: their metadata keys, and the changes to tensors from transformers' folders.
+"""Model families of llama.cpp: their metadata keys, and the changes to tensors from folders of transformers.
 
 llama.cpp stores a model in one GGUF file: metadata, such as the model's sizes, and tensors. A family's tensors differ
-from those in transformers' folder in these ways:
+from those in a folder of transformers in these ways:
 
 - Mamba, Mamba-2: -exp(A_log) instead of A_log; the convolution without its dimension of size 1
 - Mamba-2: A and D as a column; the gated norm's weight with a row for each group
@@ -65,8 +65,8 @@ class GgufFamily(ABC):
 
     def named(self, name: str) -> str:
         """Return llama.cpp's name for a tensor."""
-        known = name.replace(".dt_bias", ".dt_proj.bias")
-        mapped = self._names.get_name(known, try_suffixes=(".weight", ".bias"))
+        listed_name = name.replace(".dt_bias", ".dt_proj.bias")  # as the package `gguf` lists it
+        mapped = self._names.get_name(listed_name, try_suffixes=(".weight", ".bias"))
         assert mapped is not None, name
         return mapped
 

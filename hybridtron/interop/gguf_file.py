@@ -103,11 +103,11 @@ def planned(source: ImportFolder, family: GgufFamily) -> list[GgufTensor]:
     """Return the tensors to write, in the order of the model's layers."""
     tensors: list[GgufTensor] = []
     for rule in source.rules:
-        stored = source.weights.read(rule.theirs).dtype
+        stored_dtype = source.weights.read(rule.theirs).dtype
         for part in family.parts(rule.theirs):
             shape = tuple(part.change(torch.empty(rule.shape, device="meta")).shape)
             is_small = len(shape) == 1 or not part.name.endswith(".weight") or part.name.endswith(IN_FP32)
-            dtype = stored if stored in DTYPES and not is_small else torch.float32
+            dtype = stored_dtype if stored_dtype in DTYPES and not is_small else torch.float32
             tensors.append(GgufTensor(part.name, rule.theirs, part.change, shape, dtype))
     return tensors
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SPECIAL = ("bos", "eos", "pad")
-WHOLE_WORDS = "llama-bpe"  # with it, llama.cpp takes a word that is a token as a whole, and merges no bytes
+WHOLE_WORDS = "llama-bpe"  # with this pre-tokenizer, a word that is itself a token is taken whole, without merges
 # options of a BPE model that llama.cpp does not have
 NOT_THERE = ("unk_token", "dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
 
@@ -115,8 +115,8 @@ def _faults(parsed: dict[str, Any], tokenizer: Tokenizer, splits_by: str | None)
         yield f"its option ignore_merges is true, which llama.cpp has for {WHOLE_WORDS} alone"
     if not whole_words and splits_by == WHOLE_WORDS:
         words = model["vocab"].keys() - added.keys()
-        parted = sorted(word for word in words if len(tokenizer.model.tokenize(word)) > 1)
-        yield from (f"its merges do not give the token {token!r}, which llama.cpp takes whole" for token in parted)
+        split_words = sorted(word for word in words if len(tokenizer.model.tokenize(word)) > 1)
+        yield from (f"its merges do not give the token {token!r}, which llama.cpp takes whole" for token in split_words)
     stripping = [token for token, entry in added.items() if entry["lstrip"] or entry["rstrip"]]
     yield from (f"its token {token!r} takes the spaces beside it" for token in stripping)
 

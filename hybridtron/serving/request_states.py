@@ -3,8 +3,8 @@
 A server has one tensor for each part of a state, with a slot for each request on its first axis.
 
     FixedState      a recurrence, a convolution's last inputs, a token shift
-    GrowingState    attention that a server's own attention can't compute, such as that with short convolutions. Keys,
-                    values and other parts grow with the request; a slot has room for the longest request
+    GrowingState    attention that the server itself can't compute, such as attention with short convolutions. Keys,
+                    values and other parts grow with the request; a slot is large enough for the longest request
 
 Legend: B requests.
 """
@@ -102,19 +102,19 @@ def state_of(config: Any, index: int, dtype: torch.dtype, longest: int) -> Fixed
 
 
 def largest_state(config: Any, dtype: torch.dtype, longest: int) -> FixedState:
-    """Return the largest state of a sub-layer."""
+    """Return the largest state among the sub-layers."""
     states = (state_of(config, index, dtype, longest) for index in range(len(config.pattern)))
     return max(states, key=lambda state: state.bytes)
 
 
 def in_pages(spec: Any) -> bool:
-    """Return True for attention that has keys and values only, and a fixed window or none, as servers know it."""
+    """Return True if a server's own attention can compute this: its state has keys and values only."""
     reads_all = getattr(spec, "eval", "full") == "full"
     return reads_all and not spec.conv and getattr(spec, "self_extend", None) is None
 
 
 def attention_parts(spec: Any, sizes: ModelSizes, longest: int) -> dict[str, StatePart]:
-    """Return the state's parts of attention for a request of `longest` tokens."""
+    """Return the parts of an attention sub-layer's state, for a request of `longest` tokens."""
     parts = spec.carried_heads(sizes, longest)
     if getattr(spec, "eval", "full") == "span" and spec.asks:
         heads = spec.heads, spec.head(sizes)

@@ -16,6 +16,6 @@ class ServedConfig(HybridtronConfig):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        options = [self.layers.get(letter, {}) for letter in self.pattern]
-        self.layers_block_type = ["attention" if "kv_heads" in each else each.get("kind") for each in options]
+        layers = [self.layers.get(letter, {}) for letter in self.pattern]
+        self.layers_block_type = ["attention" if "kv_heads" in layer else layer.get("kind") for layer in layers]
         self.sliding_window = None

@@ -10,7 +10,7 @@ vLLM computes the tokens of many requests in one step, as one flat tensor. A mix
                         declares; they stay in the cache between steps
 
 Attention that vLLM can't compute (short convolutions, selected blocks, Self-Extend) has a state too: keys, values and
-other parts that grow with the request. Each request's state then has room for the longest request.
+other parts that grow with the request. Each request's state is then as large as for the longest request.
 
 Recurrences run our ops, since vLLM has none of them on a CPU except those of Mamba-2 and Gated DeltaNet. One process
 computes the whole model.
@@ -229,5 +229,5 @@ class ServedForCausalLM(nn.Module, HasInnerState, IsHybrid):
 
 
 def largest_of(model: Any) -> FixedState:
-    """Return the largest state of a sub-layer. `model` is vLLM's configuration of the model."""
+    """Return the largest state among the sub-layers. `model` is vLLM's configuration of the model."""
     return largest_state(model.hf_config, model.dtype, model.max_model_len)

@@ -40,18 +40,18 @@ class DeltaRule(LinearAttention):
         self.dt_bias = nn.Parameter(torch.empty(tensor.share(spec.decays(sizes))))
         self.A_log = nn.Parameter(torch.empty(self.heads))
 
-    def attend(self, given: HeadInputs) -> tuple[Tensor, Tensor]:
-        q_BLHN = self.for_every_head(of_length(given.q_BLKN, self.scale))
-        k_BLHN = self.for_every_head(of_length(given.k_BLKN, 1.0))
-        a_BLX, b_BLH = (part.transpose(0, 1) for part in self.decays_and_steps(given.others))
+    def attend(self, head_inputs: HeadInputs) -> tuple[Tensor, Tensor]:
+        q_BLHN = self.for_every_head(of_length(head_inputs.q_BLKN, self.scale))
+        k_BLHN = self.for_every_head(of_length(head_inputs.k_BLKN, 1.0))
+        a_BLX, b_BLH = (part.transpose(0, 1) for part in self.decays_and_steps(head_inputs.others))
         gates = DeltaGateInputs(a_BLX, b_BLH, self.dt_bias, self.A_log, self.reach)
         beta_BLH, g_BLHG = delta_gates(gates)
-        seq = given.seq
-        inputs = DeltaInputs(q_BLHN, k_BLHN, given.v_BLHP, beta_BLH, g_BLHG, documents_BL=seq.documents_BL)
+        seq = head_inputs.seq
+        inputs = DeltaInputs(q_BLHN, k_BLHN, head_inputs.v_BLHP, beta_BLH, g_BLHG, documents_BL=seq.documents_BL)
         inputs = contiguous_inputs(inputs, seq)
         return sharded_scan(
             lambda h_BHNP: delta_scan(inputs._replace(state_BHNP=h_BHNP)),
-            given.state,
+            head_inputs.state,
             seq,
             lambda: delta_transition(inputs),
         )

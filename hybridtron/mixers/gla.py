@@ -34,8 +34,8 @@ class GLA(LinearAttention):
     def other_input_layers(self) -> Sequence[nn.Module]:
         return (self.gate_down,)
 
-    def attend(self, given: HeadInputs) -> tuple[Tensor, Tensor]:
-        others, q_BLHN, k_BLHN, v_BLHP, state, seq = given
+    def attend(self, head_inputs: HeadInputs) -> tuple[Tensor, Tensor]:
+        others, q_BLHN, k_BLHN, v_BLHP, state, seq = head_inputs
         a_BLK = self.gate_up(others[-1]).transpose(0, 1)
         g_BLK = gla_gates(GLAGateInputs(a_BLK, self.gate_bias, self.spec.gate_divisor))
         g_BLHN = g_BLK.unflatten(-1, (self.heads, -1))

@@ -119,5 +119,5 @@ class LinearAttention(Mixer):
         ]
 
     @abstractmethod
-    def attend(self, given: HeadInputs) -> tuple[Tensor, Tensor]:
+    def attend(self, head_inputs: HeadInputs) -> tuple[Tensor, Tensor]:
         """Return the outputs of this rank's heads (B, L, H, P), and the heads' states after the row."""

@@ -10,10 +10,10 @@ With `parallel.expert_tensor=1`, a rank has full experts and routes only its own
 sequence parallelism divides. Only the shared expert then gathers all tokens. With `parallel.expert`, ranks divide the
 experts, and exchange rows of tokens (`parallel/experts.py`).
 
-A row's capacity counts the choices of all its tokens, also of those that other ranks route. Dropped choices have the
-weight 0. Ranks that divide the experts do not send dropped choices if each routes full rows: they exchange slots. With
-a part of a row, a rank would need slots for the case that all of the part's tokens are kept. So it sends each choice,
-also dropped ones. On ranks with all experts, dropped choices are computed all the same.
+A row's capacity counts the choices of all its tokens, including tokens that other ranks route. Dropped choices have the
+weight 0. If ranks divide the experts and each rank routes full rows, they exchange slots, so that dropped choices are
+not sent. A rank that routes a part of a row would need slots for all of the part's choices, so it sends every choice,
+including dropped choices. A rank with all experts computes dropped choices too.
 
 Legend: B rows (sequences), L tokens, D width, T = L B tokens, E experts, K experts per token, P latent channels, C
 channels of the shared expert on this rank.
@@ -151,7 +151,7 @@ class MoE(Mixer):
     def _shared(self, x_LBD: Tensor) -> Tensor:
         """Return the shared expert's output.
 
-        Its gate multiplies the inner channels, not the output, so that it too precedes the sum over ranks.
+        The gate multiplies the inner channels and not the output, so that it is applied before the sum over ranks.
         """
         up_LBC = self.shared_gate_up(x_LBD)
         if self.spec.activation == "swiglu":
@@ -165,7 +165,7 @@ class MoE(Mixer):
     def _losses(self, logits_TE: Tensor, routing: Routing, seq: SeqInfo) -> dict[str, Tensor]:
         """Return the auxiliary losses of each row (B,), which are means over the row's tokens.
 
-        A frozen router has none: they could only change what the router reads.
+        A frozen router has no losses, because they could only change the router's input.
         """
         if not self.router.requires_grad:
             return {}
@@ -181,7 +181,7 @@ class MoE(Mixer):
 
 
 def routed(routing: Routing, kept: KeptChoices | None) -> Routed:
-    """Return the loads of a forward pass, the sum over tokens of the entropy of the scores, and the dropped choices."""
+    """Return a router's statistics of one forward pass: loads, entropy, and the number of dropped choices."""
     dropped = routing.loads_E.new_zeros(())
     if kept is not None:
         dropped = (~kept.kept_TK).sum()
@@ -206,7 +206,7 @@ class RowParts(NamedTuple):
 
     @property
     def index(self) -> int:
-        """Number of the row's parts before this one."""
+        """Number of the row's earlier parts."""
         index = 0
         if self.seq.shard is not None:
             index = self.seq.shard.rank
@@ -215,7 +215,7 @@ class RowParts(NamedTuple):
         return index
 
     def before(self, x: Tensor) -> Tensor:
-        """Return the sum of a tensor without gradients over the parts before this one."""
+        """Return the sum of a tensor over the row's earlier parts, without gradients."""
         if self.count == 1:
             return torch.zeros_like(x)
         parts = x.new_zeros(self.count, *x.shape)
@@ -249,7 +249,7 @@ class KeptChoices(NamedTuple):
 
     @property
     def slots(self) -> ExpertOrder:
-        """The order of choices by slots."""
+        """The choices sorted by slot, for exchanges between ranks."""
         return slot_order(self.routing.experts_TK, self.ranks_TK, self.kept_TK, self.sizes)
 
 

@@ -30,9 +30,9 @@ class RetNet(LinearAttention):
         super().__init__(spec, sizes, tensor)
         self.rope_base = spec.rope_base
 
-    def attend(self, given: HeadInputs) -> tuple[Tensor, Tensor]:
+    def attend(self, head_inputs: HeadInputs) -> tuple[Tensor, Tensor]:
         """Run retention as SSD's recurrence; a head's decay is the same at every token."""
-        _, q_BLHN, k_BLHN, v_BLHP, state, seq = given
+        _, q_BLHN, k_BLHN, v_BLHP, state, seq = head_inputs
         rows, length, heads, keys = k_BLHN.shape
         wide = wide_type(v_BLHP)
         device = v_BLHP.device

@@ -121,12 +121,12 @@ class Muon(UpdateRule):
     def __init__(self, options: MuonOptions | None = None) -> None:
         self.options = options or MuonOptions()
         self.matrix_stage = Orthogonalization(self.options)
-        self.others = AdamW()
+        self.adamw = AdamW()
 
     def parts(self, name: str, weight: Parameter) -> dict[str, Parameter]:
         if weight.is_matrix:
             return {"exp_avg": like(weight)}
-        return self.others.parts(name, weight)
+        return self.adamw.parts(name, weight)
 
     def lr_factor(self, name: str, weight: Parameter) -> float:
         if weight.is_matrix:
@@ -137,7 +137,7 @@ class Muon(UpdateRule):
         self, name: str, weight: Parameter, gradient: Tensor, parts: dict[str, Tensor], settings: UpdateSettings
     ) -> Tensor:
         if not weight.is_matrix:
-            return self.others.direction(name, weight, gradient, parts, settings)
+            return self.adamw.direction(name, weight, gradient, parts, settings)
         momentum = parts["exp_avg"].lerp_(gradient, 1 - self.options.momentum)
         if self.options.nesterov:
             return gradient.lerp(momentum, self.options.momentum)

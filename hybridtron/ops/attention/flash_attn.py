@@ -21,7 +21,7 @@ PACKAGE = "flash_attn.flash_attn_interface"  # version 2; the package `flash_att
 class FlashVersion:
     """A flash-attn package; `table.py` has the limits of its kernels.
 
-    unlimited: the entry of the argument `window_size` for a side without a limit
+    unlimited: the entry in the argument `window_size` that puts no limit on its side
     """
 
     package: str
@@ -58,11 +58,11 @@ class FlashVersion:
         return _output(y).view_as(q_BLHK)
 
 
-def _output(given: Tensor | tuple[Tensor, Tensor | None]) -> Tensor:
+def _output(returned: Tensor | tuple[Tensor, Tensor | None]) -> Tensor:
     """Return the attention output; version 4 of the package returns a pair (output, log-sum-exp)."""
-    if isinstance(given, tuple):
-        return given[0]
-    return given
+    if isinstance(returned, tuple):
+        return returned[0]
+    return returned
 
 
 FLASH_2 = FlashVersion(PACKAGE)

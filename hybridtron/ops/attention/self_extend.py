@@ -41,7 +41,7 @@ class Places(NamedTuple):
 
 
 @untraced
-def self_extended(inputs: AttentionInputs, places: Places, by: SelfExtendOptions) -> Tensor:
+def self_extended(inputs: AttentionInputs, places: Places, options: SelfExtendOptions) -> Tensor:
     """Return the attention output: near keys have their own positions, far keys have their groups' positions."""
     keys = with_memory(inputs)
     (_, length, _, head_dim) = inputs.q_BLHK.shape
@@ -50,9 +50,9 @@ def self_extended(inputs: AttentionInputs, places: Places, by: SelfExtendOptions
     back_M = torch.arange(total - length, 0, -1, device=query_positions_BL.device)
     # remembered tokens have the positions just before the row's first token
     positions_BS = torch.cat((query_positions_BL[:, :1] - back_M, query_positions_BL), dim=1)
-    begin = by.neighbours - by.neighbours // by.group
-    far_q = _turned(inputs.q_BLHK, query_positions_BL // by.group + begin - query_positions_BL, places)
-    far_k = _turned(keys.keys_BSGK, positions_BS // by.group - positions_BS, places)
+    begin = options.neighbours - options.neighbours // options.group
+    far_q = _turned(inputs.q_BLHK, query_positions_BL // options.group + begin - query_positions_BL, places)
+    far_k = _turned(keys.keys_BSGK, positions_BS // options.group - positions_BS, places)
     values_BSGK = at_least_fp32(keys.values_BSGK)
     outputs = []
     for start in range(0, length, BLOCK):
@@ -60,9 +60,9 @@ def self_extended(inputs: AttentionInputs, places: Places, by: SelfExtendOptions
         # first to last - 1: indices of the block's own tokens among all S keys
         first = total - length + start
         last = total - length + stop
-        near = slice(max(0, first - by.neighbours + 1), last)
-        far = slice(0, max(0, last - by.neighbours))
-        is_near, is_far = _seen(keys, first, last, by.neighbours)
+        near = slice(max(0, first - options.neighbours + 1), last)
+        far = slice(0, max(0, last - options.neighbours))
+        is_near, is_far = _seen(keys, first, last, options.neighbours)
         of_near = _scores(inputs.q_BLHK[:, start:stop], keys.keys_BSGK[:, near], is_near[..., near])
         of_far = _scores(far_q[:, start:stop], far_k[:, far], is_far[..., far])
         weights = (torch.cat((of_near, of_far), dim=-1) * head_dim**-0.5).softmax(-1)

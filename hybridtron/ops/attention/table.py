@@ -1,12 +1,12 @@
-"""The table of attention kernels for CUDA, the preferred kernel first: what each takes, and the reason for its place.
+"""The table of attention kernels for CUDA, the preferred kernel first, with each kernel's limits.
 
-A call runs the first row that this machine has and that takes the call (`AttentionCase`). After the rows come the forms
-for CPUs and for any device. No kernel here has dropout, a softcap or sinks, because the op has none.
+A call runs the first kernel that this machine has and that takes the call (`AttentionCase`). After the table come the
+implementations for CPUs and for any device. No kernel here has dropout, a softcap or sinks, because the op has none.
 
-A row's place follows what was seen on a GPU or published; `hybridtron/proving/gpu/queue/attention.py` times all rows
-side by side, so that one call on a GPU proves or changes the order.
+The order follows measurements on a GPU, by this project or published; `hybridtron/proving/gpu/queue/attention.py` times
+all rows side by side, so that one call on a GPU proves or changes the order.
 
-Not in the table: cuDNN on Blackwell, because two models generated wrong text by it on a B200, for an unknown cause
+Not in the table: cuDNN on Blackwell, because two models generated wrong text with it on a B200, for an unknown reason
 (github.com/pytorch/pytorch issue 193893, open in August 2026), and cuDNN with deterministic gradients, which torch
 refuses.
 """
@@ -66,7 +66,7 @@ def _nothing() -> str | None:
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """One kernel, with everything that it takes.
+    """One kernel, and the calls that it can compute.
 
     name          the implementation's name
     function      computes the op
@@ -80,8 +80,8 @@ class AttentionRow:
     window        takes a window
     documents     takes several documents in a row
     memory        takes remembered keys
-    fewest        fewest tokens of a row
-    pays_from     tokens of a row from which the kernel is worth its preparation
+    fewest        smallest number of tokens in a row that the kernel takes
+    pays_from     smallest number of tokens in a row that is worth the kernel's preparation
     """
 
     name: str
@@ -114,12 +114,12 @@ class AttentionRow:
             return f"takes {_shown(self.heads)}, not {case.channels}"
         if case.deterministic and case.channels > self.deterministic_up_to:
             return f"adds up gradients of heads of {case.channels} channels in no fixed order"
-        for asked, taken, name in (
+        for needed, supported, name in (
             (case.window, self.window, "no window"),
             (case.documents, self.documents, "no documents"),
             (case.memory, self.memory, "no remembered keys"),
         ):
-            if asked and not taken:
+            if needed and not supported:
                 return f"takes {name}"
         if case.length < self.fewest:
             return f"takes rows of at least {self.fewest} tokens"

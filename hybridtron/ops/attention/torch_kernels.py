@@ -1,9 +1,9 @@
 """Causal attention by torch's own kernels for CUDA: cuDNN's, FlashAttention 2, and FlashAttention 2 for documents.
 
-torch has more ways to the same kernels. `torch.nn.attention.activate_flash_attention_impl` replaces the FlashAttention
-in torch by version 3 or 4 for the whole process; its source calls both prototypes. So `flash_attn.py` calls these
-packages directly. torch's `varlen_attn` never runs cuDNN (torch 2.13), and nested tensors run cuDNN only with an
-environment variable for experiments. So documents have no cuDNN here.
+torch offers other ways to call the same kernels. `torch.nn.attention.activate_flash_attention_impl` replaces the
+FlashAttention in torch by version 3 or 4 for the whole process; its source calls both prototypes. So `flash_attn.py`
+calls these packages directly. torch's `varlen_attn` never runs cuDNN (torch 2.13), and nested tensors run cuDNN only
+with an environment variable for experiments. So documents have no cuDNN here.
 
 Legend: B rows (sequences in the batch), L tokens per row, H query heads, G key/value heads, K channels per head, E
 document boundaries.
@@ -53,7 +53,7 @@ def sdpa(inputs: AttentionInputs) -> Tensor:
 
 
 def varlen(inputs: AttentionInputs) -> Tensor:
-    """Run torch's FlashAttention 2 for documents in a sliding window or without one."""
+    """Run torch's FlashAttention 2 on rows with documents, with or without a sliding window."""
     q_BLHK, k_BLGK, v_BLGK, window, documents_BL, _, boundaries_E = inputs
     rows, length = q_BLHK.shape[:2]
     if documents_BL is None:
@@ -86,7 +86,7 @@ def varlen_missing() -> str | None:
 
 @functools.cache
 def _lacking(attend: Callable[..., Tensor]) -> str | None:
-    """Return the parameters that this `varlen_attn` lacks as text, or None. A signature takes 0.1 ms to read."""
+    """Return a text with the parameters that `varlen_attn` lacks, or None. Cached: to read a signature takes 0.1 ms."""
     if lacking := VARLEN_NEEDS - set(inspect.signature(attend).parameters):
         return f"varlen_attn of torch {torch.__version__} has no {' and no '.join(sorted(lacking))}"
     return None

@@ -58,9 +58,9 @@ class _NativeConv(torch.autograd.Function):
     """Autograd function around the compiled functions. It saves only the inputs for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
-        x_BLC, weight_CW, bias_C, tail_BTC, starts_BL, activation = given
-        ctx.kinds = [None if t is None else t.dtype for t in given[:4]]
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        x_BLC, weight_CW, bias_C, tail_BTC, starts_BL, activation = arguments
+        ctx.kinds = [None if t is None else t.dtype for t in arguments[:4]]
         wide = wide_type(x_BLC)
         weight_WC = weight_CW.t().to(wide).contiguous()
         if bias_C is None:

@@ -3,9 +3,10 @@
     rank[t, k] = number of earlier tokens in t's row that chose the same expert
     kept[t, k] = rank[t, k] < C;   other choices are dropped
 
-Whether a choice is kept depends on earlier tokens of its row alone: neither on later tokens nor on other rows, so not
-on the layout. An expert then gets at most C rows from each row of tokens. So ranks that divide the experts can exchange
-messages of a fixed size, with S slots for each expert and each row:
+A choice is a pair of a token and one of its K experts. Only earlier tokens of the same row decide whether a choice is
+kept. Later tokens, other rows and the parallel layout have no influence. An expert then gets at most C rows from each
+row of tokens. So ranks that divide the experts can exchange messages of a fixed size, with S slots for each expert and
+each row:
 
     place[t, k] = (e B + b) S + rank[t, k],   or E B S, behind all slots, if the choice is dropped
 
@@ -25,7 +26,7 @@ from hybridtron.ops.experts.routing import loads_of
 
 
 class RowRanks(NamedTuple):
-    """Ranks of choices in their rows, and the loads of each row.
+    """Each choice's rank among the choices of its expert in its row, and each row's loads.
 
     ranks_TK   number of earlier tokens in the row that chose the same expert, in int64
     loads_BE   number of tokens in each row that chose each expert, in int64
@@ -36,7 +37,7 @@ class RowRanks(NamedTuple):
 
 
 def row_ranks(experts_TK: Tensor, rows: int, experts: int) -> RowRanks:
-    """Return the ranks of choices in `rows` rows, without a wait for the device."""
+    """Return the choices' ranks and the loads for `rows` rows, without waiting for the device."""
     key_TK = rows_of(experts_TK, rows) * experts + experts_TK
     loads = loads_of(key_TK, rows * experts)
     order = expert_order(ExpertOrderInputs(key_TK, loads))
@@ -45,12 +46,12 @@ def row_ranks(experts_TK: Tensor, rows: int, experts: int) -> RowRanks:
 
 
 def rows_of(experts_TK: Tensor, rows: int) -> Tensor:
-    """Return the row of each token (T, 1)."""
+    """Return the index of each token's row (T, 1)."""
     return (torch.arange(len(experts_TK), device=experts_TK.device) % rows)[:, None]
 
 
 def slot_order(experts_TK: Tensor, ranks_TK: Tensor, kept_TK: Tensor, sizes: tuple[int, int, int]) -> ExpertOrder:
-    """Return the order of choices by slots; its last place is for all dropped choices.
+    """Sort the choices by slot. All dropped choices get the place behind the last slot.
 
     sizes: B rows, E experts, S slots of each expert for each row
     """

@@ -1,4 +1,4 @@
-"""Rows to and from experts by gathers alone, in both passes, on any device.
+"""Moves rows to experts and back by gathers alone, in both passes, on any device.
 
 Autograd's gradient of a gather is a tensor of zeros to which rows are added. Here the gradient of a gather by one
 permutation is a gather by its inverse (equations: `permutation.py`):
@@ -6,7 +6,7 @@ permutation is a gather by its inverse (equations: `permutation.py`):
     grad x[t] = sum over k of grad rows[place[t, k]]
     grad rows[n] = w[source[n]] grad y[source[n] // K],   grad w[t, k] = grad y[t] . rows[place[t, k]]
 
-An empty place (`capacity.py`) reads some token, whose values or weight are replaced by 0.
+An empty place (`capacity.py`) reads an arbitrary token; its values or its weight are replaced by 0.
 
 Legend: T tokens, K experts per token, N = T K choices, D channels.
 """

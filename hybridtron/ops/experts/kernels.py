@@ -1,8 +1,8 @@
-"""Triton kernels for rows to and from experts; `permutation.py` and `gathered.py` have the equations.
+"""Triton kernels that move rows to experts and back; `permutation.py` and `gathered.py` have the equations.
 
-A program has some tokens with all their channels, and loops over a token's K places. So each kernel reads and writes
-every row once, and a sum over K is always added in the same order, without atomics. Numbers are computed in fp32. The
-kernels have run in Triton's interpreter only.
+A program handles some tokens with all their channels, and loops over a token's K places. So each kernel reads and
+writes every row once, and a sum over K is always added in the same order, without atomics. Numbers are computed in
+fp32. The kernels have run in Triton's interpreter only.
 
 Legend: T tokens, K experts per token, N = T K choices, D channels.
 """

@@ -1,4 +1,4 @@
-"""Triton kernels that order choices by expert, by counts in place of a sort; `permutation.py` has the equations.
+"""Triton kernels that order choices by expert, by counting instead of sorting; `permutation.py` has the equations.
 
     rank[n]       number of earlier choices of the same expert in the same part of the choices
     start[p, e]   place of part p's first choice of expert e: after all choices of earlier experts, and after the

@@ -5,7 +5,7 @@ follows from the gradient g of all scores s:
 
     softmax: grad z = s (g - sum over e of g_e s_e),   sigmoid: grad z = g s (1 - s)
 
-A program has some tokens with the scores of all experts, and takes the largest score K times; torch would sort all
+A program handles some tokens with the scores of all experts, and takes the largest score K times; torch would sort all
 scores. The program stores the loads and the entropy of its tile. A second kernel adds the loads and entropies of all
 tiles in a fixed order, without atomics. For the choice, NaN counts as infinity, unlike in the reference; a step with
 NaN is refused anyway. The kernels have run in Triton's interpreter only.

@@ -1,4 +1,4 @@
-"""The two calls of a mixer with experts: `route`, then `experts_mlp` (equations: `reference.py`).
+"""The two functions that a mixer with experts calls: `route`, then `experts_mlp` (equations: `reference.py`).
 
 Legend: T tokens, E experts, D width, H hidden channels of an expert, F rows of `gate_up`.
 """

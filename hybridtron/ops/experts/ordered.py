@@ -1,4 +1,4 @@
-"""Experts on rows in the order of experts: each expert's rows lie side by side, so that no expert searches its tokens.
+"""Computes experts on rows that are sorted by expert: the rows of each expert are contiguous.
 
 Legend: T tokens, N choices, D width.
 """

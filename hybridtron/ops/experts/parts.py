@@ -1,4 +1,4 @@
-"""The ops of which a mixture of experts consists, and their implementations, the preferred one first.
+"""The ops inside a mixture of experts, and each op's implementations, the preferred implementation first.
 
 With experts on several ranks, messages between ranks come between these ops.
 """

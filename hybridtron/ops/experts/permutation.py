@@ -1,4 +1,6 @@
-"""Choices in the order of their experts, and the rows of tokens that go to experts and come back.
+"""Sorts choices by expert, and moves the tokens' rows to experts and back.
+
+A choice is a pair of a token and one of its K experts.
 
     place[t, k]        position of a token's k-th choice: choices of expert 0 come first, each expert's in token order
     source[n]          the choice at position n, as t K + k: the inverse of place
@@ -6,11 +8,11 @@
     from experts       y[t] = sum over k of w[t, k] rows[place[t, k]]
 
 With the slots of a capacity (`capacity.py`), there are more or fewer places than choices. An empty place has the source
-T K and a row of zeros, and all dropped choices have the last place. Its row is undefined on the way to experts; the row
-that comes back, and both gradients, must be zero.
+T K and a row of zeros, and all dropped choices have the last place. The last place's row is undefined on the way to
+experts; the row that comes back, and both gradients, must be zero.
 
-Forms other than the references here use `place` for one sum and `source` for the other. So no form adds to a row that
-another thread adds to, and the K terms of each sum are always added in the same order.
+In implementations other than the references here, no two threads add to the same row, and the K terms of each sum are
+always added in the same order.
 
 Legend: T tokens, K experts per token, N = T K choices, E experts, D channels.
 """
@@ -48,7 +50,7 @@ class ExpertOrder(NamedTuple):
 
     @property
     def slots(self) -> int | None:
-        """Number of positions, if there may be empty ones and dropped choices; else None."""
+        """Number of positions if there may be empty positions and dropped choices; else None."""
         if self.has_slots:
             return len(self.source_N)
         return None
@@ -70,7 +72,7 @@ class FromExpertsInputs(NamedTuple):
 
 
 def expert_order(inputs: ExpertOrderInputs) -> ExpertOrder:
-    """Return the order of all choices by expert, without a wait for the device."""
+    """Sort all choices by expert, without waiting for the device."""
     experts_TK, loads_E = inputs
     source_N = experts_TK.flatten().sort(stable=True).indices
     place_N = torch.empty_like(source_N)

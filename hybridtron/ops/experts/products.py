@@ -1,4 +1,4 @@
-"""One projection per expert, of rows in the order of experts.
+"""One projection per expert, applied to rows that are sorted by expert.
 
     y[n] = weight[e] x[n],   for the positions n from ends[e - 1] up to ends[e]
 
@@ -96,14 +96,14 @@ class _Looped(torch.autograd.Function):
         return grad_x_NI, grad_weight_EOI, None
 
 
-def write_product(left_MK: Tensor, right_KN: Tensor, room_MN: Tensor) -> None:
-    """Write the matrix product left right to `room_MN`; an empty sum is 0."""
+def write_product(left_MK: Tensor, right_KN: Tensor, out_MN: Tensor) -> None:
+    """Write the matrix product of left and right to `out_MN`; it is 0 if the inner dimension is empty."""
     if left_MK.numel() == 0:
-        room_MN.zero_()
+        out_MN.zero_()
         return
-    product_MN = matrix_product(ProductInputs(left_MK, right_KN, room_MN))
-    if product_MN is not room_MN:
-        room_MN.copy_(product_MN)
+    product_MN = matrix_product(ProductInputs(left_MK, right_KN, out_MN))
+    if product_MN is not out_MN:
+        out_MN.copy_(product_MN)
 
 
 class _Grouped(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
     s = softmax(z) or sigmoid(z),   c = s + correction     z: the router's logits, in at least fp32
     groups: only experts in the `group_limit` groups with the largest sums of their two best c stay
-    i_1..i_K = the K experts with the largest c; of equal ones, the first
+    i_1..i_K = the K experts with the largest c; of equal c, the first
     w_k = s[i_k];   normalise: w_k / (w_1 + ... + w_K);   times scale
     y = w_1 mlp[i_1](x) + ... + w_K mlp[i_K](x)
 
@@ -54,7 +54,7 @@ class Router:
 class Routing(NamedTuple):
     """The router's result.
 
-    experts_TK   each token's experts, in int64, the one with the largest corrected score first
+    experts_TK   each token's experts, in int64, the expert with the largest corrected score first
     weights_TK   their weights, in fp32 (float64 for float64 logits), differentiable in the logits
     loads_E      number of tokens that each expert gets, in int64
     scores_TE    all scores, without correction, differentiable in the logits
@@ -69,7 +69,7 @@ class Routing(NamedTuple):
 
 
 class ChoiceInputs(NamedTuple):
-    """Scores in fp32 or float64, what is added to them for the choice, and the router's options."""
+    """Scores in fp32 or float64, the correction that is added to them for the choice, and the router's options."""
 
     scores_TE: Tensor
     correction_E: Tensor | None
@@ -88,7 +88,7 @@ class ExpertsInputs(NamedTuple):
 
 @torch.no_grad()
 def expert_choice(inputs: ChoiceInputs) -> Tensor:
-    """Return each token's experts (T, K), in int64, the one with the largest corrected score first."""
+    """Return each token's experts (T, K), in int64, the expert with the largest corrected score first."""
     scores_TE, correction_E, options = inputs
     if correction_E is not None:
         scores_TE = scores_TE + correction_E.to(scores_TE.dtype)

@@ -18,7 +18,7 @@ from hybridtron.ops.precision import at_least_fp32
 
 
 class RouteInputs(NamedTuple):
-    """The router's logits, a correction that changes the choice of experts alone, and the router's options."""
+    """The router's logits, a correction that changes only the choice of experts, and the router's options."""
 
     logits_TE: Tensor
     correction_E: Tensor | None
@@ -51,7 +51,7 @@ def shares(scores_TE: Tensor) -> Tensor:
 
 
 def loads_of(experts_TK: Tensor, experts: int) -> Tensor:
-    """Return the number of choices of each expert, in int64, without a wait for the device."""
+    """Return how many choices each expert has, in int64, without waiting for the device."""
     chosen_N = experts_TK.flatten()
     return chosen_N.new_zeros(experts).scatter_add_(0, chosen_N, torch.ones_like(chosen_N))
 

@@ -89,8 +89,8 @@ class _NativeAttention(torch.autograd.Function):
     """Autograd function that saves the inputs, the output and the log-sum-exps."""
 
     @staticmethod
-    def forward(ctx: Any, plan: AttentionPlan, *given: Tensor) -> Tensor:
-        q_BLHK, k_BSGK, v_BSGK = (readable(x) for x in given)
+    def forward(ctx: Any, plan: AttentionPlan, *tensors: Tensor) -> Tensor:
+        q_BLHK, k_BSGK, v_BSGK = (readable(x) for x in tensors)
         y_BLHK = like(q_BLHK)
         wide = wide_type(q_BLHK)
         lse_BHL = torch.empty(len(q_BLHK), q_BLHK.shape[2], q_BLHK.shape[1], dtype=wide)

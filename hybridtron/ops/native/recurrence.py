@@ -69,8 +69,8 @@ class _NativeRecurrence(torch.autograd.Function):
     """Autograd function that saves the inputs and the state before each chunk."""
 
     @staticmethod
-    def forward(ctx: Any, row_type: Any, recorded: bool, starts_BL: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
-        row = _as_read(row_type(*given))
+    def forward(ctx: Any, row_type: Any, recorded: bool, starts_BL: Tensor | None, *fields: Any) -> tuple[Tensor, ...]:
+        row = _as_read(row_type(*fields))
         (*fields, last), task = row, _task(row, starts_BL)
         y_BL = like(fields[0])
         task.y = Tokens.of(y_BL)
@@ -80,9 +80,9 @@ class _NativeRecurrence(torch.autograd.Function):
             task.kept = kept_BK.data_ptr()
             ctx.save_for_backward(starts_BL, kept_BK, *fields)
             ctx.row_type = row_type
-            ctx.kinds = [None if tensor is None else tensor.dtype for tensor in given]
+            ctx.kinds = [None if tensor is None else tensor.dtype for tensor in fields]
         call(f"{row.NAME}_forward_{scalar(last.dtype)}", task, _crew(row, task, last))
-        return y_BL.to(given[0].dtype), last
+        return y_BL.to(fields[0].dtype), last
 
     @staticmethod
     @once_differentiable

@@ -211,8 +211,8 @@ class Engine:
         batches: this rank's micro-batches in the step
         source: index of the rank whose first micro-batch all ranks compute
         """
-        own = batches[0].chunks(self.phase.chunks_together)[0]
-        batch = same_batch(own, source, self.groups.data).keyed(step_key(self._seed, step, 0, 0), carried=False)
+        own_batch = batches[0].chunks(self.phase.chunks_together)[0]
+        batch = same_batch(own_batch, source, self.groups.data).keyed(step_key(self._seed, step, 0, 0), carried=False)
         z_loss = self.config.optim.z_loss
         run_unreduced(self.wrapped, batch, z_loss, self.groups, self.device, tuple(self.auxiliary), self.routers)
         self.checks.compare_gradients()

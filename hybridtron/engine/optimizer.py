@@ -476,8 +476,8 @@ def _ranges_of_copies(optimizer: DistributedOptimizer) -> dict[nn.Parameter, lis
             bucket = buffer.buckets[index]
             share = bucket.grad_data.numel() // count
             firsts = [bucket.offset - start + rank * share for rank in range(count)]
-            held = [range(max(0, first), min(stop - start, first + share)) for first in firsts]
-            ranges[weight] = [entries if entries else range(0) for entries in held]
+            ranges_of_ranks = [range(max(0, first), min(stop - start, first + share)) for first in firsts]
+            ranges[weight] = [entries if entries else range(0) for entries in ranges_of_ranks]
     return ranges
 
 

@@ -156,10 +156,10 @@ def own_commit() -> str | None:
         return None
     command = ["git", "-C", str(PROJECT.parent), "rev-parse", "HEAD"]
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:
         return None
-    return asked.stdout.strip() or None
+    return done.stdout.strip() or None
 
 
 def longest_row(source: Checkpoint) -> int:
@@ -192,14 +192,14 @@ def class_of(folder: Path, settings: Mapping[str, Any]) -> Native:
     name = names[0] if isinstance(names, list) and names else None
     target = next((target for target in TARGETS if isinstance(name, str) and name in names_of(target)), None)
     if target is None or not isinstance(name, str):
-        known = ", ".join(target.name for target in TARGETS)
+        classes = ", ".join(target.name for target in TARGETS)
         raise CannotImport(
-            f"{path} has architectures={reprlib.repr(names)}; the first must be one of {known}", code="unsupported"
+            f"{path} has architectures={reprlib.repr(names)}; the first must be one of {classes}", code="unsupported"
         )
-    wanted = names_of(target)[name]
-    if (model_type := settings.get("model_type")) != wanted:
+    expected = names_of(target)[name]
+    if (model_type := settings.get("model_type")) != expected:
         raise CannotImport(
-            f"{path} has model_type={reprlib.repr(model_type)}, must be {wanted} for {name}", code="conflict"
+            f"{path} has model_type={reprlib.repr(model_type)}, must be {expected} for {name}", code="conflict"
         )
     return target
 

@@ -270,10 +270,10 @@ def _rank_plan(step: _Step, rank: int) -> RankPlan:
     parallel = step.config.parallel
     chunks = tuple(step.chunks[index] for index in chunks_on(parallel, rank))
     weights = {name: step.table[name] for name in step.weights_by_rank[rank]}
-    kept = [_kept(step, chunk) for chunk in chunks]
+    bytes_of_chunks = [_kept(step, chunk) for chunk in chunks]
     in_flight = max(
         held_micro_batches(parallel, rank, step.micro_batches),
-        key=lambda counts: sum(number * size for number, size in zip(counts, kept, strict=True)),
+        key=lambda counts: sum(number * size for number, size in zip(counts, bytes_of_chunks, strict=True)),
     )
     resident = weight_bytes(step.phase, copies_of(parallel, step.data), weights)
     logits = _logits(step, chunks)
@@ -287,7 +287,7 @@ def _rank_plan(step: _Step, rank: int) -> RankPlan:
             rounded=cached_bytes(step.phase, weights),
             gradients=resident.gradients,
             optimizer=resident.optimizer,
-            activations=sum(number * size for number, size in zip(in_flight, kept, strict=True)),
+            activations=sum(number * size for number, size in zip(in_flight, bytes_of_chunks, strict=True)),
             logits=logits,
             states=2 * step.phase.lanes // step.data * sum(step.lane_bytes(chunk) for chunk in chunks),
             backward=_streams(step, rank) + max(0, *(_working(step, chunk) - logits for chunk in chunks)),

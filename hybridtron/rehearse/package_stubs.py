@@ -24,7 +24,7 @@ from hybridtron.rehearse.signatures import signature, stored_versions
 
 Given = Mapping[str, Any]
 """A call's arguments, by parameter name. Parameters that the call leaves at their defaults are absent."""
-ROOM = "hybridtron.rehearse"
+PACKAGE = "hybridtron.rehearse"
 STUBS: dict[str, dict[str, dict[str, str]]] = {
     "flash-attn": {
         "flash_attn.flash_attn_interface": {
@@ -112,7 +112,7 @@ def _made(name: str, place: str, parameters: Any) -> Any:
     the stub.
     """
     file, _, work = place.partition(":")
-    does: Callable[[Given], Any] = getattr(importlib.import_module(f"{ROOM}.{file}"), work)
+    does: Callable[[Given], Any] = getattr(importlib.import_module(f"{PACKAGE}.{file}"), work)
     if parameters is None:
         return does
     real = signature(parameters)

@@ -253,8 +253,8 @@ def category(operation: Operation) -> str:
         return "copies of activations"
     if operation.name.startswith("cast to fp8"):
         return "casts to FP8"
-    room, _, rest = operation.place.partition("/")
-    if room == "ops":
+    folder, _, rest = operation.place.partition("/")
+    if folder == "ops":
         op = rest.partition("/")[0]
         return {"attention": "copies", "softmax": "loss"}.get(op, op.removesuffix(".py"))
-    return NAMES.get(room, "gradients")
+    return NAMES.get(folder, "gradients")

@@ -390,5 +390,5 @@ def candidates(start: Checkpoint, config: Config) -> Iterable[Checkpoint]:
     """
     yield start
     if config.run.resume == "auto":
-        others = checkpoints.valid_checkpoints(Path(config.run.dir))
-        yield from (checkpoint for checkpoint in others if checkpoint.folder != start.folder)
+        valid_checkpoints = checkpoints.valid_checkpoints(Path(config.run.dir))
+        yield from (checkpoint for checkpoint in valid_checkpoints if checkpoint.folder != start.folder)

@@ -151,8 +151,8 @@ def open_whole(folder: OwnFolder, name: str) -> BufferedReader:
         with record:
             recorded = record.read(4096)
         size = os.fstat(file.fileno()).st_size
-        if (said := recorded.partition(b" ")[0]).isdigit() and int(said) != size:
-            raise DamagedLibrary(f"{path} had {size:,} bytes instead of {int(said):,}")
+        if (recorded_size := recorded.partition(b" ")[0]).isdigit() and int(recorded_size) != size:
+            raise DamagedLibrary(f"{path} had {size:,} bytes instead of {int(recorded_size):,}")
         if recorded != _record(name, file):
             raise DamagedLibrary(f"{path} had changed since it was written")
     except BaseException:

@@ -116,8 +116,8 @@ def missing(*extras: str) -> str | None:
 
     The message ends with a command to install the packages.
     """
-    wanted = requirements()
-    names = dict.fromkeys([*wanted.required, *(name for extra in extras for name in wanted.extras[extra])])
+    needs = requirements()
+    names = dict.fromkeys([*needs.required, *(name for extra in extras for name in needs.extras[extra])])
     absent = [name for name in names if not is_there(name)]
     if not absent:
         return None

@@ -43,9 +43,9 @@ def content_of(engine: Engine, meta: Meta, tokenizer: Path) -> Content:
 
     If several processes have the same shard, only one of them writes it.
     """
-    held = _held(engine)
-    blocks = {kind: [shard for shard in of_kind if shard.replica_id == 0] for kind, of_kind in held.items()}
-    return Content(meta, blocks, _small(engine, tokenizer, engine.groups.is_first), _keys(held))
+    shards = _held(engine)
+    blocks = {kind: [shard for shard in of_kind if shard.replica_id == 0] for kind, of_kind in shards.items()}
+    return Content(meta, blocks, _small(engine, tokenizer, engine.groups.is_first), _keys(shards))
 
 
 def content_of_node(engine: Engine, meta: Meta, tokenizer: Path) -> Content:
@@ -54,23 +54,23 @@ def content_of_node(engine: Engine, meta: Meta, tokenizer: Path) -> Content:
     If several processes of a node have the same shard, only one of them writes it. All processes call this together.
     """
     control = engine.groups.control
-    held = _held(engine)
-    return Content(meta, distinct_on_node(held, control), _small(engine, tokenizer, control.leads), _keys(held))
+    shards = _held(engine)
+    return Content(meta, distinct_on_node(shards, control), _small(engine, tokenizer, control.leads), _keys(shards))
 
 
 def _held(engine: Engine) -> dict[str, list[Any]]:
     """Return all tensor shards of this process, by kind of file."""
-    held = engine.blocks()
+    shards = engine.blocks()
     rank = engine.groups.rank
     random = [
         block(f"random.{rank}.{name}", tuple(state.shape), (0,) * state.dim(), state, main=True)
         for name, state in random_states().items()
     ]
-    return {**held, "random": random}
+    return {**shards, "random": random}
 
 
-def _keys(held: Mapping[str, Sequence[Any]]) -> list[str]:
-    return sorted({shard.key for kind, of_kind in held.items() for shard in of_kind if kind != "random"})
+def _keys(shards: Mapping[str, Sequence[Any]]) -> list[str]:
+    return sorted({shard.key for kind, of_kind in shards.items() for shard in of_kind if kind != "random"})
 
 
 def _small(engine: Engine, tokenizer: Path, writes: bool) -> dict[str, bytes]:

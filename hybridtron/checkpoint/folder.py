@@ -231,13 +231,13 @@ def apply_retention(
     remove_temporaries(run_dir)
     newest_valid, failures = _newest_valid(run_dir, settings.keep)
     folders = all_of(run_dir)
-    kept = {*(checkpoint.folder for checkpoint in newest_valid), *in_use}
-    kept |= {folder for folder in folders if step_of(folder) in phase_ends}
+    kept_folders = {*(checkpoint.folder for checkpoint in newest_valid), *in_use}
+    kept_folders |= {folder for folder in folders if step_of(folder) in phase_ends}
     if steps_for_ever is not None:
-        kept |= {folder for folder in folders if step_of(folder) % steps_for_ever == 0}
+        kept_folders |= {folder for folder in folders if step_of(folder) % steps_for_ever == 0}
     if settings.keep_best and (best := _best(folders)[0]):
-        kept.add(best.folder)
-    old = [folder for folder in folders if folder not in kept]
+        kept_folders.add(best.folder)
+    old = [folder for folder in folders if folder not in kept_folders]
     if not old:
         return failures
     if fault := next(newest_valid[0].faults(), None):

@@ -257,8 +257,8 @@ class Saver:
                 blocks = content.blocks
             else:
                 blocks = copies.blocks()
-            written = write_kinds(temporary, plan.part, blocks, self.groups.control.node)
-            values = record_of(content, plan.part, written)
+            written_chunks = write_kinds(temporary, plan.part, blocks, self.groups.control.node)
+            values = record_of(content, plan.part, written_chunks)
         except Exception as error:  # after any error rank 0 still waits for this record
             needed = sum(shard.data.nbytes for of_file in content.blocks.values() for shard in of_file)
             reason = f"{type(error).__name__}: {error}{room_left(error, temporary, needed)}"

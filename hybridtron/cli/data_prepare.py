@@ -222,7 +222,7 @@ def downloaded(sources: list[str], output: Path) -> list[str]:
     from hybridtron.storage.published import DATA_SETS, is_published
 
     # a repository's text files are documentation, unless a pattern names them
-    data = [suffix for name, known in FORMATS.items() if name != "text" for suffix in known.suffixes]
+    data = [suffix for name, input_format in FORMATS.items() if name != "text" for suffix in input_format.suffixes]
     inputs = (*data, *FORMATS["text"].suffixes)
     paths = []
     for source in sources:
@@ -261,8 +261,8 @@ def prepare_embedded(chosen: argparse.Namespace) -> TokenFolder:
     from hybridtron.data.prepare import embedded
     from hybridtron.data.prepare.documents import ArgumentError
 
-    wanted = chosen.pre_tokenizer or pre_tokenizers.DEFAULT
-    folder = embedded.prepare_embedded(chosen.output, chosen.vocab_size, chosen.packages, chosen.workers, wanted)
+    pre_tokenizer = chosen.pre_tokenizer or pre_tokenizers.DEFAULT
+    folder = embedded.prepare_embedded(chosen.output, chosen.vocab_size, chosen.packages, chosen.workers, pre_tokenizer)
     made_for = folder.manifest.origin.get("asked_vocab_size")
     if made_for is None:
         raise ArgumentError(
@@ -273,7 +273,7 @@ def prepare_embedded(chosen: argparse.Namespace) -> TokenFolder:
             f"{chosen.output} exists, made with --vocab-size {made_for}: use another --output", code="exists"
         )
     splits_by = pre_tokenizers.known_name(folder.tokenizer_file.read_bytes())
-    if splits_by != wanted:
+    if splits_by != pre_tokenizer:
         raise ArgumentError(
             f"{chosen.output} exists, made with --pre-tokenizer {splits_by}: use another --output", code="exists"
         )

@@ -138,7 +138,7 @@ def probe(module: str) -> Probe:
     return Probe(**report)
 
 
-def inside(version: str, wanted: str) -> bool:
+def inside(version: str, version_range: str) -> bool:
     """Return True if a version such as `2.13.0+cpu` lies in a range such as `>=2.11,<2.14`.
 
     Only the release numbers count, without suffixes such as `+cpu`. A version that can't be parsed counts as inside.
@@ -147,21 +147,21 @@ def inside(version: str, wanted: str) -> bool:
         from packaging.specifiers import SpecifierSet
         from packaging.version import Version
 
-        return Version(Version(version).base_version) in SpecifierSet(wanted)
+        return Version(Version(version).base_version) in SpecifierSet(version_range)
     except (ModuleNotFoundError, ValueError):  # a missing `packaging` has its own line in the report
         return True
 
 
-def package_line(distribution: str, wanted: str, probed: Probe) -> Line:
+def package_line(distribution: str, version_range: str, probed: Probe) -> Line:
     """Build the report line of a required package."""
     version = installed(distribution) or probed.version
     if not probed.installed:
-        return Line("fail", distribution, "not installed", f'pip install "{distribution}{wanted}"')
+        return Line("fail", distribution, "not installed", f'pip install "{distribution}{version_range}"')
     if probed.fault:
         return Line("fail", distribution, version, f"can't be imported: {probed.fault}")
-    if not inside(version, wanted):
-        return Line("warn", distribution, version, f"outside the tested range: {wanted}")
-    return Line("ok", distribution, version, f"tested range: {wanted}")
+    if not inside(version, version_range):
+        return Line("warn", distribution, version, f"outside the tested range: {version_range}")
+    return Line("ok", distribution, version, f"tested range: {version_range}")
 
 
 def optional_line(module: str, purpose: str, probed: Probe) -> Line:
@@ -179,30 +179,30 @@ def package_sections() -> list[tuple[str, list[Line]]]:
 
     The required and optional packages are imported, four at a time. For extras only versions are read.
     """
-    wanted = requirements()
-    modules = {name: MODULES.get(name, name.replace("-", "_")) for name in wanted.required}
+    needs = requirements()
+    modules = {name: MODULES.get(name, name.replace("-", "_")) for name in needs.required}
     with ThreadPoolExecutor(4) as pool:
         names = [*modules.values(), *OPTIONAL]
         probes = dict(zip(names, pool.map(probe, [IMPORTED.get(name, name) for name in names]), strict=True))
     version = platform.python_version()
-    first = Line(
-        "ok" if inside(version, wanted.python) else "fail", "Python", version, f"tested range: {wanted.python}"
-    )
+    first = Line("ok" if inside(version, needs.python) else "fail", "Python", version, f"tested range: {needs.python}")
     required_probes = {name: probes[module] if is_there(name) else Probe(False) for name, module in modules.items()}
-    needed = [package_line(name, versions, required_probes[name]) for name, versions in wanted.required.items()]
+    needed = [package_line(name, versions, required_probes[name]) for name, versions in needs.required.items()]
     return [
         ("required", [first, *needed]),
         ("optional", [optional_line(name, purpose, probes[name]) for name, purpose in OPTIONAL.items()]),
-        ("extras", [extra_line(name, versions) for name, versions in wanted.extras.items()]),
+        ("extras", [extra_line(name, versions) for name, versions in needs.extras.items()]),
     ]
 
 
-def extra_line(extra: str, wanted: dict[str, str]) -> Line:
+def extra_line(extra: str, version_ranges: dict[str, str]) -> Line:
     """Build the report line of an extra, a named group of optional packages."""
-    versions = {name: installed(name) for name in wanted}
+    versions = {name: installed(name) for name in version_ranges}
     missing = [name for name, version in versions.items() if version is None]
     outside = [
-        f"{name} {version}" for name, version in versions.items() if version and not inside(version, wanted[name])
+        f"{name} {version}"
+        for name, version in versions.items()
+        if version and not inside(version, version_ranges[name])
     ]
     if missing:
         notes = [f"{install_command(missing, [extra])} adds {', '.join(missing)}"]
@@ -215,7 +215,7 @@ def extra_line(extra: str, wanted: dict[str, str]) -> Line:
         mark = "none"
     else:
         mark = "ok"
-    return Line(mark, extra, f"{len(wanted) - len(missing)} of {len(wanted)}", "; ".join(notes))
+    return Line(mark, extra, f"{len(version_ranges) - len(missing)} of {len(version_ranges)}", "; ".join(notes))
 
 
 def kernel_section() -> tuple[str, list[Line]]:

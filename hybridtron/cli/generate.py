@@ -198,7 +198,7 @@ def print_texts(model: LoadedModel, texts: list[str], chosen: argparse.Namespace
     print_continued(model, ToContinue(prompts, [decode(ids) for ids in prompts], ends, []), chosen)
 
 
-def print_continued(model: LoadedModel, wanted: ToContinue, chosen: argparse.Namespace) -> list[Detokenizer]:
+def print_continued(model: LoadedModel, request: ToContinue, chosen: argparse.Namespace) -> list[Detokenizer]:
     """Continue all prompts as one batch and print the texts. Only the first process prints.
 
     Returns a Detokenizer for each prompt. The continuation is in the Detokenizer's `text`.
@@ -209,19 +209,19 @@ def print_continued(model: LoadedModel, wanted: ToContinue, chosen: argparse.Nam
     from hybridtron.inference.sampling import Sampling
 
     decode = model.tokenizer.decode
-    for ids in wanted.prompts:
+    for ids in request.prompts:
         require_embeddings(model, ids)
-    stops = [*chosen.stop, *wanted.stops]
-    rows = [Detokenizer(decode, chosen.tokens, ids, stops, wanted.ends) for ids in wanted.prompts]
+    stops = [*chosen.stop, *request.stops]
+    rows = [Detokenizer(decode, chosen.tokens, ids, stops, request.ends) for ids in request.prompts]
     sampling = Sampling(chosen.temperature, chosen.top_k, chosen.top_p, chosen.seed)
-    steps = continue_prompts(model.read, Prompts.of(wanted.prompts, compute_device()), sampling, chunk=chosen.chunk)
+    steps = continue_prompts(model.read, Prompts.of(request.prompts, compute_device()), sampling, chunk=chosen.chunk)
     shown = sys.stdout if model.first and len(rows) == 1 else None
-    print(wanted.shown[0], end="", flush=True, file=shown) if shown else None
+    print(request.shown[0], end="", flush=True, file=shown) if shown else None
     stream_texts(rows, steps, lambda _, new: print(new, end="", flush=True, file=shown) if shown else None)
     if shown:
         print()
     elif model.first:
-        for number, (before, row) in enumerate(zip(wanted.shown, rows, strict=True), start=1):
+        for number, (before, row) in enumerate(zip(request.shown, rows, strict=True), start=1):
             print(f"--- {number} of {len(rows)}\n{before}{row.text}")
     return rows
 

@@ -149,8 +149,8 @@ def _experts(specs: Sequence[MixerSpec], shared_gate: bool = False, normalised: 
     if normalised:
         fitting["normalise"] = True
     for option, value in fitting.items():
-        if (own := getattr(spec, option)) != value:
-            return f"its moe sub-layers have {option}={own}, not {value}"
+        if (actual := getattr(spec, option)) != value:
+            return f"its moe sub-layers have {option}={actual}, not {value}"
     if spec.corrected:
         return "its moe sub-layers correct the scores (balance=bias)"
     return None
@@ -187,18 +187,18 @@ def _mamba2_hybrid(
     """
     mixers = halves(arch)[0]
     recurrent: list[Mamba2Spec] = [spec for spec in mixers if isinstance(spec, Mamba2Spec)]
-    others = [spec for spec in mixers if not isinstance(spec, Mamba2Spec)]
+    other_mixers = [spec for spec in mixers if not isinstance(spec, Mamba2Spec)]
     if misfit := _pairs(arch, experts):
         return misfit, None
     if not recurrent:
         return "it has no mamba2 sub-layer", None
-    if not others:
+    if not other_mixers:
         return "it has no attention", None
     if misfit := _only(recurrent, Mamba2Spec) or _expanded(arch) or _same_eps(recurrent[0], norm_eps):
         return misfit, None
-    if misfit := _only(others, AttentionSpec) or _attention(others[0], part=part, scaled=scaled):
+    if misfit := _only(other_mixers, AttentionSpec) or _attention(other_mixers[0], part=part, scaled=scaled):
         return misfit, None
-    attention = others[0]
+    attention = other_mixers[0]
     assert isinstance(attention, AttentionSpec)
     return ("its attention has a window" if attention.window is not None else None), attention
 
@@ -237,8 +237,8 @@ def _nemotron_h(arch: Architecture, norm_eps: float) -> str | None:
 
 def _nemotron_experts(spec: MoESpec) -> str | None:
     """Check for the experts of Nemotron-H: sigmoid scores with a correction, and an ungated shared expert."""
-    wanted = {"activation": "squared_relu", "scores": "sigmoid", "balance": "bias", "shared_gate": False}
-    for name, value in wanted.items():
+    required = {"activation": "squared_relu", "scores": "sigmoid", "balance": "bias", "shared_gate": False}
+    for name, value in required.items():
         if (actual := getattr(spec, name)) != value:
             return f"its experts have {name}={actual}, not {value}"
     if not spec.shared:
@@ -407,8 +407,8 @@ def _jamba_attention(arch: Architecture, spec: AttentionSpec) -> str | None:
 
 
 def _jamba_experts(spec: MoESpec) -> str | None:
-    wanted = {"activation": "swiglu", "scores": "softmax", "normalise": False, "scale": 1.0, "shared": 0, "groups": 1}
-    for name, value in {**wanted, "latent": None}.items():
+    required = {"activation": "swiglu", "scores": "softmax", "normalise": False, "scale": 1.0, "shared": 0, "groups": 1}
+    for name, value in {**required, "latent": None}.items():
         if (actual := getattr(spec, name)) != value:
             return f"its experts have {name}={actual}, not {value}"
     if spec.corrected:

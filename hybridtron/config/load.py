@@ -89,13 +89,13 @@ def load(arguments: Sequence[str], configs: Path = CONFIGS) -> Config:
     # run.weights is applied before all other arguments: the recipe may take values from the checkpoint in run.weights,
     # and the other arguments may override these values
     of_checkpoint = [value for key, value in values if key == weights.KEY]
-    others = [(key, value) for key, value in values if key != weights.KEY]
+    other_values = [(key, value) for key, value in values if key != weights.KEY]
     problems = [p for value in of_checkpoint if (p := _set(composed, weights.KEY, value))]
     try:
         weights.settle(composed)
     except OmegaConfBaseException as error:
         raise ConfigError([*problems, unresolved(error)]) from error
-    problems += [p for key, value in others if (p := _set(composed, key, value))]
+    problems += [p for key, value in other_values if (p := _set(composed, key, value))]
     if missing := weights.unknown(composed):
         # other values may depend on the missing keys, so the configuration can't be resolved
         raise ConfigError([*problems, *missing])
@@ -293,19 +293,19 @@ def _value(text: str, is_text: bool) -> Any:
     return text
 
 
-def _typed(config: Any, found: list[Problem]) -> Config:
-    """Convert to `Config`. Raises ConfigError if `found` contains problems, or if the conversion finds more."""
+def _typed(config: Any, problems: list[Problem]) -> Config:
+    """Convert to `Config`. Raises ConfigError if `problems` is not empty, or if the conversion finds more problems."""
     typed = None
     try:
-        found += list(_unusable(config))
-        if not found:
+        problems += list(_unusable(config))
+        if not problems:
             typed = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:  # an interpolation without a target
-        found.append(unresolved(error))
+        problems.append(unresolved(error))
     except RecursionError:
-        found.append(Problem("configuration", "malformed", "has a ${...} that refers to itself"))
-    if found:
-        raise ConfigError(found)
+        problems.append(Problem("configuration", "malformed", "has a ${...} that refers to itself"))
+    if problems:
+        raise ConfigError(problems)
     assert isinstance(typed, Config)
     return typed
 

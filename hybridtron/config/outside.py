@@ -192,12 +192,12 @@ def unknown_name(group: str, name: str, names: Sequence[str]) -> Problem:
     """Return the problem for a name that a group does not have. The message lists similar names."""
     nearest = difflib.get_close_matches(name, names, NEAREST, cutoff=0)
     if len(names) <= NEAREST:
-        known = f"use {', '.join(names)}"
+        hint = f"use {', '.join(names)}"
     else:
-        known = f"similar names are {', '.join(nearest)}"
+        hint = f"similar names are {', '.join(nearest)}"
     path = next((path for path in (f"./{name}", f"./{name}.yaml") if is_file(path)), "./NAME.yaml")
     meant = did_you_mean(name, names)
-    return Problem(group, "unknown-name", f"has no {name!r}{meant}; {known}; or name your own file: {group}={path}")
+    return Problem(group, "unknown-name", f"has no {name!r}{meant}; {hint}; or name your own file: {group}={path}")
 
 
 def clashes(configs: Path, own: Path, choices: Mapping[str, str]) -> Iterator[Problem]:

@@ -120,11 +120,11 @@ def unknown_key(config: DictConfig, key: str) -> Problem | None:
                 names = []
             names = names if depth else ["recipe", *names]  # `recipe` can be set too, although it is not a section
             if names:
-                known = f"; {where} has: {', '.join(names)}"
+                hint = f"; {where} has: {', '.join(names)}"
             else:
-                known = ""
+                hint = ""
             return Problem(
-                key, "unknown-name", f"{where} has no {name!r}{_meant(config, parts[-1], name, names)}{known}"
+                key, "unknown-name", f"{where} has no {name!r}{_meant(config, parts[-1], name, names)}{hint}"
             )
     return None
 

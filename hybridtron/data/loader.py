@@ -197,14 +197,14 @@ class Loader:
             worker_init_fn=_begin,
             generator=torch.Generator(),  # the default is torch's global generator, from which training draws
         )
-        others = set(multiprocessing.active_children())
+        other_processes = set(multiprocessing.active_children())
         # These signals stop a run. Workers must not receive them, because the run still reads rows until it stops.
         with unheard({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}):
             iterator = iter(loader)
         try:
             yield from iterator
         finally:
-            for worker in set(multiprocessing.active_children()) - others:
+            for worker in set(multiprocessing.active_children()) - other_processes:
                 worker.kill()  # workers have nothing to save, and a hanging worker ignores a request to end
 
 

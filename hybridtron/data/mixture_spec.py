@@ -132,20 +132,20 @@ def mixture_source(name: str, entry: IngredientConfig, default_path: str, opened
 
 def _check_alike(first: MixtureSource, other: MixtureSource) -> None:
     """Raise FolderError if two sources differ in tokenizer or eos token."""
-    ours = first.folder.manifest
-    theirs = other.folder.manifest
-    if theirs.tokenizer != ours.tokenizer:
+    manifest = first.folder.manifest
+    compared = other.folder.manifest
+    if compared.tokenizer != manifest.tokenizer:
         raise FolderError(
             other.folder.name,
             f"({other.name}) was prepared with another tokenizer than {first.folder.name} ({first.name}), but a model "
             "has one vocabulary; prepare both folders with the same tokenizer",
             code="conflict",
         )
-    if theirs.eos != ours.eos:
+    if compared.eos != manifest.eos:
         raise FolderError(
             other.folder.name,
-            f"({other.name}) ends documents with token {theirs.eos}, but {first.folder.name} ({first.name}) with token "
-            f"{ours.eos}; prepare both folders with the same --eos",
+            f"({other.name}) ends documents with token {compared.eos}, but {first.folder.name} ({first.name}) with "
+            f"token {manifest.eos}; prepare both folders with the same --eos",
             code="conflict",
         )
 

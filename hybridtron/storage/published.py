@@ -138,8 +138,8 @@ def _of_repository(source: str, record: dict[str, Any], kind: str, suffixes: Seq
     files = []
     for entry in entries:
         path = entry["rfilename"]
-        wanted = fnmatchcase(path, pattern) if pattern else path.lower().endswith(tuple(suffixes))
-        if wanted:
+        matches = fnmatchcase(path, pattern) if pattern else path.lower().endswith(tuple(suffixes))
+        if matches:
             url = f"{server}{prefix}/{quote(name)}/resolve/{quote(commit, safe='')}/{quote(path)}"
             files.append(RemoteFile(path, url, entry.get("size"), (entry.get("lfs") or {}).get("sha256")))
     return files
@@ -153,13 +153,14 @@ def _fetched(published: RemoteFile, folder: Path, record: dict[str, Any], moved:
         raise DownloadError(f"{published.url} {error}", code="unsupported") from error
     if published.name == RECORD:
         raise DownloadError(f"{published.url} has the name of the record {RECORD}: rename it", code="conflict")
-    known = record["files"].get(published.name)
+    record_of_file = record["files"].get(published.name)
     address = published.url.partition("?")[0]  # without the query, which may hold a signature that is renewed
-    if known is not None and known["url"] != address and published.sha256 != known["sha256"]:
+    if record_of_file is not None and record_of_file["url"] != address and published.sha256 != record_of_file["sha256"]:
         raise DownloadError(
-            f"{path} was downloaded from {known['url']}, not from {address}: use another folder", code="conflict"
+            f"{path} was downloaded from {record_of_file['url']}, not from {address}: use another folder",
+            code="conflict",
         )
-    expected = published.sha256 or (known or {}).get("sha256")
+    expected = published.sha256 or (record_of_file or {}).get("sha256")
     if path.exists():
         if expected is None:
             raise DownloadError(

@@ -60,8 +60,8 @@ def remote_of(place: str, patience: RetryPolicy, retried: bool = False) -> Remot
         return Bucket(place, patience)
     if scheme in CLIENTS:
         return MosaicStore(place, patience)
-    known = ", ".join(f"{name}://" for name in ("s3", *CLIENTS))
-    raise StorageError(f"has the unknown URL scheme {scheme}://; use one of {known}")
+    schemes = ", ".join(f"{name}://" for name in ("s3", *CLIENTS))
+    raise StorageError(f"has the unknown URL scheme {scheme}://; use one of {schemes}")
 
 
 def inside(root: Path, relative: str) -> Path:

@@ -210,11 +210,11 @@ def narrow(sweep: Sweep, names: Collection[str] | None) -> Sweep:
     too. Raises Unusable for an unknown name.
     """
     runs = {run.name: run for run in sweep.runs}
-    known = {*runs, *(run.variant for run in sweep.runs)} - {""}
-    if unknown := sorted(set(names or ()) - known):
-        have = ", ".join(sorted(known))
+    known_names = {*runs, *(run.variant for run in sweep.runs)} - {""}
+    if unknown := sorted(set(names or ()) - known_names):
+        have = ", ".join(sorted(known_names))
         raise Unusable(
-            f"there is no variant or run {unknown[0]!r}{did_you_mean(unknown[0], known)}; has {have}",
+            f"there is no variant or run {unknown[0]!r}{did_you_mean(unknown[0], known_names)}; has {have}",
             code="unknown-name",
         )
     chosen: set[str] = set()

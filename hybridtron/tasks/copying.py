@@ -97,8 +97,8 @@ class Copying(TokenTask):
 
         `accuracy` is the fraction of correct letters, and `exact` is 1 if all letters are correct, else 0.
         """
-        (wanted,) = sample.outputs
-        return {"accuracy": character_accuracy(answer, wanted), "exact": float(answer.startswith(wanted))}
+        (target,) = sample.outputs
+        return {"accuracy": character_accuracy(answer, target), "exact": float(answer.startswith(target))}
 
     def is_scored(self, target: int) -> bool:
         """Return True if a position with this target counts in the metrics.

@@ -27,14 +27,14 @@ def cleaned(answer: str) -> str:
 
 def string_match_all(answer: str, outputs: Sequence[str]) -> float:
     """Return the fraction of the outputs that occur in the answer, ignoring case (RULER)."""
-    written = cleaned(answer).lower()
-    return sum(output.lower() in written for output in outputs) / len(outputs)
+    text = cleaned(answer).lower()
+    return sum(output.lower() in text for output in outputs) / len(outputs)
 
 
 def string_match_part(answer: str, outputs: Sequence[str]) -> float:
     """Return 1 if any output occurs in the answer, ignoring case, else 0 (RULER's QA)."""
-    written = cleaned(answer).lower()
-    return float(any(output.lower() in written for output in outputs))
+    text = cleaned(answer).lower()
+    return float(any(output.lower() in text for output in outputs))
 
 
 def exact_match(answer: str, outputs: Sequence[str]) -> float:
@@ -62,14 +62,14 @@ def f1(answer: str, outputs: Sequence[str]) -> float:
 
     F1 is 2 * shared words / (words in the answer + words in the output). Both texts are split by `normalized`.
     """
-    written = normalized(answer)
-    return max(_f1(written, normalized(output)) for output in outputs)
+    answer_words = normalized(answer)
+    return max(_f1(answer_words, normalized(output)) for output in outputs)
 
 
-def _f1(written: list[str], wanted: list[str]) -> float:
-    shared = sum((Counter(written) & Counter(wanted)).values())
+def _f1(answer_words: list[str], target_words: list[str]) -> float:
+    shared = sum((Counter(answer_words) & Counter(target_words)).values())
     if shared:
-        return 2 * shared / (len(written) + len(wanted))
+        return 2 * shared / (len(answer_words) + len(target_words))
     return 0.0
 
 

@@ -34,17 +34,17 @@ def named(name: str, settings: Sequence[str] = ()) -> Task:
             code="unknown-name",
         )
     task = TASKS[name]
-    known = options_of(task)
+    options = options_of(task)
     changed = {}
     for setting in settings:
         option, _, text = setting.partition("=")
-        if option not in known or not text:
-            names = ", ".join(known) or "none"
+        if option not in options or not text:
+            names = ", ".join(options) or "none"
             raise TaskError(
-                f"{name}: {setting}: sets no option{did_you_mean(option, known)}; write OPTION=VALUE, for {names}",
+                f"{name}: {setting}: sets no option{did_you_mean(option, options)}; write OPTION=VALUE, for {names}",
                 code="unknown-name",
             )
-        changed[option] = _read(name, option, text, known[option])
+        changed[option] = _read(name, option, text, options[option])
     return replace(task, **changed)  # pyrefly: ignore
 
 

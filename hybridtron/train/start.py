@@ -174,9 +174,9 @@ def check_same_model(start: Checkpoint, plan: RunPlan) -> None:
     """
     phase = plan.phase_ending_at(start.meta.step)
     differences = _differences(start, phase.model)
-    if (stored := start.config.optim.name) != (wanted := phase.optim.name):
+    if (stored := start.config.optim.name) != (name_now := phase.optim.name):
         key = phase.key("optim.name")
-        differences.append((key, f"is {wanted}, but {start.folder} holds the state of {stored}"))
+        differences.append((key, f"is {name_now}, but {start.folder} holds the state of {stored}"))
     stored_decay = start.config.run.ema
     wanted_decay = plan.config.run.ema
     if (stored_decay is None) != (wanted_decay is None):

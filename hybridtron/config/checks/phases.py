@@ -156,9 +156,9 @@ def _layers(where: str, config: Config, phase: ResolvedPhase) -> Iterator[Proble
     """
     unknown = [letter for letter in phase.settings.layers if letter not in config.model.layers]
     for letter in unknown:
-        known = list(config.model.layers)
-        message = f"changes {letter}, which is not in model.layers{did_you_mean(letter, known)}"
-        yield Problem(f"{where}.layers.{letter}", "unknown-name", f"{message}; model.layers has {', '.join(known)}")
+        letters = list(config.model.layers)
+        message = f"changes {letter}, which is not in model.layers{did_you_mean(letter, letters)}"
+        yield Problem(f"{where}.layers.{letter}", "unknown-name", f"{message}; model.layers has {', '.join(letters)}")
     if unknown or phase.before is None or phase.before.parsed is None or phase.parsed is None:
         return
     old = _weights(phase.before.parsed)
@@ -176,12 +176,12 @@ def _path(phase: ResolvedPhase) -> Iterator[Problem]:
     mixture = phase.data.mixture
     if path is None or not mixture or any(entry.path is None for entry in mixture.values()):
         return
-    others = ", ".join(f"{name} of {entry.path}" for name, entry in mixture.items())
+    sources = ", ".join(f"{name} of {entry.path}" for name, entry in mixture.items())
     whose = "phase's" if phase.settings.data.mixture else "run's"
     cure = "to read only this folder, also set mixture: null; to add it, make it a source of the mixture"
     key = phase.own_key("data.path")
     yield Problem(
-        key, "no-effect", f"is {shortened(path)!r}, which the {whose} mixture does not read ({others}): {cure}"
+        key, "no-effect", f"is {shortened(path)!r}, which the {whose} mixture does not read ({sources}): {cure}"
     )
 
 
@@ -240,15 +240,15 @@ def _durations(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
         except ValueError:
             continue  # `limit_problems` reports texts that can't be parsed
         if needed > whole:
-            others = [phase.key(f"optim.{name}") for name in ("hold", "decay") if lengths.get(name, "0") != "0"]
-            if others:
-                both = f" together with {' and '.join(others)}"
+            other_keys = [phase.key(f"optim.{name}") for name in ("hold", "decay") if lengths.get(name, "0") != "0"]
+            if other_keys:
+                with_others = f" together with {' and '.join(other_keys)}"
             else:
-                both = ""
+                with_others = ""
             yield Problem(
                 phase.key("optim.warmup"),
                 "does-not-fit",
-                f"takes {readable(needed)} tokens{both}, more than the schedule of phases.{phase.index} has: "
+                f"takes {readable(needed)} tokens{with_others}, more than the schedule of phases.{phase.index} has: "
                 f"use at most {readable(whole)}, or a share such as 1%",
             )
 

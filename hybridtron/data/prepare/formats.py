@@ -28,7 +28,7 @@ FORMATS = {
 
 def known_formats() -> str:
     """Return a list of all formats, as text for a message."""
-    return "Known formats:" + "".join(f"\n  {known.described}" for known in FORMATS.values())
+    return "Known formats:" + "".join(f"\n  {input_format.described}" for input_format in FORMATS.values())
 
 
 def inputs_of(file: Path) -> list[Input]:

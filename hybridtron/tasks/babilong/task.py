@@ -138,13 +138,13 @@ class Babilong(FittedTask):
         return chosen_sentences
 
     def score(self, sample: Sample, answer: str) -> dict[str, float]:
-        (wanted,) = sample.outputs
+        (target,) = sample.outputs
         labels = LABELS[self.story]
         question = sample.meta["question"]
         return {
-            "accuracy": judged(answer, wanted, question, labels, in_words),
-            "accuracy_reference": judged(answer, wanted, question, labels, in_letters),
-            "contains": float(wanted.lower() in answer.lower()),
+            "accuracy": judged(answer, target, question, labels, in_words),
+            "accuracy_reference": judged(answer, target, question, labels, in_letters),
+            "contains": float(target.lower() in answer.lower()),
         }
 
     def chance(self) -> float:

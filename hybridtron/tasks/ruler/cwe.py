@@ -120,8 +120,8 @@ class CommonWords(RulerTask):
         """
         words = random.sample(known, count)
         common = words[:COMMON]
-        others = words[COMMON:]
-        shuffled = self.shuffled(common * repeats[0] + others * repeats[1], random)
+        other_words = words[COMMON:]
+        shuffled = self.shuffled(common * repeats[0] + other_words * repeats[1], random)
         return common, numbered(shuffled).strip()
 
 

@@ -114,8 +114,10 @@ class QuestionAnswering(RulerTask):
             asked_question.near, min(len(asked_question.near), max(units - len(asked_question.gold), 0))
         )
         chosen_documents = [*asked_question.gold, *near]
-        others = sorted(set(range(len(documents))) - set(chosen_documents))
-        chosen_documents += random.sample(others, min(max(units - len(chosen_documents), 0), len(others)))
+        other_documents = sorted(set(range(len(documents))) - set(chosen_documents))
+        chosen_documents += random.sample(
+            other_documents, min(max(units - len(chosen_documents), 0), len(other_documents))
+        )
         chosen_documents = self.shuffled(chosen_documents, random)
         context = "\n\n".join(
             f"Document {place}:\n{documents[number]}" for place, number in enumerate(chosen_documents, 1)

@@ -21,7 +21,7 @@ def listen_at(address: str, port: int) -> socket.socket:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the address of the one interface on which to listen; None for all interfaces."""
+    """Return the address of the only interface on which to listen; None for all interfaces."""
     if address == "localhost":
         return LOCALHOST
     try:

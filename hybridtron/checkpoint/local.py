@@ -155,7 +155,7 @@ def drop_after(folder: Path, step: int) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove what failed or killed saves and removals have left."""
+    """Remove the leftovers of failed or killed saves and removals."""
     for leftover in folder.glob(".*"):
         shutil.rmtree(leftover, ignore_errors=True)
 

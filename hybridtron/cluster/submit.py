@@ -239,7 +239,7 @@ def notes_of(folder: Path) -> Path:
 def under_way(folder: Path, what: str) -> str | None:
     """Return a message if submitted jobs of this folder have not ended, else None.
 
-    `what` is the word for the folder in the message: run or sweep. Raises SlurmError if SLURM does not answer.
+    `what` names the kind of folder in the message: run or sweep. Raises SlurmError if SLURM does not answer.
     """
     notes = read_record(notes_of(folder))
     jobs = [entry.job for entry in scheduler.queued([*notes.get("jobs", []), *notes.get("then", [])])]

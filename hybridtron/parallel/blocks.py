@@ -119,7 +119,7 @@ def full_rectangle(tensor: Tensor) -> Rectangle:
 
 
 def flat_rectangles(flat: Tensor, start: int, shape: Sequence[int]) -> Iterator[Rectangle]:
-    """Yield a range in a flattened tensor as rectangles in the unflattened tensor, which has the given shape.
+    """Yield a range in a flattened tensor as rectangles in the unflattened tensor, which has the shape `shape`.
 
     `flat` holds consecutive elements; the first has the index `start` in the flattened tensor.
     """

@@ -1,7 +1,7 @@
 """Expert parallelism: ranks divide the routed experts, and send each other the rows of tokens.
 
 In training, ranks have different tokens. A rank sorts its choices by expert, so that the rows for each owner of experts
-lie side by side, and sends them to the owners. An owner sorts what it has received by expert, computes its experts, and
+lie side by side, and sends them to the owners. An owner sorts the received rows by expert, computes its experts, and
 sends the outputs back. The sender weights the outputs and sums them per token:
 
     rows of choices -> exchange -> rows of own experts -> MLPs -> exchange -> weighted sums

@@ -306,7 +306,7 @@ def gathers_in_backward(layer: int, phase: ResolvedPhase) -> bool:
 
 
 def reads_mixer_input(weight: Parameter) -> bool:
-    """Return whether a projection reads the mixer's input, instead of what the mixer computes from the input."""
+    """Return True if a projection reads the mixer's input, not a tensor that the mixer computes from it."""
     return not is_row_parallel(weight) and not weight.inner
 
 

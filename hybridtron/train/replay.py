@@ -108,7 +108,7 @@ def replay_of(run_dir: Path, folder: Path) -> Iterator[Replay]:
 
 
 def newest_before(run_dir: Path, phase: ResolvedPhase, step: int) -> Checkpoint | None:
-    """Return the run's newest checkpoint of the given phase before the given step.
+    """Return the run's newest checkpoint in a phase and before a step.
 
     The checkpoint at the phase's start counts. If the run's first phase has no such checkpoint, return None: a replay
     can use the run's initial weights. If a later phase has no such checkpoint, raise Unusable.

@@ -108,7 +108,7 @@ def memory(ratio: float, spec: MoESpec, phase: ResolvedPhase) -> str:
 
 
 def cure(spec: MoESpec, phase: ResolvedPhase) -> str:
-    """Return what to use for less memory on the rank with the largest load: a capacity only where it bounds rows."""
+    """Return advice that reduces the memory on the rank with the largest load: a capacity only where it bounds rows."""
     bounded = replace(spec, capacity=1.0)
     if phase.documents is not Documents.isolate and uses_slots(bounded, phase):
         return "a capacity or a smaller micro_batch"

@@ -124,7 +124,7 @@ class TimeLog:
         self.record.save_seconds += seconds
 
     def spent(self) -> TimeSpent:
-        """Return the time of this start and all earlier ones."""
+        """Return the time of this start and of all earlier starts."""
         self._enter(self.section)
         return add_up([*records_of(self.earlier), self.record])
 

@@ -1,8 +1,8 @@
 """The experts' MLPs, applied to rows that are sorted by expert.
 
-The reference computes one projection of all rows at a time, as suits a GPU. The form `looped` computes the whole MLP of one
-expert after another, so that an expert's hidden channels stay in a CPU's cache between its projections. It
-saves the first projection alone: the backward pass computes the activation again, together with its gradient.
+The reference computes one projection of all rows at a time, as suits a GPU. The form `looped` computes the whole MLP of
+one expert after another, so that an expert's hidden channels stay in a CPU's cache between its projections. It saves
+the first projection alone: the backward pass computes the activation again, together with its gradient.
 
 Legend: N rows, E experts, D width, H hidden channels of an expert, F rows of `gate_up`: 2H or H.
 """

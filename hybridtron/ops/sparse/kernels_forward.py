@@ -46,7 +46,7 @@ def better(
 
 @triton.jit
 def token_rank(documents_S: tl.tensor, scores_S: tl.tensor, index: tl.tensor, there: tl.tensor) -> tuple:
-    """Return the document indices and the scores for the given tokens; masked tokens get document -1."""
+    """Return the document indices and the scores of some tokens; masked tokens get document -1."""
     return tl.load(documents_S + index, mask=there, other=-1), tl.load(scores_S + index, mask=there, other=0.0)
 
 
@@ -107,7 +107,7 @@ def best_keys(
 def rows_of(
     x_LN: tl.tensor, index_Q: tl.tensor, there_Q: tl.tensor, n_N: tl.tensor, N: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Load x at the given tokens, as a tile (Q, N); entries out of range are 0."""
+    """Load x at some tokens, as a tile (Q, N); entries out of range are 0."""
     at_QN = index_Q.to(tl.int64)[:, None] * N + n_N[None, :]
     return tl.load(x_LN + at_QN, mask=tl.expand_dims(there_Q, 1) & tl.expand_dims(n_N < N, 0), other=0.0)
 

@@ -48,7 +48,7 @@ class PatternPart(Protocol):
     """The pairs (query, key) that one rule selects."""
 
     def sees(self, tiles: Tiles) -> Tensor:
-        """Return a mask (T, Q, W) for the given tiles, True where a pair is in this part.
+        """Return a mask (T, Q, W) for some tiles, True where a pair is in this part.
 
         Entries for padding have no meaning.
         """

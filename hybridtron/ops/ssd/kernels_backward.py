@@ -126,7 +126,7 @@ def _over_pairs(
     CHUNK: tl.constexpr, OWN: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr, PRODUCT: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple:  # fmt: skip
-    """Go through a chunk's tokens t, OWN at a time, from the last to the own ones, and store `pairs`.
+    """Go through a chunk's tokens t, OWN at a time, from the last down to the program's own tokens, and store `pairs`.
 
     Return the first own token; dv with the pairs' terms added; the sum of x_o . dy_t E_to s_to over t; dy_o . x_o; and
     s_oo, with ITSELF. The last block of the loop begins at the first own token: addresses that are computed from the

@@ -170,7 +170,7 @@ def tokens_by_channel(
     x_BLHP: tl.tensor, row: tl.tensor, token_T: tl.tensor, head: tl.tensor, channel_P: tl.tensor, length: int,
     heads: int, P: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return a tile (T, P) of x for the given tokens and one head; entries for tokens or channels out of range are 0.
+    """Return a tile (T, P) of x for some tokens and one head; entries for tokens or channels out of range are 0.
 
     The function also loads B and C; then `heads` and `head` stand for groups, and P stands for N.
     """

@@ -65,7 +65,7 @@ class LaunchPlan:
 
     run_dir: the run's folder
     tasks: number of supervisors
-    spares: number of nodes, the last ones, that wait as spares
+    spares: number of nodes that wait as spares: the launch's last nodes
     restarts: number of restarts in a row without a newer checkpoint
     """
 

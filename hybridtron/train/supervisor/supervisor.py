@@ -1,8 +1,8 @@
 """Recovery inside a launch: a process that starts a rank as its child, and starts it again after a fault of any rank.
 
 With `run.restarts` every process that a launcher starts (srun, torchrun, or a shell) is a supervisor, which needs no
-torch. It starts the same command as its child, which trains. All supervisors are connected to the first one,
-the coordinator (`coordinator.py`), which decides what happens after a fault.
+torch. It starts the same command as its child, which trains. All supervisors are connected to the first supervisor.
+It is the coordinator (`coordinator.py`), which decides what happens after a fault.
 
 Signals to a supervisor reach its child, so that a preempted run saves. If a supervisor is killed, the kernel kills its
 child. If the coordinator is lost, all other supervisors end their children. If torchrun has died, the children have

@@ -90,7 +90,7 @@ def _latent(arch: Architecture, phase: ResolvedPhase) -> Iterator[Problem]:
 
 
 def _shared_capacity(arch: Architecture, phase: ResolvedPhase) -> Iterator[Problem]:
-    """Report capacities that isolated documents would share: earlier documents would decide which later choices drop."""
+    """Report capacities that isolated documents would share: earlier documents would decide the later drops."""
     if phase.documents is not Documents.isolate:
         return
     for letter, spec in moe_letters(arch).items():

@@ -69,8 +69,10 @@ class _NativeRecurrence(torch.autograd.Function):
     """Autograd function that saves the inputs and the state before each chunk."""
 
     @staticmethod
-    def forward(ctx: Any, row_type: Any, recorded: bool, starts_BL: Tensor | None, *fields: Any) -> tuple[Tensor, ...]:
-        row = _as_read(row_type(*fields))
+    def forward(
+        ctx: Any, row_type: Any, recorded: bool, starts_BL: Tensor | None, *arguments: Any
+    ) -> tuple[Tensor, ...]:
+        row = _as_read(row_type(*arguments))
         (*fields, last), task = row, _task(row, starts_BL)
         y_BL = like(fields[0])
         task.y = Tokens.of(y_BL)
@@ -80,9 +82,9 @@ class _NativeRecurrence(torch.autograd.Function):
             task.kept = kept_BK.data_ptr()
             ctx.save_for_backward(starts_BL, kept_BK, *fields)
             ctx.row_type = row_type
-            ctx.kinds = [None if tensor is None else tensor.dtype for tensor in fields]
+            ctx.kinds = [None if tensor is None else tensor.dtype for tensor in arguments]
         call(f"{row.NAME}_forward_{scalar(last.dtype)}", task, _crew(row, task, last))
-        return y_BL.to(fields[0].dtype), last
+        return y_BL.to(arguments[0].dtype), last
 
     @staticmethod
     @once_differentiable

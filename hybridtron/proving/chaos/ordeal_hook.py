@@ -40,7 +40,7 @@ KINDS = (
     "broken neighbour copy",
 )
 VARIABLE = "HYBRIDTRON_ORDEAL"  # environment variable: the fault that a rank injects, such as `killed,1,11`
-SLOW_S = 0.5
+SLOWER = 6.0
 WAIT_S = 60.0  # seconds to wait for another rank, or for the own end
 
 
@@ -155,8 +155,19 @@ def hang_in_save() -> None:
 
 
 def slow_down(engine: Engine) -> None:
-    """Let each pass through this rank's model wait SLOW_S seconds, without using the processor."""
-    engine.stages[0].model.register_forward_pre_hook(lambda *_: time.sleep(SLOW_S))
+    """Let each forward pass of this rank wait for SLOWER times its duration, without using the processor."""
+    began = 0.0
+
+    def begin(*_: object) -> None:
+        nonlocal began
+        began = time.monotonic()
+
+    def wait(*_: object) -> None:
+        time.sleep(SLOWER * (time.monotonic() - began))
+
+    model = engine.stages[0].model
+    model.register_forward_pre_hook(begin)
+    model.register_forward_hook(wait)
 
 
 def flip(tensor: Tensor) -> None:

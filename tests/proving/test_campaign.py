@@ -48,6 +48,7 @@ def test_interrupted_campaign_continues(tmp_path: Path, monkeypatch: pytest.Monk
         return passed_of(ordeal)
 
     monkeypatch.setattr(Campaign, "passed", interrupted)
+    monkeypatch.setattr(campaign, "unshare_mounts", lambda: ["unshare"])
     record = tmp_path / "records" / "record.jsonl"
     with pytest.raises(KeyboardInterrupt):
         Campaign(tmp_path, record, lambda clean, run: []).carry_on(5, print)
@@ -62,6 +63,16 @@ def test_interrupted_campaign_continues(tmp_path: Path, monkeypatch: pytest.Monk
     assert said[-1].startswith("5 of 5")
     Campaign(tmp_path, record, lambda clean, run: []).carry_on(5, said.append)
     assert len(begun) == 6
+
+
+def test_full_disk_is_skipped_without_mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Campaign, "passed", lambda self, ordeal: passed_of(ordeal))
+    monkeypatch.setattr(campaign, "unshare_mounts", list)
+    record = tmp_path / "record.jsonl"
+    said: list[str] = []
+    Campaign(tmp_path, record, lambda clean, run: []).carry_on(len(KINDS), said.append)
+    assert [passed.ordeal for passed in read(record)] == [kind for kind in KINDS if kind != "full local disk"]
+    assert "the full local disk is skipped" in said[0]
 
 
 def test_page_is_made_from_the_record(tmp_path: Path) -> None:
@@ -81,8 +92,9 @@ def test_page_is_made_from_the_record(tmp_path: Path) -> None:
 
 def test_fault_without_notice_is_counted() -> None:
     silent = replace(NOTICED, noticed="", wrong=["the fault was not noticed"])
-    assert "2 of 64 faults: 1 not noticed, 0 noticed after" in verdict([NOTICED, silent], 64)
-    assert verdict([NOTICED, silent], 64).endswith("1 with anything wrong")
+    said = verdict([NOTICED, NOTICED, silent], 64)
+    assert "3 of 64 faults: 1 not noticed, 0 noticed after" in said
+    assert said.endswith("1 with anything wrong")
 
 
 @pytest.mark.parametrize("options", [["--faults", "8"], ["--record", "r.jsonl"], ["--ordeals", "--faults", "0"]])

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from hybridtron.proving.chaos import ordeals
+from hybridtron.proving.chaos.faults import unshare_mounts
 from hybridtron.proving.chaos.main import unequal
-from hybridtron.proving.chaos.ordeal_hook import KINDS, PlannedFault, marker
+from hybridtron.proving.chaos.ordeal_hook import KINDS, PlannedFault, fill_disk_of_its_own, marker
 from hybridtron.proving.chaos.ordeals import LATE_S, LOSES_NODE, STEPS, Ordeal, noticed, run_supervised, step_of, wrong
 from hybridtron.proving.chaos.training_run import Run, write_data
 from hybridtron.train.supervisor import faults
@@ -45,6 +46,8 @@ def undisturbed(home: Path) -> Run:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "slow rank"])
 def test_run_continues_inside_its_launch(kind: str, undisturbed: Run, home: Path) -> None:
+    if kind == "full local disk" and not unshare_mounts():
+        pytest.skip("this system allows no mounts")
     run = run_in(home, kind, "dp2")
     ordeal = Ordeal("dp2", PlannedFault(kind, 1, step_of(kind, 0)))
     codes = run_supervised(run, "dp2", home / "disk", ordeal.fault)
@@ -128,3 +131,9 @@ def test_slow_rank_and_full_disk_are_counted_in_steps(tmp_path: Path) -> None:
     seen = noticed(run, ordeal)
     assert seen is not None
     assert (seen.after, seen.limit, seen.unit) == (3, 4, "steps")
+
+
+def test_disk_of_the_machine_is_never_filled(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no file system of its own"):
+        fill_disk_of_its_own(tmp_path)
+    assert not list(tmp_path.iterdir())

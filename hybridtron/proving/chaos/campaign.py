@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridtron.proving.chaos import ordeals
+from hybridtron.proving.chaos.faults import unshare_mounts
 from hybridtron.proving.chaos.ordeal_hook import KINDS, PlannedFault
 from hybridtron.proving.chaos.ordeals import (
     EVERY,
@@ -168,6 +169,9 @@ class Campaign:
         """Pass the faults of the plan that have no line in the record."""
         known = {passed.fault for passed in read(self.record)}
         planned = plan(count)
+        if not unshare_mounts():
+            planned = [ordeal for ordeal in planned if ordeal.kind != "full local disk"]
+            say("the full local disk is skipped, because this system allows no mounts")
         left = [ordeal for ordeal in planned if ordeal not in known]
         say(f"{len(planned) - len(left)} of {len(planned)} faults are in {self.record}; run folders: {self.home}")
         self.record.parent.mkdir(parents=True, exist_ok=True)

@@ -122,7 +122,7 @@ def inject(kind: str, context: StepContext) -> None:
         moments = (shard.tensor("exp_avg") for shard in context.engine.optimizer.shards.values())
         flip(next(moment for moment in moments if moment is not None))
     elif kind == "full local disk":
-        fill(local_disk(context) / ".ballast")
+        fill_disk_of_its_own(local_disk(context))
     elif kind == "lost node":
         lose_node()
     elif kind == "broken neighbour copy":
@@ -176,6 +176,13 @@ def flip(tensor: Tensor) -> None:
 
     words = tensor.view(-1).view(torch.int32)
     words[0] ^= 1
+
+
+def fill_disk_of_its_own(disk: Path) -> None:
+    """Fill a node's local disk. Raises RuntimeError if it is a folder on the machine's disk."""
+    if not disk.is_mount():
+        raise RuntimeError(f"{disk} is no file system of its own, so it is not filled")
+    fill(disk / ".ballast")
 
 
 def fill(ballast: Path) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from hybridtron.proving.chaos.faults import unshare_mounts
 from hybridtron.proving.chaos.ordeal_hook import VARIABLE, OrdealHook, PlannedFault, marker
-from hybridtron.proving.chaos.training_run import LAYOUTS, PROCESSES, START_S, TRAIN, Run, arguments_of
+from hybridtron.proving.chaos.training_run import LAYOUTS, PROCESSES, TRAIN, Run, arguments_of
 from hybridtron.train.jsonl import read_lines
 from hybridtron.train.supervisor import faults
 from hybridtron.train.supervisor.faults import RankFault
@@ -37,6 +37,7 @@ EVERY = 4  # steps between checkpoints in the run's folder
 LOCAL_EVERY = 2  # steps between local checkpoints
 TIMEOUT_S = 120.0  # run.timeout; a tenth of it is the shortest limit of a section
 LATE_S = 5.0  # seconds in which a dead process is found, and a hang after its section's limit
+LONGEST_S = 1200.0  # longest time of a run; an idle machine needs half a minute
 SLOW_STEPS = 20  # steps within which a slow rank is named
 DISK_MIB = 32  # size of a node's local disk
 COMES_AS = {"broken neighbour copy": "lost node"}  # ordeals that the run's log of faults calls otherwise
@@ -123,7 +124,7 @@ def with_own_disk(disk: Path) -> list[str]:
 def wait(supervisor: subprocess.Popen[bytes]) -> int:
     """Wait for a supervisor's end; kill it if it takes too long, so that no process is left."""
     try:
-        return supervisor.wait(2 * START_S)
+        return supervisor.wait(LONGEST_S)
     except subprocess.TimeoutExpired:
         supervisor.kill()
         return supervisor.wait()

@@ -63,7 +63,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--tokenizer", type=path_of, metavar="DIR", help="a folder on this machine with tokenizer.json, or that file")
     add("--workers", type=int, default=1, metavar="N", help="processes of one thread each, at least 1 (default: 1)")
     add("--source", metavar="NAME", help="source of documents without a source (default: text)")
-    add("--validation", type=share, metavar="SHARE", help="held-out documents (default: 0.5%%)")
+    add("--validation", type=share, metavar="SHARE", help="held-out documents (default: 0.5%%); 100%%: all, for evaluation only")
     add("--shard-size", type=size, metavar="BYTES", help="size of a shard before compression (default: 64MB)")
     add("--compression", metavar="KIND", help="zstd:LEVEL or none (default: none)")
     add("--learn", metavar="FORM", choices=LEARN, help="key that selects tokens with loss (default: all tokens)")
@@ -321,7 +321,7 @@ def show(folder: TokenFolder) -> None:
     for key, kind in left_out.items():
         if count := manifest.origin.get(key):
             console.print(f"left out: {count} {kind}")
-    if not manifest.tokens("train"):
+    if not manifest.tokens("train") and manifest.origin.get("validation") != 1:
         console.print("warning: the split train is empty: add documents, or use a smaller --validation")
     if not manifest.tokens("validation") and manifest.origin.get("validation"):
         documents = sum(source.documents for source in manifest.splits["train"].values())

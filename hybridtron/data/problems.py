@@ -150,7 +150,8 @@ def _unmade_problems(phase: ResolvedPhase) -> list[Problem]:
     if not set(weights) <= set(sizes_of):
         return []  # the mixture gives the sources other names, which are resolved when the folder exists
     whole = sum(weights.values())
-    return _epochs_problems(phase, {name: weights[name] / whole * tokens / sizes_of[name] for name in weights}, "null")
+    read = {name: weights[name] / whole * tokens for name in weights}
+    return _epochs_problems(phase, read, sizes_of, "null")
 
 
 def content_problems(key: str, phase: ResolvedPhase, sources: Sequence[MixtureSource]) -> list[Problem]:
@@ -192,8 +193,10 @@ def _amount_problems(phase: ResolvedPhase, sources: Sequence[MixtureSource]) -> 
         tokens = parse_tokens(phase.settings.tokens)
     except ValueError:
         return []  # reported by the phase's own rules
-    reads = {entry.source: entry.epochs or 0.0 for entry in reading_plan(sources, tokens)}
-    problems = _epochs_problems(phase, reads, str(math.ceil(max(reads.values()))))
+    plan = reading_plan(sources, tokens)
+    read = {entry.source: entry.share * tokens for entry in plan}
+    sizes_of = {source.name: source.tokens("train") for source in sources}
+    problems = _epochs_problems(phase, read, sizes_of, str(math.ceil(max(entry.epochs or 0.0 for entry in plan))))
     vocab_size = min(entry.folder.manifest.vocab_size for entry in sources)
     if problems and 2 * vocab_size <= phase.model.vocab_size:  # a hint that the path may lead to the wrong folder
         other = f"the data's vocabulary has only {vocab_size} entries, and model.vocab_size={phase.model.vocab_size}"
@@ -201,13 +204,17 @@ def _amount_problems(phase: ResolvedPhase, sources: Sequence[MixtureSource]) -> 
     return problems
 
 
-def _epochs_problems(phase: ResolvedPhase, reads: Mapping[str, float], enough: str) -> list[Problem]:
+def _epochs_problems(
+    phase: ResolvedPhase, read: Mapping[str, float], sizes_of: Mapping[str, int], enough: str
+) -> list[Problem]:
     """Return a problem for the source that a phase reads most often, if this is more often than `data.epochs` allows.
 
-    reads: source -> how many times the phase reads it
+    read: source -> how many tokens the phase reads from it
+    sizes_of: source -> its number of training tokens
     enough: value for `data.epochs` that the message suggests; with it, the phase can read all its tokens
     """
     limit = phase.data.epochs
+    reads = {name: tokens / sizes_of[name] for name, tokens in read.items()}
     source = max(reads, key=lambda name: reads[name])
     if limit is None or reads[source] <= limit:
         return []
@@ -218,7 +225,9 @@ def _epochs_problems(phase: ResolvedPhase, reads: Mapping[str, float], enough: s
         fewer = readable(0.99 * parse_tokens(phase.settings.tokens) * limit / reads[source])
         cure = f"prepare more text, or set {phase.own_key('tokens')}={fewer}"
     times = f"{phase.settings.name} reads the source {source} {reads[source]:,.1f} times"
-    return [Problem(key, "does-not-fit", f"allows {limit:g} epochs, but {times}: {cure}")]
+    size = sizes_of[source]
+    lacks = f"it has {readable(size)} tokens, and needs {readable(read[source] / limit - size)} more"
+    return [Problem(key, "does-not-fit", f"allows {limit:g} epochs, but {times}: {lacks}; {cure}")]
 
 
 def _size_problems(key: str, phase: ResolvedPhase, sources: Sequence[MixtureSource]) -> list[Problem]:

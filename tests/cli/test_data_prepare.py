@@ -83,7 +83,11 @@ def test_an_empty_split_is_reported(tokenizer: str, tmp_path: Path, capsys: pyte
     assert "--validation 5%" in capsys.readouterr().out
     assert data_prepare.main([*command, "--output", str(tmp_path / "held"), "--validation", "5%"]) == 0
     assert data_prepare.main([*command, "--output", str(tmp_path / "none"), "--validation", "0"]) == 0
+    assert data_prepare.main([*command, "--output", str(tmp_path / "all"), "--validation", "100%"]) == 0
     assert "warning" not in capsys.readouterr().out
+    held_out = TokenFolder.open(tmp_path / "all").manifest.splits
+    assert sum(source.documents for source in held_out["validation"].values()) == 120
+    assert not held_out["train"]
 
 
 EMBEDDED = ["--input", "embedded", "--vocab-size", "400"]

@@ -195,6 +195,7 @@ def test_reading_a_source_more_often_than_epochs_is_refused(toy: TokenFolder) ->
     (problem,) = problems(config)
     assert (problem.key, problem.code) == ("data.epochs", "does-not-fit")
     assert "data.epochs=3," in problem.message
+    assert f"it has {tokens} tokens, and needs {2 * tokens} more" in problem.message
     config.phases[1].data.epochs = 3.0
     assert not problems(config)
 

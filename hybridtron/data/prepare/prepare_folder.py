@@ -108,9 +108,9 @@ def _write_missing(job: PrepareJob, finished: Mapping[int, Finished], workers: i
 
 def _check(settings: FolderSettings, workers: int) -> None:
     """Raise ArgumentError if a setting is out of range."""
-    if not 0 <= settings.validation < 1:
+    if not 0 <= settings.validation <= 1:
         raise ArgumentError(
-            f"--validation is {settings.validation}; set a fraction from 0 to below 1, such as 0.5%",
+            f"--validation is {settings.validation}; set a fraction from 0 to 1, such as 0.5%",
             code="out-of-range",
         )
     if not MIN_SHARD_BYTES <= settings.shard_size <= MAX_SHARD_BYTES:

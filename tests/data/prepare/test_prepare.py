@@ -216,7 +216,7 @@ def test_inputs_without_documents_are_refused(vocabulary: Vocabulary, tmp_path: 
 @pytest.mark.parametrize(
     ("settings", "workers", "option", "code"),
     [
-        (FolderSettings(validation=1), 1, "--validation", "out-of-range"),
+        (FolderSettings(validation=1.5), 1, "--validation", "out-of-range"),
         (FolderSettings(shard_size=100), 1, "--shard-size", "out-of-range"),
         (FolderSettings(shard_size=2**32), 1, "--shard-size", "out-of-range"),
         (FolderSettings(compression="zstd:99"), 1, "--compression", "unknown-name"),

@@ -63,7 +63,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--tokenizer", type=path_of, metavar="DIR", help="a folder on this machine with tokenizer.json, or that file")
     add("--workers", type=int, default=1, metavar="N", help="processes of one thread each, at least 1 (default: 1)")
     add("--source", metavar="NAME", help="source of documents without a source (default: text)")
-    add("--validation", type=share, metavar="SHARE", help="held-out documents (default: 0.5%%); 100%%: all, for evaluation only")
+    add(
+        "--validation",
+        type=share,
+        metavar="SHARE",
+        help="held-out documents (default: 0.5%%); 100%%: all, for evaluation only",
+    )
     add("--shard-size", type=size, metavar="BYTES", help="size of a shard before compression (default: 64MB)")
     add("--compression", metavar="KIND", help="zstd:LEVEL or none (default: none)")
     add("--learn", metavar="FORM", choices=LEARN, help="key that selects tokens with loss (default: all tokens)")

@@ -12,7 +12,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from hybridtron.sweep.grid import SweepRun
+from hybridtron.sweep.grid import SEED, SweepRun
 from hybridtron.train.jsonl import read_lines
 from studies.results import Part
 from studies.study import answers, selected
@@ -28,6 +28,7 @@ class Sizes:
     """Sizes for the real study, or for a quick one that takes a minute."""
 
     settings: tuple[str, ...] = ()
+    seeds: tuple[str, ...] = ("1",)
     tuning: tuple[str, ...] = ()  # further settings of tuned runs
     digits: tuple[int, ...] = (3, 4)  # of a key: one task each
     lengths: tuple[int, ...] = (128, 256)  # of documents, end of text included
@@ -63,6 +64,8 @@ def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
     samples = (f"data.path={data / str(min(sizes.lengths))}", *mixed)
 
     def more(run: SweepRun) -> tuple[str, ...] | None:
+        if run.values[SEED] not in sizes.seeds:
+            return None
         if not run.variant.endswith(TUNED):
             return (*sizes.settings, *text)
         settings = (text for text in sizes.settings if not text.startswith("model."))  # the checkpoint's model stays

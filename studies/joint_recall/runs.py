@@ -22,6 +22,11 @@ SYMBOLS = 8
 CHANCE = 1 / SYMBOLS
 ROWS = {42: "2-4,1-2", 110: "3-6,2-4", 210: "5-8,4-6"}  # row length without its end -> contexts and keys
 FIRST_SEED = "1"
+SEEDS = ("2", "3")  # further seeds of this study
+MORE = {  # further seeds by variant, which studies/again adds
+    **dict.fromkeys(("mamba+D", "mamba+LSH"), ("2", "3")),
+    **dict.fromkeys(("mamba2", "mamba2+KS", "mamba2+HAX"), ("4", "5")),
+}
 REPEATED = ("", "SW", "KS", "HAX")  # kinds of attention that have three seeds
 
 
@@ -77,8 +82,17 @@ def seeds_part(sizes: Sizes, runs: Path, data: Path, best: Mapping[str, str]) ->
     """Return the part with further seeds of some variants, each at its best rate."""
 
     def wanted(run: SweepRun) -> bool:
-        again = run.values[SEED] != FIRST_SEED and kind_of(run.variant)[1] in REPEATED and run.variant != "samba"
+        again = run.values[SEED] in SEEDS and kind_of(run.variant)[1] in REPEATED and run.variant != "samba"
         return again and best.get(run.variant) == run.values[RATE]
+
+    return _part(sizes, runs, data, wanted)
+
+
+def more_part(sizes: Sizes, runs: Path, data: Path, best: Mapping[str, str]) -> Part:
+    """Return the part with the seeds of MORE, each at the best rate of its variant."""
+
+    def wanted(run: SweepRun) -> bool:
+        return run.values[SEED] in MORE.get(run.variant, ()) and best.get(run.variant) == run.values[RATE]
 
     return _part(sizes, runs, data, wanted)
 

@@ -107,8 +107,11 @@ class Found:
     deviations: list[tuple[int, float]]
 
 
-def of_run(run: Path, sizes: Sizes, base: bool) -> dict[str, Any]:
-    """Measure a run's last checkpoint, and a base's earlier checkpoints too."""
+def of_run(run: Path, sizes: Sizes, base: bool, context: int = CONTEXT) -> dict[str, Any]:
+    """Measure a run's last checkpoint, and a base's earlier checkpoints too.
+
+    Rows are read at multiples of `context`.
+    """
     from hybridtron.checkpoint.folder import all_of, step_of
     from hybridtron.evaluate.held_out import trained_model
     from hybridtron.inference.reader import reader
@@ -116,8 +119,8 @@ def of_run(run: Path, sizes: Sizes, base: bool) -> dict[str, Any]:
     checkpoints = {step: folder for folder in all_of(run) if (step := step_of(folder))}
     last = max(checkpoints)
     model, config, seq_len = trained_model(checkpoints[last], None)
-    tokens_BT = held_out_rows(config.data, CONTEXT * sizes.multiples + 1, sizes.rows)
-    remembrance, deviations = behaviour(model, tokens_BT, sizes.remembered)
+    tokens_BT = held_out_rows(config.data, context * sizes.multiples + 1, sizes.rows)
+    remembrance, deviations = behaviour(model, tokens_BT, sizes.remembered, context)
     eighths = [last * part // max(EIGHTHS) for part in EIGHTHS[:-1]] if base else []
     earlier = {}
     for step in eighths:
@@ -128,7 +131,7 @@ def of_run(run: Path, sizes: Sizes, base: bool) -> dict[str, Any]:
 
 
 def behaviour(
-    model: LanguageModel, tokens_BT: Tensor, rows: int
+    model: LanguageModel, tokens_BT: Tensor, rows: int, context: int = CONTEXT
 ) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
     """Return Effective Remembrance over four contexts, and deviations of states (Figures 1 and 4).
 
@@ -137,11 +140,11 @@ def behaviour(
     from hybridtron.evaluate.length import effective_remembrance, remembrance_points, state_deviation
     from hybridtron.inference.reader import reader
 
-    length = 4 * CONTEXT
+    length = 4 * context
     few_BT = tokens_BT[:: max(1, len(tokens_BT) // rows)][:rows]
-    remembered = effective_remembrance(reader(model), few_BT[:, :length], remembrance_points(length), 2 * CONTEXT)
+    remembered = effective_remembrance(reader(model), few_BT[:, :length], remembrance_points(length), 2 * context)
     whole_BL = few_BT[:, :-1]
-    deviations = state_deviation(reader(model), whole_BL, max(CONTEXT, whole_BL.shape[1] // 32), 2 * CONTEXT)
+    deviations = state_deviation(reader(model), whole_BL, max(context, whole_BL.shape[1] // 32), 2 * context)
     positions = sorted({point.position for point in deviations})
     largest = [(at, max(point.overall for point in deviations if point.position == at)) for at in positions]
     return [(point.t, point.total_variation) for point in remembered], largest

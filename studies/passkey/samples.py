@@ -65,8 +65,8 @@ def sizes_of(quick: bool) -> Sizes:
     return QUICK if quick else STUDY
 
 
-def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
-    """Return the sweep with its data paths and its measurement.
+def part_of(sizes: Sizes, runs: Path, data: Path, file: Path = HERE / "passkey.yaml") -> Part:
+    """Return the sweep in a file with its data paths and its measurement.
 
     `data` is the folder with the text and the samples.
     """
@@ -86,7 +86,7 @@ def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
         return asdict(answers_of(path, sizes, zero_shot=run.variant.startswith("mamba2")))
 
     sizes_asked = ("digits", "lengths", "training", "vocab_size", "multiples", "trained", "longer", "steps")
-    sweep, folder = selected(HERE / "passkey.yaml", runs, more)
+    sweep, folder = selected(file, runs, more)
     return Part(sweep, folder, measure, {name: getattr(sizes, name) for name in sizes_asked})
 
 

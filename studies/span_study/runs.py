@@ -17,6 +17,7 @@ HERE = Path(__file__).parent
 BASE = "base"
 ALONE = "3"  # the seed of variants with only one: the last, so that a stopped study has the main ones first
 REPEATED = (BASE, "full", "SW", "S2", "NoMem", "random", "LM", "SE", "SE-lora", "SE-lora_plus")  # with three seeds
+LOW_RANK = ("rank=2", "lora-rank=2", "lora-rank=4")  # only with `every`
 ROWS = {16: 4, 128: PAIRS, 512: PAIRS}  # row length of training, without its end -> pairs
 SHORT, RECALLED, LONG = ROWS
 
@@ -30,6 +31,7 @@ class Sizes:
     adapted: tuple[str, ...] = ()
     variants: tuple[str, ...] | None = None  # None: all
     seeds: tuple[str, ...] = ("1", "2", "3")
+    every: bool = False  # every variant has all seeds, also those of LOW_RANK
     training: Mapping[int, int] = field(default_factory=lambda: {SHORT: 64_000, RECALLED: 9_600, LONG: 2_000})
     lengths: tuple[int, ...] = LENGTHS
     asked: int = 64  # rows of each length
@@ -59,8 +61,13 @@ def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
     """Return the sweep with its data paths and its measurement."""
 
     def more(run: SweepRun) -> tuple[str, ...] | None:
-        known = sizes.variants is None or run.variant in sizes.variants
+        known = run.variant not in LOW_RANK
+        if sizes.variants is not None:
+            known = run.variant in sizes.variants
         repeated = run.variant in REPEATED or run.values[SEED] == ALONE
+        if sizes.every:
+            known = sizes.variants is None or run.variant in sizes.variants
+            repeated = True
         if not (known and repeated and run.values[SEED] in sizes.seeds):
             return None
         if run.variant == BASE:

@@ -36,8 +36,8 @@ class AdapterSizes:
 
     inputs: number of input channels on this rank
     first: index of the rank's first input channel among the layer's input channels
-    parts: the parts of the layer's output, such as queries and keys; each gives the part's number of output channels on
-        this rank, and whether the part is adapted
+    parts: for each part of the layer's output, such as queries or keys, its number of output channels on this rank, and
+        whether it is adapted
     rank: the adapter's rank, which is A's number of rows per adapted part
     scale: factor of B A x
     dropout: dropout probability
@@ -121,7 +121,7 @@ class Adapter(nn.Module):
         return DroppedProduct.apply(x, self.A, *self._numbers(x, self.seq), self.sizes.dropout)  # type: ignore[return-value]
 
     def _numbers(self, x: Tensor, seq: SeqInfo) -> tuple[Tensor, Tensor]:
-        """Return a random number for each token and for each channel, from which the dropout mask is computed.
+        """Return the random numbers, for tokens and for channels, from which the dropout mask is computed.
 
         x is (B, L, D) or (L, B, D), for B rows (sequences), L tokens per row and D input channels. The numbers for
         tokens are (B, L), or transposed if x is (L, B, D). `config/checks` refuses configurations in which B = L, since

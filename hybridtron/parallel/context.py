@@ -142,7 +142,7 @@ def incoming_state(
     while hop < shard.size - 1:
         earlier = _shifted(through.values, shard, hop)
         earlier_added = _shifted(added, shard, hop)
-        if not (shard.rank >= hop):  # there is no rank `hop` before, and zeros were received
+        if not (shard.rank >= hop):  # no rank is `hop` places before this rank, so it received zeros
             earlier = earlier + identity
         added = added + through.apply(earlier_added)
         through = through._replace(values=through.apply(earlier))
@@ -275,7 +275,7 @@ def _group(context: RankGroup) -> dist.ProcessGroup:
 
 
 def _halo(x_BLC: Tensor, count: int, shard: SequenceShard) -> Tensor:
-    """Return x for the `count` tokens before this shard, from one or more shards; zeros before the row."""
+    """Return x for the `count` tokens before this shard, received from earlier shards; zeros before the row."""
     hops = math.ceil(count / shard.length)
     parts = []
     for hop in range(hops, 0, -1):

@@ -1,4 +1,4 @@
-"""Control group: messages between all ranks from host memory, through one rank of each node.
+"""Control group: passes messages between all ranks in host memory, by way of one rank on each node.
 
 The group consists of a gloo group for each node's ranks, and a gloo group for the nodes' first ranks, the leaders. A
 message to all ranks goes from a node's ranks to their leader, from leader to leader, and from a leader to its node's
@@ -111,7 +111,7 @@ class Control:
         return self._shared(read, self.rank == 0, over_all=True)
 
     def once_a_node(self, read: Callable[[], T]) -> T:
-        """Call a function on each node's leader; otherwise the same as `once`, with the ranks of a node."""
+        """Call a function on each node's leader; return its value on the node's ranks. Errors as in `once`."""
         return self._shared(read, self.leads, over_all=False)
 
     def _shared(self, read: Callable[[], T], reads: bool, over_all: bool) -> Any:
@@ -140,7 +140,7 @@ class Control:
 
 
 def alone(rank: int) -> Control:
-    """Return a control group that sends nothing, for a rank without other processes; it may act as one of many."""
+    """Return a control group that sends nothing, for a single process; its rank may be any of a larger layout."""
     return Control(rank, [[rank]], 0, None, None)
 
 
@@ -165,7 +165,7 @@ def form_again(control: Control, timeout: timedelta) -> Control:
 
 
 def nodes_of(names: Sequence[Any]) -> list[list[int]]:
-    """Return the ranks of each node from every rank's node, in the order of the nodes' first ranks."""
+    """Group the ranks by node, in the order of the nodes' first ranks; `names` has the node of each rank."""
     nodes: dict[Any, list[int]] = {}
     for rank, name in enumerate(names):
         nodes.setdefault(name, []).append(rank)
@@ -173,7 +173,7 @@ def nodes_of(names: Sequence[Any]) -> list[list[int]]:
 
 
 def node_name() -> str:
-    """Return this machine's name, which ranks on one node have in common."""
+    """Return this machine's name, which is equal for all ranks on one node."""
     return socket.gethostname()
 
 
@@ -196,8 +196,8 @@ def _names_of_nodes(world_size: int) -> list[int]:
 def _gloo_group(members: Sequence[int], rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
     """Form a gloo group; return None if it has one member, or if this rank is not a member. All ranks call this.
 
-    A group that its members form alone (`use_local_synchronization`) would get a name that depends on how many groups a
-    rank is in, and these numbers differ in a pipeline.
+    With `use_local_synchronization` only the members would have to call this. But then torch names the group by the
+    number of groups that a rank is in, and this number differs between the ranks of a pipeline.
     """
     if len(members) == 1:
         return None

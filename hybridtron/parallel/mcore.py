@@ -117,7 +117,7 @@ def gradients_for_norm(optimizer: Any) -> list[Tensor]:
 
 
 def copy_masters_together(optimizer: Any) -> None:
-    """Make Megatron's distributed optimizer copy all masters to the weights by one call.
+    """Make Megatron's distributed optimizer copy all masters to the weights with one call.
 
     Megatron calls `copy_` for each weight, and a GPU would start a kernel for each call.
     """
@@ -133,7 +133,7 @@ def copy_masters_together(optimizer: Any) -> None:
 
 
 class _CollectedCopies(TorchFunctionMode):
-    """Inside the block, collects the arguments of `Tensor.copy_` on this thread; nothing is copied."""
+    """Collects the arguments of `Tensor.copy_` calls inside a `with` block on this thread, instead of copying."""
 
     def __init__(self) -> None:
         super().__init__()

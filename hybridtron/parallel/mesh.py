@@ -69,7 +69,7 @@ class Mesh:
     def at(self, index: int) -> Mesh:
         """Return the mesh of another rank in the pipeline stage, without process groups.
 
-        index: the rank's index in the stage, counted along the first dimension first, and along the copies last
+        index: the rank's index in the stage; the first dimension varies fastest, and the copies vary slowest
         """
         dimensions = {}
         for name, ranks in self.dimensions.items():

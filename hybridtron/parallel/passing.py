@@ -1,4 +1,4 @@
-"""Pass bytes between the host memory of two ranks, in pieces, so that no rank holds all bytes at once."""
+"""Passes bytes between the host memory of two ranks, in pieces, so that no rank holds all bytes at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pass_on(
     """Send messages to the global rank `target`, and at the same time receive messages from the rank `source`.
 
     `outgoing` yields byte tensors, and `incoming` has the sizes of the messages that `source` sends. `take` gets each
-    received message. On a rank that sends nothing `outgoing` is empty; on a rank that receives nothing `incoming` is.
+    received message. A rank that only receives has an empty `outgoing`, and a rank that only sends an empty `incoming`.
     """
     for size in [*incoming, None]:
         sent = _send_next(group, outgoing, target)

@@ -2,8 +2,8 @@
 
 torch's collectives for objects use pickle, and unpickling a message may run code that the sender has put into it. Any
 process that reaches a job's ports may send messages. So the functions here parse only JSON and the bytes of tensors.
-The messages are sent from host memory over gloo. A group whose backend has no use for host memory, such as one of NCCL,
-sends copies on the device.
+The messages are sent from host memory over gloo. If a group's backend cannot send from host memory, as with NCCL, the
+messages are first copied to the device.
 
 A plain value is None, a boolean, a number, text, a list, or a dictionary with string keys. The values are converted to
 JSON and back even with one process, so a tuple always becomes a list.
@@ -52,7 +52,7 @@ def converted(value: Any) -> Any:
 
 
 def device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device from whose memory a group sends: the CPU if the group can, else this process's device."""
+    """Return the device from whose memory a group sends: the CPU if its backend allows, else this process's device."""
     backends = dist.get_backend_config(group)
     if "cpu" in backends:
         return torch.device("cpu")

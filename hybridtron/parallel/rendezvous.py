@@ -49,10 +49,10 @@ def store_of_start(environment: Mapping[str, str], launch: ProcessLaunch, timeou
     """Return the store at MASTER_ADDR and MASTER_PORT, through which the ranks of one start find each other.
 
     Rank 0 holds the store. If MASTER_ADDR is an IP address, the store listens only on the interface with this address,
-    so that machines on other networks cannot reach it. A name may mean another address on rank 0 than elsewhere, even
-    one of the loopback interface; so the store then listens on all interfaces. If TOKEN is set, the ranks' keys begin
-    with its value: a rank of another start that connects by mistake then finds no key, and changes none. A client that
-    lists all keys on purpose still sees them.
+    so that machines on other networks cannot reach it. If it is a host name, rank 0 may resolve the name to another
+    address than other ranks do, even to a loopback address. So for a name the store listens on all interfaces. If TOKEN
+    is set, the ranks' keys begin with its value. A rank of another start has another TOKEN, so it neither
+    reads nor changes these keys if it connects by mistake. A client that lists all keys on purpose still sees them.
 
     Raises ConfigError if MASTER_ADDR is an IP address of another machine, and RuntimeError if the port is taken.
     """

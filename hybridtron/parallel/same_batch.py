@@ -1,4 +1,4 @@
-"""Broadcast of one data-parallel rank's micro-batch, so that all of these ranks compute the same micro-batch."""
+"""Broadcasts one data-parallel rank's micro-batch, so that all data-parallel ranks compute the same micro-batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def same_batch(own: Batch, source: int, ranks: RankGroup) -> Batch:
 
     own: this rank's micro-batch, with full rows; micro-batches have equal shapes
 
-    The result is on the CPU, and continues no row. On a GPU the host waits for the device.
+    The result is on the CPU, and its rows continue no earlier rows. On a GPU the host waits for the device.
     """
     seq = own.seq
     tensors = [own.tokens_BL, own.labels_BL, own.mask_BL, seq.positions_BL]

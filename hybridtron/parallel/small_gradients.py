@@ -1,4 +1,4 @@
-"""Addition of many small gradients to Megatron's gradient buffers by a few launches.
+"""Adds many small gradients to Megatron's gradient buffers with few kernel launches.
 
 Megatron adds a weight's gradient to its buffer as soon as autograd has computed the gradient. On a GPU, this is one
 kernel for every weight in every micro-batch, and most weights in a recurrent mixer are vectors, whose kernels take
@@ -82,7 +82,7 @@ def add_together(totals: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> N
 
 
 def cast_together(gradients: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return the gradients in this dtype: copies that share one allocation."""
+    """Copy the gradients to this dtype; the copies share one allocation."""
     flat = gradients[0].new_empty(sum(gradient.numel() for gradient in gradients), dtype=dtype)
     parts = flat.split([gradient.numel() for gradient in gradients])
     copies = tuple(part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True))

@@ -40,7 +40,7 @@ RECIPES = {
     Precision.fp8_current: "Float8CurrentScaling",
     Precision.fp8_block: "Float8BlockScaling",
 }
-QUANTIZATION = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")  # the second before 2.9
+QUANTIZATION = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")  # second: before 2.9
 # Keys of the package's statistics. FORWARD has columns for x (0) and W (1), and BACKWARD has a column for dy (0).
 FORWARD = "scaling_fwd"
 BACKWARD = "scaling_bwd"

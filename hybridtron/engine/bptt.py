@@ -60,8 +60,8 @@ class MultiChunkForward:
     """A forward pass in one stage through several chunks of each row.
 
     chunks: how many chunks each row has
-    next_chunk_states: returns a chunk's initial states from the previous chunk's final states
-    finish_output: returns, from the model's output, the tensor that the stage sends, losses and choices
+    next_chunk_states: function from a chunk's final states and the next chunk to the next chunk's initial states
+    finish_output: function from the model's output and the chunk to a `ChunkOutput`
     """
 
     chunks: int
@@ -108,7 +108,7 @@ class MultiChunkForward:
 
 
 def added_choices(before: Routed | None, routed: Routed) -> Routed:
-    """Return the sum of two counts; None stands for zero."""
+    """Return the sum of a router's counts in two chunks; None stands for zero."""
     if before is None:
         return routed
     return Routed(*(one + other for one, other in zip(before, routed, strict=True)))

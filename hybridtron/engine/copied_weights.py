@@ -1,4 +1,4 @@
-"""Weights that several data-parallel ranks hold: one rank reads each from a checkpoint, and sends it to the others.
+"""Weights with copies on several data-parallel ranks: one rank reads a weight from a checkpoint and broadcasts it.
 
 This is so at a restart, and for initial weights from another run (`run.weights`).
 
@@ -24,7 +24,7 @@ class CopiedWeight:
     """This rank's shard of a weight, and the ranks that hold the same shard.
 
     keys: names under which checkpoints store the weight
-    reader: the index, among the ranks, of the rank that reads the weight
+    reader: index in `ranks` of the rank that reads the weight
     """
 
     keys: Sequence[str]
@@ -38,7 +38,7 @@ class CopiedWeight:
 
 
 def copied_weight(name: str, keys: Iterable[str], shard: Tensor, ranks: RankGroup) -> CopiedWeight:
-    """Return a weight with its reader, which a hash of the name picks."""
+    """Return the `CopiedWeight` for a shard. A hash of the weight's name picks the reader."""
     return CopiedWeight(list(keys), shard, ranks, zlib.crc32(name.encode()) % ranks.size)
 
 

@@ -40,14 +40,14 @@ def digests_of(tensors: Sequence[Tensor]) -> Tensor:
     sums = []
     for tensor in tensors:
         words = tensor.detach().view(WORDS[tensor.element_size()])
-        sums.append(words.sum(dtype=words.dtype))  # in the words' own type: for a wider type torch would copy the words
+        sums.append(words.sum(dtype=words.dtype))  # a wider type would make torch copy the words
     if not sums:
         return torch.zeros(0, dtype=torch.int64, device=compute_device())
     return torch.cat([total.reshape(1) for total in sums]).long()
 
 
 def equal_on_all(digests: Tensor, ranks: RankGroup) -> Tensor:
-    """Return for each digest whether it is equal on all of these ranks, which call this together."""
+    """Return a bool for each digest: True if it is equal on all these ranks. All of them call this together."""
     extremes = torch.cat([digests, -digests])
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=ranks.group)
     largest, smallest = extremes.chunk(2)
@@ -56,9 +56,9 @@ def equal_on_all(digests: Tensor, ranks: RankGroup) -> Tensor:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Digests of this rank's tensors, and a bool for each: whether it differs from the digest that it must equal.
+    """Digests of this rank's tensors, each with a bool: True if it differs from the digest that it must equal.
 
-    keys: a key for each tensor, equal on all ranks whose tensors must be equal
+    keys: a key for each tensor; ranks whose tensors must be equal give them the same key
     """
 
     keys: Sequence[str]
@@ -98,7 +98,7 @@ class CorruptionChecks:
         self._made = {}
 
     def flags(self) -> list[Tensor]:
-        """Compare state and weights before an update; return for each comparison a tensor (1,): 1 if digests differ."""
+        """Compare state and weights before an update; return a tensor (1,) for each: 1 if a digest differs."""
         if self.watches_state and self.optimizer.digests is not None:
             self._made[STATE] = self._compare_state(self.optimizer.digests)
         if self.weights_due:

@@ -84,7 +84,7 @@ class Optimizer:
             shards = {name: shard for name, shard in self.shards.items() if shard.weight.allreduce is dense}
             self._make_state(optimizer, config, shards)
         self.accepted_steps = 0
-        self.digests: Tensor | None = None  # the state's, after the last update (`corruption.py`); None if unknown
+        self.digests: Tensor | None = None  # of the state after the last update (`corruption.py`); None if unknown
         self.average_decay = config.run.ema
         if self.average_decay is not None:
             for shard in self.shards.values():
@@ -145,7 +145,7 @@ class Optimizer:
         if numbers:
             added.insert(0, copied_to_device(torch.tensor(numbers)))
         if added:
-            summed = torch.cat([summed, *added])  # the norm's position stays the first
+            summed = torch.cat([summed, *added])  # the norm stays at index 0
         group = dense.get_grad_stats_parallel_group()
         dist.all_reduce(summed, group=group)
         if added and dist.get_world_size(group) < self.groups.world_size:
@@ -264,7 +264,7 @@ class Optimizer:
 
     @torch.no_grad()
     def load_masters(self, load_shard: Callable[[str], Tensor]) -> None:
-        """Set the fp32 masters of bf16 weights, which are the rounded weights before this.
+        """Set the fp32 masters of bf16 weights. Before this call they equal the rounded weights.
 
         `load_shard` returns this rank's shard of a weight by name. Moving averages start as the masters.
         """

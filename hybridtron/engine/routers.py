@@ -1,4 +1,4 @@
-"""The routers of a model in training: their loads in a step, and the corrections that keep the loads even.
+"""Sums the experts' loads over a training step, and moves the routers' corrections, which keep the loads even.
 
 A router sends each token to a few of its experts, and an expert's load is the number of tokens that it got. A forward
 pass returns the loads (`mixers/base.py:Routed`). They are added over micro-batches, and once a step over the ranks that
@@ -145,7 +145,7 @@ class ChoiceValues:
         return [value.double().reshape(-1) for routed in self.choices.values() for value in routed]
 
     def metrics(self, values: Sequence[float]) -> dict[str, RouterMetrics]:
-        """Return each router's metrics, by the layer's index as in the names of weights, from the values of `flat`."""
+        """Return layer (`layers.3`) -> its router's metrics. `values` are the numbers in `flat`, read by the host."""
         metrics = {}
         at = 0
         for index, routed in self.choices.items():

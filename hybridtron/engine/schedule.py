@@ -155,7 +155,7 @@ def _finalize_nothing(
 def _run_passes(
     stages: Sequence[nn.Module], batches: Sequence[Batch], step: Callable[..., Any], forward_only: bool
 ) -> list[Tensor]:
-    """Run Megatron's schedule, and return each micro-batch's report: an empty list on ranks without the last stage."""
+    """Run Megatron's schedule; return the micro-batches' reports, or [] on ranks without the last stage."""
     schedule: Any = get_forward_backward_func()
     return schedule(
         forward_step_func=step,

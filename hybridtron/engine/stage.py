@@ -285,7 +285,7 @@ def data_parallel(
 
 
 def stop_before_finalizing(stages: Sequence[Stage], watch: Stopwatch) -> None:
-    """Stop the watch in each step before gradients are finalized, which waits for the other ranks' gradients."""
+    """Make each step stop the watch before it finalizes gradients, because finalizing waits for other ranks."""
     config: Any = stages[0].config
     finalize = config.finalize_model_grads_func
 

@@ -259,7 +259,7 @@ class StateCarrier:
             self.moments[layer] = (1 - beta) * moments + beta * self.moments.get(layer, torch.zeros_like(moments))
 
     def _key(self, purpose: str, *numbers: int) -> int:
-        """Return a 64-bit seed that depends on the run's seed, the phase, the step, the purpose and these numbers."""
+        """Return a 64-bit seed that depends on the run's seed, the phase, the step, `purpose` and `numbers`."""
         text = f"{self.seed}/{self._step}/{purpose}/{'/'.join(map(str, numbers))}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 WINDOW = 128  # number of last accepted steps over which mean and deviation are computed
 WARMUP_STEPS = 32  # number of accepted steps before a finite norm can be refused, because norms fall steeply at first
-MIN_DEVIATION = 0.25  # of log(norm); even where norms hardly vary, a healthy run has single norms of 3.5 times the mean
+MIN_DEVIATION = 0.25  # of log(norm); a healthy run with steady norms still has single norms of 3.5 times the mean
 
 
 class StepGuard:

@@ -10,7 +10,8 @@ a time.
 A rule with a second stage for full matrices, such as Muon, keeps its state in shards. Each matrix has one owner among
 the ranks. A rank sends its results of the first stage to the owners, which return the directions
 (`parallel/matrix_owners.py`). In bf16, a rank communicates at most 4 bytes per element that it updates. An owner
-communicates more. Transfers overlap with the computation for other matrices, and the last with all other updates.
+communicates more. Transfers overlap with the computation for other matrices. The last transfer overlaps with the
+updates of weights without a matrix stage.
 
 State that is stored in bf16 is converted to fp32 for the update, and rounded to the nearest bf16 number after a step.
 If beta, the moving average's decay, is close to 1, the change in a step is smaller than the rounding error. In a

@@ -1,7 +1,7 @@
-"""lm-evaluation-harness (`lm_eval`, "the harness") on a checkpoint's model, without an export to Hugging Face's format.
+"""Runs lm-evaluation-harness (`lm_eval`, "the harness") on a checkpoint's model, without exporting the model first.
 
 The model may be divided over ranks in any parallel layout. The harness defines tasks, prompts and metrics. Texts are
-encoded like in the harness's model class `hf`: the tokenizer adds its special tokens, and an empty context becomes an
+encoded as in the harness's model class `hf`: the tokenizer adds its special tokens, and an empty context becomes an
 end-of-text token. Chats are formatted by the template that the model was trained with.
 
 A request longer than `max_length` tokens loses its beginning; such requests are counted and reported. All ranks get all

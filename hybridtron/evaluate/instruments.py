@@ -226,7 +226,7 @@ def states_table(lines: Lines, seq_len: int) -> InstrumentTable:
 
 
 def entropy(model: Reader, text: Text, chunk: int, moved: Moved) -> Lines:
-    """Measure each layer's entropy: of its attention weights, or in a scan of its step sizes."""
+    """Measure each layer's entropy, over its attention weights or over its scan's step sizes."""
     from hybridtron.evaluate.entropy import entropies
 
     measured = entropies(model, text.tokens_BT[:, :-1], chunk, advance(moved, text.length))

@@ -1,4 +1,4 @@
-"""The kernels by which an evaluated model computes, as its results record them."""
+"""Names the kernels that an evaluated model uses, for the evaluation's results."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def kernels_of(arch: Architecture, dtype: torch.dtype, seq_len: int, device: str
 
 
 def reading_cases(arch: Architecture, dtype: torch.dtype, seq_len: int) -> dict[str, AttentionCase]:
-    """Return label -> case for each letter that calls attention's kernels outside training.
+    """Return label -> case for each attention letter whose layers run an attention kernel outside training.
 
-    A text is read in chunks. The first chunk has no remembered keys, and all later chunks and generated tokens have.
+    A text is read in chunks. The first chunk has no remembered keys. All later chunks and generated tokens have some.
     """
     cases = dict[str, AttentionCase]()
     for letter, spec in zip(arch.letters, arch.specs, strict=True):

@@ -3,8 +3,8 @@
 Perplexity by position depends on the text as much as on the model, because some parts of a text are harder to predict
 than others. So the same tokens are predicted once more, with limited context: the long row is divided into short rows
 of the training length S, which begin every S/2 tokens. Each token's loss is taken from the short row that gives it the
-most context. This context is at least S/2 tokens, or near the long row's start all earlier tokens. The ratio between
-both perplexities shows how much the context beyond the training length helps or harms.
+most context. This context has at least S/2 tokens. Near the long row's start it has all earlier tokens. The ratio of
+the two perplexities shows how much the context beyond the training length helps or harms.
 
 Legend: B long rows, T tokens per long row, L = T - 1 predictions.
 """

@@ -1,4 +1,4 @@
-"""Simulated attention kernels: the tensors that other packages' kernels save and return, their bytes and FLOPs.
+"""Simulates other packages' attention kernels: the tensors that they save and return, and their bytes and FLOPs.
 
 The simulated kernels replace the real kernels in a training step that is simulated without a GPU. For the backward
 pass, they save the same tensors as the real kernels: q, k, v, the output, and the log-sum-exp of each query and head in

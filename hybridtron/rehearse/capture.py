@@ -1,4 +1,4 @@
-"""Proof without a GPU that a CUDA graph can repeat the passes of a micro-batch (`engine/graphed.py`).
+"""Proves without a GPU that a CUDA graph can repeat the passes of a micro-batch (`engine/graphed.py`).
 
 The passes of two micro-batches are rehearsed, in two steps with an update between them. The micro-batches differ in
 everything that the host knows about them: their random keys, and the number of their documents. A kernel launch is
@@ -113,7 +113,7 @@ class StorageNames:
                 self.count += 1
 
     def shown(self, value: Any) -> Any:
-        """Return a value by which launches are compared."""
+        """Return a launch's argument in a form that is equal if a graph can repeat the argument."""
         if isinstance(value, Tensor):
             return self._of_tensor(value)
         if isinstance(value, list | tuple):
@@ -141,7 +141,7 @@ class LaunchRecorder(TorchDispatchMode):
         self.memory = StorageNames()
         self.launches: list[RecordedLaunch] = []
         self.host_copies: list[RecordedLaunch] = []
-        self.copies = ()  # of an `events.Listener`
+        self.copies = ()  # required by `events.Listener`
 
     def begin(self) -> None:
         """Begin to record another micro-batch."""

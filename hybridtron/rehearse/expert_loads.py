@@ -1,4 +1,4 @@
-"""Loads of experts in a rehearsal, where tensors have no values: even loads, or more for the experts of one rank."""
+"""Chooses the loads of experts in a rehearsal, which has no scores to route by: even loads, or more on one rank."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hybridtron.rehearse.events import report_wait
 
 @contextmanager
 def chosen_loads(imbalance: float = 1.0) -> Iterator[None]:
-    """Let ranks that divide the experts exchange rows as if the loads were known, while the block runs.
+    """Make ranks that divide the experts exchange chosen numbers of rows, while the block runs.
 
-    imbalance: rows that the experts of this rank get, divided by the rows with even loads. All ranks send this rank
-        equally many rows, and divide their other rows evenly among the other ranks
+    imbalance: rows that this rank's experts get, divided by the rows that they would get with even loads. All ranks
+        send this rank equally many rows, and divide their other rows evenly among the other ranks
     """
 
     def exchanged_loads(routing: Routing, ranks: RankGroup) -> tuple[Tensor, RowCounts]:
-        """Count the message and the wait of `exchanged_loads`, and return the chosen numbers of rows."""
+        """Replace `experts.exchanged_loads`: count its message and its wait, and return the chosen numbers of rows."""
         sent_RE = routing.loads_E.view(ranks.size, -1)
         received_RE = torch.empty_like(sent_RE)
         dist.all_to_all_single(received_RE, sent_RE.contiguous(), group=ranks.group)

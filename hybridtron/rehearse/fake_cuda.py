@@ -112,7 +112,7 @@ def pretend(library: ctypes.CDLL, gpu: GPU) -> None:
 
 
 def pretend_properties(gpu: GPU, shared: int) -> None:
-    """Answer the questions that other packages' Triton code asks torch.cuda, until the process ends.
+    """Make torch.cuda report this GPU's properties to other packages' Triton code, until the process ends.
 
     `shared` is the shared memory that a program may use, in bytes.
     """

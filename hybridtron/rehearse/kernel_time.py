@@ -65,9 +65,9 @@ def _slices_of_values(named: Mapping[str, Any]) -> int:
 def _blocks_and_slices(named: Mapping[str, Any]) -> list[int]:
     """Return trip counts for SSD's two kinds of outer loops, over blocks of a chunk and over slices of the state.
 
-    The blocks are those up to the program's own one, or from it on: half of a chunk's blocks and one half more, rounded
-    up. Both kinds count as often as the longer one runs. If every head has its own B and C, another loop over slices is
-    inside the loop over blocks.
+    A program loops over the blocks up to its own block, or from its own block on. On average these are (n + 1) / 2 of a
+    chunk's n blocks, which is rounded up. Both kinds of loops share one trip count, the larger one. If every head has its
+    own B and C, another loop over slices is inside the loop over blocks.
     """
     blocks = (named["CHUNK"] // named["OWN"] + 2) // 2
     slices = named["BLOCK_N"] // named["SLICE"]

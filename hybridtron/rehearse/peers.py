@@ -146,7 +146,7 @@ def rehearse_peers(process: RehearsalProcess, names: Sequence[str], tiny: bool =
 
 
 def counted(contest: Any, numbers: Sequence[int]) -> tuple[float, float]:
-    """Return the launches and bytes of both passes by the other package."""
+    """Return how many kernels the other package launches in both passes, and how many bytes they move."""
     from hybridtron.ops.kernel_launch import tuned_over
     from hybridtron.proving.gpu.queue.contests import both
     from hybridtron.rehearse.census import Census

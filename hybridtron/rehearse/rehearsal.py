@@ -56,7 +56,7 @@ class Rehearsed:
     step: the two simulated steps
     time: modelled time for a full training step
     planned: bytes that the memory plan expects
-    imbalance: rows that the rank's experts get, divided by the rows with even loads
+    imbalance: rows that the rank's experts get, divided by the rows that they would get with even loads
     """
 
     gpu: GPU

@@ -166,7 +166,7 @@ def print_tables(rehearsals: Sequence[Rehearsed]) -> None:
 
 
 def load_lines(rehearsed: Rehearsed) -> list[str]:
-    """Return a line about uneven loads of experts, if memory depends on them: does the rank fit on the GPU?"""
+    """Return lines that say whether the rank fits on the GPU with uneven expert loads; [] if loads change no memory."""
     if not loads_change_memory(rehearsed.phase):
         return []
     memory = rehearsed.gpu.memory

@@ -146,7 +146,7 @@ def _adapted_values(layer: int, phase: ResolvedPhase, table: Mapping[str, Parame
 
 
 def uses_slots(spec: MoESpec, phase: ResolvedPhase) -> bool:
-    """Return whether ranks exchange slots, whose number a capacity decides, not the loads of experts."""
+    """Return whether ranks exchange slots. A capacity fixes their number, which does not depend on expert loads."""
     parallel = phase.config.parallel
     return spec.capacity is not None and parallel.expert > 1 and parallel.routes_full_rows
 
@@ -167,8 +167,8 @@ def loads_change_memory(phase: ResolvedPhase) -> bool:
 def row_use(spec: MoESpec, phase: ResolvedPhase) -> SublayerUse:
     """Return the elements needed for one row on the rank whose experts compute the row.
 
-    The rank saves the input and the inner channels of each row, and its passes hold a row's input and output twice. Of
-    slots, it also saves the outputs that return.
+    The rank saves the input and the inner channels of each row, and its passes hold a row's input and output twice.
+    With slots, it also saves the outputs that other ranks return to it.
     """
     outer = spec.outer(phase.arch.sizes)
     inner = shared((spec.matrices + 1) * spec.hidden, phase.config.parallel.expert_tensor_ranks)
@@ -195,9 +195,10 @@ def even_rows_gib(spec: MoESpec, phase: ResolvedPhase) -> float:
 
 
 def with_rows(uses: Sequence[SublayerUse], phase: ResolvedPhase, imbalance: float) -> tuple[SublayerUse, ...]:
-    """Return `uses` of a rank with the rows that its experts get, instead of as many as it has choices.
+    """Return `uses` corrected for the rows that a rank's experts get; `uses` has one row for each choice of the rank.
 
-    imbalance: rows that the experts get, divided by the rows with even loads; slots do not depend on it
+    imbalance: rows that the experts get, divided by the rows that they would get with even loads; slots do not depend
+        on it
     """
     changed = []
     for use, spec in zip(uses, phase.arch.specs, strict=True):

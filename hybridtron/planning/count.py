@@ -82,7 +82,7 @@ class ModelCount:
 
     @property
     def active(self) -> int:
-        """Number of parameters with which a token is computed: of the experts in a layer only the token's own."""
+        """Number of parameters with which a token is computed. In a layer, only the token's own experts count."""
         return self.parameters - sum(layer.parameters - layer.active for layer in self.layers)
 
     @property

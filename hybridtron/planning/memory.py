@@ -149,10 +149,11 @@ def fullest_phase(run_plan: RunPlan, world_size: int) -> tuple[ResolvedPhase, Pl
 
 
 def imbalance_that_fits(phase: ResolvedPhase, world_size: int, memory_bytes: float) -> float | None:
-    """Return how many times as many rows as with even loads a rank's experts can get, so that it fits into memory.
+    """Return the largest imbalance of expert loads with which a rank fits into memory, rounded down to hundredths.
 
-    None means that it fits with all rows, or that its memory does not depend on loads. The result is rounded down to
-    hundredths, and below 1 if a rank does not even fit with even loads.
+    The imbalance is the rows that a rank's experts get, divided by the rows that they would get with even loads. The
+    result is 0 if a rank does not fit with even loads. It is None if a rank fits even when its experts get all rows, or
+    if its memory does not depend on loads.
     """
     most = phase.config.parallel.expert
 
@@ -175,7 +176,7 @@ def imbalance_that_fits(phase: ResolvedPhase, world_size: int, memory_bytes: flo
 
 
 def imbalance_line(most: float, phase: ResolvedPhase, world_size: int, memory_bytes: float) -> str:
-    """Return a sentence about the loads of experts with which a rank does not fit into memory.
+    """Return a sentence that says up to which loads of experts a rank fits into memory.
 
     most: the result of `imbalance_that_fits`
     """
@@ -197,7 +198,8 @@ def plan(phase: ResolvedPhase, world_size: int, imbalance: float = 1.0) -> Plan:
     """Estimate every pipeline rank's memory and traffic in a phase.
 
     world_size: number of devices, for which the configuration must be valid
-    imbalance: rows that a rank's experts get, divided by the rows with even loads; only memory depends on it
+    imbalance: rows that a rank's experts get, divided by the rows that they would get with even loads; only memory
+        depends on it
     """
     config = phase.config
     settings = phase.settings

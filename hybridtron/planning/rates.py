@@ -8,7 +8,7 @@ No number is fitted to steps that were measured with this package, so that measu
                     SXM (550 to 700 in training frameworks' public tables, depending on the shape)
     attention       300 TFLOP/s: FlashAttention 2 on an H100, forward and backward (arXiv:2407.08608, Figures 5 and 6:
                     about 350 forward)
-    GAINS           FlashAttention 3 against 2 on Hopper: 1.5 to 2 times forward, 1.5 to 1.75 backward
+    GAINS           FlashAttention 3 relative to 2 on Hopper: 1.5 to 2 times forward, 1.5 to 1.75 backward
                     (arXiv:2407.08608, section 4). FlashAttention 4 reaches up to 1,613 TFLOP/s forward on a B200, 71%
                     of its peak, by its authors' numbers (FlashAttention 3: up to 75% of Hopper's peak). The factor 1.5
                     of FlashAttention 4 is assumed for Hopper and Blackwell; no published table was found for Hopper.

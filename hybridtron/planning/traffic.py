@@ -62,8 +62,8 @@ class Traffic:
 def exchanged_rows(phase: ResolvedPhase) -> tuple[int, ...]:
     """Return, for each sub-layer, the elements per token that a rank sends to ranks with other experts.
 
-    The loads are taken as even; they do not matter to slots (a capacity). Tokens are those of the rank's part of rows,
-    before sequence parallelism divides them.
+    Loads are assumed to be even. With slots (a capacity) the loads do not matter. Tokens are those of the rank's
+    sequence shard, before sequence parallelism divides it.
     """
     parallel = phase.config.parallel
     return tuple(_rows_sent(spec, phase) if parallel.expert > 1 else 0 for spec in phase.arch.specs)
@@ -95,7 +95,7 @@ def _exchanged(spec: MixerSpec, sizes: ModelSizes, phase: ResolvedPhase) -> int:
     """Return the elements per token that a sub-layer gathers or scatters; an all-reduce counts as both.
 
     The outputs of row-parallel projections are all-reduced: the mixer's output, and projections inside the mixer. With
-    `parallel.expert_tensor=1`, a rank has full experts, whose outputs are not.
+    `parallel.expert_tensor=1`, a rank has full experts, whose outputs need no all-reduce.
     """
     parallel = phase.config.parallel
     full_experts = parallel.expert_tensor_ranks < parallel.tensor

@@ -1,7 +1,7 @@
 """Pre-tokenizers, which split a text before byte pairs are merged, by their names in llama.cpp.
 
-llama.cpp stores a pre-tokenizer's name instead of its pattern, and implements each of them. Its converter knows only
-tokenizers of published models, and so not a tokenizer that was trained here: a user must give it the name.
+llama.cpp stores a pre-tokenizer's name instead of its pattern, and implements the pattern of each name. Its converter
+recognizes only tokenizers of published models. For a tokenizer that was trained here, a user must give it the name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def pre_tokenizer(name: str) -> PreTokenizer:
 
 
 def known_name(stored: bytes | str) -> str | None:
-    """Return the name of the pre-tokenizer in a tokenizer.json, or None for any other text."""
+    """Return the name of a tokenizer.json's pre-tokenizer; None if it has no name here, or the text does not parse."""
     try:
         parsed = json_of(stored)
     except NotParsed:

@@ -103,7 +103,7 @@ def _flat_array(encoding: str, value: bytes) -> np.ndarray:
 def read_offsets(data: bytes | mmap, shard: DataShard) -> np.ndarray:
     """Return the offsets in a decompressed shard; raise ValueError if its sample count differs from the manifest.
 
-    The offsets are all samples' begins, and the shard's end.
+    The samples begin at these offsets, and the shard ends at the last.
     """
     if len(data) >= WORD:
         count = int(np.frombuffer(data, np.uint32, 1)[0])
@@ -119,7 +119,7 @@ def read_offsets(data: bytes | mmap, shard: DataShard) -> np.ndarray:
 def wrong_samples(offsets: np.ndarray, lengths: np.ndarray, itemsize: int, size: int, masked: bool) -> np.ndarray:
     """Return the indices of samples with a wrong size, or outside the shard.
 
-    offsets: the samples' begins, and the shard's end
+    offsets: byte offsets at which the samples begin, and at which the shard ends
     lengths: number of tokens in each sample, from which the sample's right size follows
     itemsize: bytes per token
     size: the shard's size in bytes

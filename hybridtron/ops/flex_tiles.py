@@ -89,7 +89,7 @@ def attend_to_tiles(
     """Return the attention output (B, L, H, K) under a block mask.
 
     With `repeats`, a kernel is compiled for these sizes alone, and is faster than a kernel for any sizes. Set `repeats`
-    only if a run has few different sizes. The sizes of tensors that the mask's function reads count, too.
+    only if a run has few different sizes. The tensors that the mask's function reads must also have few sizes.
 
     The result does not depend on `window`. A rehearsal on a simulated GPU reads `window` (None: no limit) to estimate
     the work. On a CPU FlexAttention has no backward pass; tests run its forward pass there.
@@ -124,8 +124,8 @@ def _kernel(window: int | None, sizes: KernelSizes) -> Callable[..., Tensor]:
 def _compiled(sizes: KernelSizes) -> Callable[..., Tensor]:
     """Compile a copy of FlexAttention's function for these sizes.
 
-    If torch can't make a kernel for fixed sizes, its error is raised: FlexAttention does not run without a kernel. A
-    kernel for any sizes warns and computes.
+    If torch can't make a kernel for fixed sizes, its error is raised. If it can't make a kernel for any sizes, a
+    warning is logged, and FlexAttention runs without a kernel.
     """
     function = types.FunctionType(_attended.__code__.replace(), _attended.__globals__)
     fixed = sizes.lengths is not None
@@ -140,5 +140,5 @@ def _attended(q_BHLK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, block_mask: BlockM
 
 @functools.cache
 def _warn_of_no_kernel() -> None:
-    """Warn once: torch says it in its own log alone."""
+    """Warn once that FlexAttention runs without a kernel; torch reports this only in its own log."""
     LOG.warning("FlexAttention runs without a kernel and stores all L x S scores: torch.compile has too many kernels")

@@ -1,4 +1,4 @@
-"""Multiplication of a tensor by a constant of the model's configuration (a multiplier)."""
+"""Multiplies a tensor by a constant from the model's configuration (a multiplier)."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def _repeats_bits() -> bool:
 
 
 def causal_conv(inputs: ConvInputs) -> Tensor:
-    """Call the kernel on x with contiguous channels; for other layouts, the kernel takes no tail and no documents."""
+    """Call the kernel on x with contiguous channels, the only layout in which it takes a tail or documents."""
     x_BLC, weight_CW, bias_C, tail_BTC, documents_BL, activation, _ = inputs
     aligned = x_BLC.stride(2) == 1 and x_BLC.stride(1) % 8 == 0 and x_BLC.stride(0) % 8 == 0
     package = optional_package(PACKAGE).module

@@ -134,7 +134,7 @@ def _task(row: NativeRow, starts_BL: Tensor | None) -> Any:
 def _room_for_gradients(row: NativeRow) -> dict[str, Tensor | None]:
     """Allocate the gradients for all inputs except the state.
 
-    A parameter gets a gradient for each row. At the end, the compiled code adds all others to the first row's gradient.
+    A parameter gets a gradient for each row. At the end, the compiled code adds all rows to the first row.
     """
     *fields, (_, state) = row._asdict().items()
     return {

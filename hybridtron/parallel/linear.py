@@ -128,7 +128,7 @@ class BranchingLinear(PlainLinear):
 
 
 class ColumnParallel(ColumnParallelLinear):
-    """Megatron-core's column-parallel layer, without its all-reduce in backward: `gather_input` sums the gradients."""
+    """Megatron-core's column-parallel layer. Backward has no all-reduce, because `gather_input` sums the gradients."""
 
     def __init__(self, in_features: int, out_features: int, tensor: TensorGroup) -> None:
         config = layer_config(tensor.size, sequence=False)

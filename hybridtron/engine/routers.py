@@ -59,7 +59,7 @@ def no_choices(routers: Mapping[int, MoESpec], device: torch.device) -> dict[int
 
 
 def add_choices(sums: Mapping[int, Routed], new: Mapping[int, Routed]) -> None:
-    """Add the counts of a forward pass, whose layers are those of one pipeline stage, to `sums` in place.
+    """Add a forward pass's counts to `sums` in place; `new` has only the layers of one pipeline stage.
 
     On a GPU this takes few launches: each adds the loads, the entropies or the dropped choices of many layers.
     """
@@ -95,7 +95,7 @@ def _by_index(indices: Iterable[int], counts: Tensor, entropies: Tensor, sizes: 
 
 @torch.no_grad()
 def move_corrections(models: Sequence[LanguageModel], choices: Mapping[int, Routed]) -> None:
-    """Move the corrections of the routers in these stages by the loads of an accepted step.
+    """Move the routers' corrections in these stages by an accepted step's loads.
 
     A frozen router keeps its correction.
     """

@@ -200,7 +200,7 @@ class Attending:
         return {str(shift): sums_H3 for shift, sums_H3 in self.sums.items()}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Attending:
-        """Return a copy with the sums over all ranks, which `tensors` holds by the names from `tensors()`."""
+        """Return a copy with the sums over all ranks; `tensors` has them under the names that `tensors()` gives."""
         return replace(self, sums={int(shift): sums_H3 for shift, sums_H3 in tensors.items()})
 
     def means(self) -> Tensor:
@@ -239,7 +239,7 @@ class Selecting:
         return {"tokens": torch.tensor(self.tokens), **sums}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Selecting:
-        """Return a copy with the sums over all ranks, which `tensors` holds by the names from `tensors()`."""
+        """Return a copy with the sums over all ranks; `tensors` has them under the names that `tensors()` gives."""
         return Selecting(int(tensors["tokens"]), tensors["sum"], tensors["logs"])
 
     def means(self) -> Tensor:

@@ -66,8 +66,8 @@ def _blocks_and_slices(named: Mapping[str, Any]) -> list[int]:
     """Return trip counts for SSD's two kinds of outer loops, over blocks of a chunk and over slices of the state.
 
     A program loops over the blocks up to its own block, or from its own block on. On average these are (n + 1) / 2 of a
-    chunk's n blocks, which is rounded up. Both kinds of loops share one trip count, the larger one. If every head has its
-    own B and C, another loop over slices is inside the loop over blocks.
+    chunk's n blocks, which is rounded up. Both kinds of loops share one trip count, the larger one. If every head has
+    its own B and C, another loop over slices is inside the loop over blocks.
     """
     blocks = (named["CHUNK"] // named["OWN"] + 2) // 2
     slices = named["BLOCK_N"] // named["SLICE"]

@@ -19,7 +19,7 @@ DEVICE_HOURS_PER_FAILURE = 16_384 * 54 * 24 / 419
 
 
 def seconds_between_failures(devices: int) -> float:
-    """Return the mean time between failures on this number of devices, at the rate of Llama 3's training."""
+    """Return the mean time between failures on this number of devices, at the failure rate of Llama 3's training."""
     return DEVICE_HOURS_PER_FAILURE * 3600 / devices
 
 

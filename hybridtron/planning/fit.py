@@ -5,7 +5,8 @@ All combinations of these sizes are tried, as far as the GPU count and the model
 - 1, 2, 4 or 8 tensor-parallel ranks
 - 1 to 16 pipeline ranks, with 1, 2 or 4 virtual stages each
 - 1 to 64 context-parallel ranks, with at least 2,048 tokens of a row each
-- 1 to 64 ranks that divide the experts, if the model has experts; with tensor parallelism, divided and full experts
+- 1 to 64 ranks that divide the experts, if the model has experts; tensor-parallel ranks divide each expert, or hold
+  full experts
 - micro-batches with 1 to 16 rows, and up to 1,024 rows if a micro-batch has at most 65,536 tokens
 
 Each combination uses the least recomputation with which the estimated memory is at most 90% of a GPU's memory. The

@@ -1,10 +1,10 @@
 """Copies of a run's data on a node's own disk, so that training does not read a shared file system.
 
 A node's copy is an entry of a cache (`storage/cache.py`) in the folder `cluster.stage`. Only the sources that phases
-read are copied, with their held-out documents. Each time, the original's manifest is read again, and a copy's files are
-compared with its digests. So an existing copy is used, an incomplete or damaged copy is mended, and after a change of
-the original only changed files are copied. Data at a URL is downloaded in the same way. The folder has no limit:
-nothing is evicted, and copies remain after the run.
+read are copied, with their held-out documents. Each call of `stage` reads the original's manifest again, and compares
+the copy's files with the manifest's digests. So an existing copy is used, an incomplete or damaged copy is
+mended, and after a change of the original only changed files are copied. Data at a URL is downloaded in the same way.
+The folder has no limit: nothing is evicted, and copies remain after the run.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Ops: pure functions on tensors. They own no parameters and know no parallelism. Each op has a folder."""
+"""Ops: pure functions on tensors; they own no parameters and know no parallelism. Each op has a folder."""

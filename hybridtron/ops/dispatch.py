@@ -191,7 +191,7 @@ class Op(Generic[Inputs, Outputs]):
 
 
 def forced_problem(op: str, name: str, reason: str) -> Problem:
-    """Return the problem of `run.force_ops` with an implementation that can't compute the model's calls."""
+    """Return a problem for `run.force_ops`: it forces an implementation that can't compute the model's calls."""
     fault = f"is {name}, which can't compute this model's {op} ({reason}): use reference, which computes everything"
     return Problem(f"run.force_ops.{op}", "unsupported", fault)
 

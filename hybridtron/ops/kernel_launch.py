@@ -44,10 +44,10 @@ def own_kernels(
 
 
 def refused_above(most: int, size: int, what: str) -> str | None:
-    """Return why elementwise kernels do not compute inputs of this size; return None if they compute them.
+    """Return the reason why an op's elementwise kernels do not take inputs of this size, or None if they do.
 
-    torch.compile computes such ops by itself. `most` is the largest size that the kernels take, and `what` describes
-    the input.
+    While torch.compile traces, the kernels take no inputs, since torch.compile fuses such ops itself. `most` is the
+    largest size that the kernels take, and `what` describes the input.
     """
     if size <= most:
         too_large = None

@@ -96,7 +96,7 @@ def choices_by_case(device: str, cases: Mapping[str, AttentionCase]) -> list[tup
 
 
 def forced_attention_problems(name: str, cases: Iterable[AttentionCase]) -> list[Problem]:
-    """List the fault of `run.force_ops` if the named row of attention's table can't compute one of the cases."""
+    """List a problem for `run.force_ops` if the row `name` of attention's table can't compute one of the cases."""
     for row in TABLE:
         reasons = {reason for case in cases if row.name == name and (reason := row.refusal(case)) is not None}
         if reasons:

@@ -176,7 +176,7 @@ def imbalance_that_fits(phase: ResolvedPhase, world_size: int, memory_bytes: flo
 
 
 def imbalance_line(most: float, phase: ResolvedPhase, world_size: int, memory_bytes: float) -> str:
-    """Return a sentence that says up to which loads of experts a rank fits into memory.
+    """Return a sentence about the largest loads of experts with which a rank fits into memory.
 
     most: the result of `imbalance_that_fits`
     """

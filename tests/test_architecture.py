@@ -22,6 +22,7 @@ ORDER = [
     "limits",
     "own_folders",
     "listening",
+    "progress",
     "compiled",
     "device",
     "determinism",
@@ -80,7 +81,7 @@ OWNERS = {
 }
 STUBBED = ("rehearse/package_stubs.py", "rehearse/signatures.py")
 TORCH_FREE = (
-    *("safe_open", "nested", "file_errors", "problems", "limits", "own_folders", "listening", "compiled"),
+    *("safe_open", "nested", "file_errors", "problems", "limits", "own_folders", "listening", "progress", "compiled"),
     *("architecture", "optimizers", "config", "planning", "tasks"),
 )
 GENERATED = "mixers_hybridtron"  # made by interop/shipped_code

@@ -1,4 +1,4 @@
-"""Checks of arguments that several commands share (checkpoints, sizes, output folders), and a progress bar.
+"""Checks of arguments that several commands share (checkpoints, sizes, output folders).
 
 For an argument that can't be used, the functions raise Unusable. Its message names the fault and, where possible, a
 working alternative.
@@ -6,21 +6,12 @@ working alternative.
 
 from __future__ import annotations
 
-import time
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hybridtron.config.export_class import RECORD
 from hybridtron.config.units import parse_bytes
 from hybridtron.problems import Unusable
-
-REPORT_INTERVAL_S = 30.0  # seconds between lines of progress if stderr is not a terminal
 
 
 def checkpoints_at(path: Path) -> list[Path]:
@@ -125,42 +116,3 @@ def not_there_yet(output: Path) -> Path:
     if output.exists():
         raise Unusable(f"{output} already exists: name a folder that does not exist", code="exists")
     return output
-
-
-@contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show progress and the remaining time on stderr while the block runs.
-
-    A terminal shows a bar. Any other stderr gets a line at most every REPORT_INTERVAL_S seconds. The block reports
-    progress by calls of the yielded function, whose arguments are (number of finished parts, number of all parts).
-    """
-    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    if not console.is_terminal:
-        yield _in_lines(what, console)
-        return
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
-    with progress:
-        bar = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(bar, completed=done, total=total)
-
-
-def _in_lines(what: str, console: Console) -> Callable[[int, int], None]:
-    """Return a function that prints progress as plain lines, at most one line in REPORT_INTERVAL_S seconds."""
-    started = reported = time.monotonic()
-
-    def moved(done: int, total: int) -> None:
-        nonlocal reported
-        now = time.monotonic()
-        if now - reported > REPORT_INTERVAL_S and done:
-            reported = now
-            time_left = timedelta(seconds=round((now - started) * (total - done) / done))
-            console.print(f"{what}: {done} of {total}, {time_left} left")
-
-    return moved

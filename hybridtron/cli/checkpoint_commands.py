@@ -19,12 +19,13 @@ from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.merged import merge_adapters
 from hybridtron.checkpoint.mirror import download
 from hybridtron.checkpoint.rewrite import differences, rewrite
-from hybridtron.cli.arguments import bytes_of, checkpoints_at, not_there_yet, progress_bar
+from hybridtron.cli.arguments import bytes_of, checkpoints_at, not_there_yet
 from hybridtron.config.units import readable
 from hybridtron.config.weights import BEST
 from hybridtron.interop.core_folder import FORMAT, Stated, is_core_folder, open_core_folder, write_core_folder
 from hybridtron.interop.import_folder import same_tensors, take_over
 from hybridtron.problems import Unusable
+from hybridtron.progress import progress_bar
 from hybridtron.storage.retry import StorageError
 from hybridtron.train.lock import RunLock
 

@@ -12,7 +12,7 @@ from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.merged import merge_adapters
 from hybridtron.checkpoint.moving_average import moving_average
-from hybridtron.cli.arguments import bytes_of, checkpoints_at, importable, not_there_yet, progress_bar
+from hybridtron.cli.arguments import bytes_of, checkpoints_at, importable, not_there_yet
 from hybridtron.cli.downloads import download_folder, with_progress
 from hybridtron.config.choices import Export as Wanted
 from hybridtron.config.hf_compat import NATIVE
@@ -30,6 +30,7 @@ from hybridtron.interop.reader import Weights
 from hybridtron.interop.sample import sample_size, verify_sample
 from hybridtron.interop.verify import NotTheSame, Proof, verify
 from hybridtron.problems import Unusable
+from hybridtron.progress import progress_bar
 from hybridtron.storage.published import HUB, MODELS
 
 MODEL_FILES = (".safetensors", ".bin", ".json", ".txt", ".model", ".jinja")  # of a model on the Hub

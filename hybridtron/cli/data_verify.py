@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hybridtron.cli.arguments import positive, progress_bar
+from hybridtron.cli.arguments import positive
 from hybridtron.config.units import readable
 from hybridtron.data.mds.verify import FolderReport, verify
 from hybridtron.limits import path_of
 from hybridtron.problems import CommandParser, Unusable
+from hybridtron.progress import progress_bar
 
 
 def main(arguments: list[str]) -> int:

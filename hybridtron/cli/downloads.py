@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hybridtron.cli.arguments import progress_bar
+from hybridtron.progress import progress_bar
 from hybridtron.storage.published import Moved, RemoteFile, download, download_file
 
 

@@ -48,13 +48,14 @@ from rich.table import Column, Table
 
 from hybridtron.architecture.attention import ReadingAttention
 from hybridtron.architecture.rope import SelfExtendOptions
-from hybridtron.cli.arguments import newest_checkpoint, positive, progress_bar
+from hybridtron.cli.arguments import newest_checkpoint, positive
 from hybridtron.config.yaml_file import read_keys
 from hybridtron.evaluate.instruments import INSTRUMENTS
 from hybridtron.evaluate.loaded_model import layout, load_model
 from hybridtron.file_errors import in_words
 from hybridtron.limits import limit_problems, path_of, possible_path
 from hybridtron.problems import CommandParser, Unusable
+from hybridtron.progress import progress_bar
 from hybridtron.requirements import demand, is_there, missing
 
 if TYPE_CHECKING:

@@ -11,10 +11,11 @@ Exit codes: 0 done, 2 llama.cpp can't run the model, or the folder is not an exp
 
 from __future__ import annotations
 
-from hybridtron.cli.arguments import not_there_yet, progress_bar
+from hybridtron.cli.arguments import not_there_yet
 from hybridtron.config.units import readable
 from hybridtron.limits import path_of
 from hybridtron.problems import CommandParser
+from hybridtron.progress import progress_bar
 from hybridtron.requirements import demand
 
 

@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from hybridtron.cli.arguments import positive, progress_bar
+from hybridtron.cli.arguments import positive
 from hybridtron.config.check import require
 from hybridtron.config.load import load
 from hybridtron.config.resolve import RunPlan
 from hybridtron.evaluate.pictures import picture
 from hybridtron.limits import path_of
 from hybridtron.problems import CommandParser, Unusable
+from hybridtron.progress import progress_bar
 from hybridtron.requirements import is_there
 from hybridtron.sweep import results
 from hybridtron.sweep.carry_out import EndedRun, Folder, carry_out, share_cores

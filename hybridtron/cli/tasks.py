@@ -27,11 +27,12 @@ import re
 import sys
 from pathlib import Path
 
-from hybridtron.cli.arguments import not_there_yet, positive, progress_bar
+from hybridtron.cli.arguments import not_there_yet, positive
 from hybridtron.cli.downloads import file_with_progress
 from hybridtron.file_errors import in_words
 from hybridtron.limits import path_of
 from hybridtron.problems import CommandParser, Unusable
+from hybridtron.progress import progress_bar
 from hybridtron.storage.published import DownloadError
 from hybridtron.tasks import GROUPS, TASKS
 from hybridtron.tasks.base import MAX_TOKENS, Task, TaskError

@@ -2,10 +2,10 @@
 
     python -m hybridtron.cluster.stage --reports FOLDER key=value ...
 
-The job script starts one process on each node, if `cluster.stage` is set. The process writes the node's report, which
-`attempt.py` compares: a node that fails is a bad node, and the job continues without it or is requeued. If all nodes
-fail, the data or the configuration is to blame, and the attempt has failed. This module must keep its name, because
-scripts of queued jobs call it.
+The job script starts one process on each node, if `cluster.stage` is set. The process prints copied bytes, their rate
+and the time left, and at its end writes the node's report, which `attempt.py` compares: a node that fails is a bad
+node, and the job continues without it or is requeued. If all nodes fail, the data or the configuration is to blame, and
+the attempt has failed. This module must keep its name, because scripts of queued jobs call it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hybridtron.cluster.preflight import NodeReport
 from hybridtron.config.load import load
 from hybridtron.config.resolve import RunPlan
 from hybridtron.data.staging import stage
+from hybridtron.progress import byte_progress_bar
 
 
 def main(arguments: list[str]) -> int:
@@ -31,7 +32,9 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     report = NodeReport(os.environ.get("SLURMD_NODENAME", socket.gethostname()))
     try:
-        report.measured.append(stage(RunPlan.of(load(options.settings))))
+        plan = RunPlan.of(load(options.settings))
+        with byte_progress_bar(f"{report.node}: copy of data") as report_progress:
+            report.measured.append(stage(plan, report_progress))
     except Exception as error:
         traceback.print_exc()  # in the log of this check
         report.faults.append(f"can't copy the data: {' '.join(str(error).split()) or type(error).__name__}")

@@ -11,22 +11,25 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from hybridtron.config.resolve import RunPlan
 from hybridtron.data.mds.store import DocumentStore
 from hybridtron.data.sources import Sources, stage_of
 from hybridtron.problems import ConfigError, Problem
+from hybridtron.progress import ReportProgress
 
 AT_ONCE = 32  # shards that are copied and mapped at the same time
 
 
-def stage(plan: RunPlan) -> str:
+def stage(plan: RunPlan, report_progress: ReportProgress) -> str:
     """Copy the data of all phases to this machine's folder `cluster.stage`.
 
-    A file's digest is verified once. Returns a text with the amount of data that was missing or had a wrong size.
-    Raises ConfigError before a shard is copied if the disk has too little free space. Raises ConfigError or DataError
-    if data can't be read or written.
+    A file's digest is verified once. `report_progress` is called after each shard, with the bytes that were copied so
+    far, and the bytes of all missing shards. Returns a text with the amount of data that was missing or had a wrong
+    size. Raises ConfigError before a shard is copied if the disk has too little free space. Raises ConfigError or
+    DataError if data can't be read or written.
     """
     began = time.monotonic()
     stores = _stores(plan)
@@ -35,12 +38,24 @@ def stage(plan: RunPlan) -> str:
     folder = plan.config.cluster.stage
     if folder is not None and num_bytes:
         _require_room(Path(folder), num_bytes)
-    for store in stores.values():  # existing shards too: a changed file is copied again
-        count = len(store.shard_documents)
-        for first in range(0, count, AT_ONCE):
-            store.prepare(range(first, min(first + AT_ONCE, count)))
+    copied = 0
+
+    def count(num_missing: int) -> None:
+        nonlocal copied
+        copied += num_missing
+        report_progress(copied, num_bytes)
+
+    for store, sizes in missing:  # existing shards too: a changed file is copied again
+        _prepare(store, lambda shard, sizes=sizes: count(sizes.get(shard, 0)))
     num_shards = sum(len(sizes) for _, sizes in missing)
     return f"{num_bytes / 1e9:.3g} GB in {num_shards} shards were missing, {time.monotonic() - began:.1f} s"
+
+
+def _prepare(store: DocumentStore, ready: Callable[[int], None]) -> None:
+    """Copy and verify a store's shards, AT_ONCE at a time, because each is mapped into memory."""
+    num_shards = len(store.shard_documents)
+    for first in range(0, num_shards, AT_ONCE):
+        store.prepare(range(first, min(first + AT_ONCE, num_shards)), ready)
 
 
 def _stores(plan: RunPlan) -> dict[tuple[str, str, str], DocumentStore]:

@@ -211,7 +211,7 @@ EQUAL_EPS = Condition(
 class Since(NamedTuple):
     """The oldest version of transformers that computes a class as we do.
 
-    oldest: version for exports that meet the condition
+    oldest: version for exports to which the condition applies
     otherwise: version for other exports
     """
 

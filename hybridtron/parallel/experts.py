@@ -82,7 +82,7 @@ class RowCounts(NamedTuple):
 
 @dataclass
 class Flight:
-    """A message between ranks that has started, and its result, which is valid after the wait."""
+    """Exchange of rows between ranks that has started. The received rows are valid after `wait`."""
 
     rows: RowCounts
     received_ND: Tensor | None = None

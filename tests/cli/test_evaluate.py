@@ -21,7 +21,6 @@ from hybridtron.architecture.table import architecture
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import folder_of
 from hybridtron.cli import evaluate, train
-from hybridtron.cli.arguments import progress_bar
 from hybridtron.cli.main import main
 from hybridtron.data.batch import SeqInfo
 from hybridtron.data.prepare.embedded import train_tokenizer
@@ -29,6 +28,7 @@ from hybridtron.data.prepare.writer import write_folder
 from hybridtron.evaluate import length as instruments
 from hybridtron.model.lm import LanguageModel
 from hybridtron.problems import Code
+from hybridtron.progress import progress_bar
 from tests.refusals import refusal, usage_error
 from tests.slow import slow_except
 
@@ -188,7 +188,7 @@ def test_progress_is_printed_in_lines_without_a_terminal(
 ) -> None:
     """Progress is a line every 30 seconds, with the time left at the pace so far."""
     seconds = iter([0.0, 10.0, 40.0, 50.0, 80.0])
-    monkeypatch.setattr("hybridtron.cli.arguments.time.monotonic", lambda: next(seconds))
+    monkeypatch.setattr("hybridtron.progress.time.monotonic", lambda: next(seconds))
     with progress_bar("states (2 of 4)") as moved:
         for done in (1, 4, 5, 8):
             moved(done, 10)

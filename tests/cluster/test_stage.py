@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,15 @@ def test_job_continues_without_a_node_that_has_no_room(
     bad = report_of("n2", counting_folder, tmp_path, monkeypatch)
     assert "has 1 bytes free, but the data need " in bad["faults"][0]
     assert answer(tmp_path, capsys) == "go n1 n2 0"
+
+
+def test_copy_prints_bytes_rate_and_time_left(
+    counting_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hybridtron.progress.REPORT_INTERVAL_S", -1.0)
+    report_of("n1", counting_folder, tmp_path, monkeypatch)
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(r"n1: copy of data: ([\d.]+) of \1 GB, [\d.]+ GB/s, 0:00:00 left", line)
 
 
 @pytest.mark.slow

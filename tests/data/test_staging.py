@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ from hybridtron.data import staging
 from hybridtron.data.folder import TokenFolder
 from hybridtron.data.loader import Loader, build_loader
 from hybridtron.data.sources import Sources
-from hybridtron.data.staging import stage
 from hybridtron.problems import ConfigError
 from tests.train.conftest import small_run_arguments
 
@@ -23,6 +23,10 @@ from tests.train.conftest import small_run_arguments
 def shared(make_folder: Callable[..., TokenFolder]) -> Path:
     """A prepared folder of several shards."""
     return make_folder(train=tuple(range(1, 41)), validation=(11, 4, 25, 40)).path
+
+
+def stage(plan: RunPlan) -> str:
+    return staging.stage(plan, lambda done, total: None)
 
 
 def plan_of(data: Path, folder: Path, *settings: str) -> RunPlan:
@@ -68,6 +72,21 @@ def test_original_stays_and_a_complete_copy_is_used_again(shared: Path, tmp_path
     assert {name: path.read_bytes() for name, path in copies(tmp_path).items()} == before
     assert "0 GB in 0 shards were missing" in stage(plan)
     assert {name: path.stat().st_ino for name, path in copies(tmp_path).items()} == inodes
+
+
+def test_missing_bytes_are_counted_as_they_are_copied(shared: Path, tmp_path: Path) -> None:
+    sizes = [len(data) for data in shards_of(shared).values()]
+    counts: list[tuple[int, int]] = []
+    plan = plan_of(shared, tmp_path)
+    staging.stage(plan, lambda *count: counts.append(count))
+    assert [total for _, total in counts] == [sum(sizes)] * len(sizes)
+    copied = [0, *(done for done, _ in counts)]
+    assert sorted(after - before for before, after in pairwise(copied)) == sorted(sizes)
+    next(iter(copies(tmp_path).values())).unlink()
+    counts.clear()
+    staging.stage(plan, lambda *count: counts.append(count))
+    assert {total for _, total in counts} <= set(sizes)
+    assert counts[-1][0] == counts[-1][1]
 
 
 def test_incomplete_copy_is_mended(shared: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate
@@ -156,15 +156,19 @@ class DocumentStore:
                 lacking[number] = shard.size - size
         return lacking
 
-    def prepare(self, shards: Iterable[int]) -> None:
-        """Fetch these shards into the cache, several in parallel, and verify them; raise DataError if one fails."""
+    def prepare(self, shards: Iterable[int], ready: Callable[[int], None] = lambda shard: None) -> None:
+        """Fetch these shards into the cache, several in parallel, and verify them; raise DataError if one fails.
+
+        `ready` is called with each shard that was fetched and verified, in the order of `shards`.
+        """
         missing = [shard for shard in dict.fromkeys(shards) if shard not in self._mapped]
         if not missing:
             return
         pool = ThreadPoolExecutor(THREADS, "prepare")
         try:
-            for done in [pool.submit(self._acquire, shard) for shard in missing]:
-                done.result()
+            for shard, acquired in [(shard, pool.submit(self._acquire, shard)) for shard in missing]:
+                acquired.result()
+                ready(shard)
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -24,7 +24,7 @@ an undisturbed run of its layout. The faults take turns: a rank is killed, hangs
 slow; a bit of a rank's moments is flipped (`run.verify_state`); a node is lost, also with a broken copy of its local
 checkpoint; a local disk is full. Each run must continue inside its launch, and notice its fault within a limit. Each
 fault becomes a line of --record. An interrupted program continues after the last line. --faults 8 tries each kind once,
-and all 64 take an hour or two. Leave the machine idle meanwhile: processes that wait for a core for many seconds break
+and all 64 take long. Leave the machine idle meanwhile: processes that wait for a core for many seconds break
 the limits.
 
 Faults are injected after random numbers of steps. Every kind of fault is injected once before any kind repeats. The

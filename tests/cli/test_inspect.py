@@ -132,6 +132,7 @@ def test_wrong_number_of_processes_gets_the_command_that_starts_them():
     assert "torchrun --nproc-per-node 2 -m hybridtron train" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_measured_run_gives_the_interval_between_checkpoints(tmp_path: Path):
     """The time log has saves of 10 s and a start of 60 s; on 8 GPUs failures come every 6,335 h."""
     record = {

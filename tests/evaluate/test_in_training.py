@@ -72,6 +72,7 @@ def losses(run: Path) -> list[tuple[float, float]]:
     return [(line["loss"], line["grad_norm"]) for line in lines_of(run / "metrics.jsonl")]
 
 
+@pytest.mark.slow
 def test_evaluation_in_training_equals_evaluate(run: Path, data: Path, tmp_path: Path) -> None:
     assert list(measured(run)) == [2, 4]
     for step, results in measured(run).items():

@@ -38,6 +38,7 @@ def test_page_has_a_row_for_each_size_and_names_missing_packages(monkeypatch: py
     assert len(COST.cells()) == len(COLUMNS)
 
 
+@pytest.mark.slow
 def test_command_without_packages_writes_a_page_that_names_them(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     if any(importlib.util.find_spec(module) for module in MODULES.values()):

@@ -64,6 +64,7 @@ def test_frozen_weights_keep_their_bits_and_have_no_moments(run: Path) -> None:
     assert {key for key in after if key.startswith("exp_avg.")} == {f"exp_avg.{key}" for key in learned}
 
 
+@pytest.mark.slow
 def test_merged_weights_compute_the_same_as_adapters(run: Path) -> None:
     tokens = torch.randint(VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
     with_adapters = opened(run, 8)

@@ -61,6 +61,7 @@ def test_a_shorter_run_decays_on_the_same_order_of_data(train_small: Train, tmp_
     assert of_branch[8]["lr"] == pytest.approx(1e-4)
 
 
+@pytest.mark.slow
 def test_a_branch_without_a_checkpoint_of_its_own_does_not_start_from_new_weights(
     train_small: Train, refused: Refused, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from tests.train.conftest import VOCAB, Refused, Train
 PHASE = "{name: %s, tokens: 256, seq_len: 16, global_batch: 4, micro_batch: 2, lr: 1e-3%s}"
 
 
+@pytest.mark.slow
 def test_a_phase_drops_rotary_positions(train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without positions every token has the angles of position 0."""
     dropped = PHASE % ("long", ", layers: {W: {rope: none}}")

@@ -54,6 +54,7 @@ def test_moving_average_starts_from_the_masters(base: Path, train_small: Train, 
         assert torch.equal(checkpoint.whole(f"ema.{key}"), master)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [BF16, "precision=fp32"])
 def test_run_starts_from_unrounded_merged_weights(
     precision: str, base: Path, train_small: Train, tmp_path: Path

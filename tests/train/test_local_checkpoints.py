@@ -167,6 +167,7 @@ def test_nodes_with_one_host_name_are_refused(monkeypatch: pytest.MonkeyPatch) -
     assert "2 nodes are named n1" in problem.message
 
 
+@pytest.mark.slow
 def test_start_from_a_path_continues_from_its_first_local_checkpoint(
     train_small: Train, refused: Refused, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

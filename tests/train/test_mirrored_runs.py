@@ -39,6 +39,7 @@ def mirror(monkeypatch: pytest.MonkeyPatch) -> OfferedSteps:
     return noting
 
 
+@pytest.mark.slow
 def test_start_from_a_local_checkpoint_mirrors_the_newest_in_the_folder_of_the_run(
     train_small: Train, mirror: OfferedSteps, tmp_path: Path
 ) -> None:

@@ -86,6 +86,7 @@ def test_resumed_run_continues_the_average_with_the_same_bits(train_small: Train
     assert all(torch.equal(average, resumed[key]) for key, average in whole.items())
 
 
+@pytest.mark.slow
 def test_average_can_not_be_added_or_removed(train_small: Train, refused: Refused, tmp_path: Path) -> None:
     for number, (first, then) in enumerate((("run.ema=0.9", "run.ema=null"), ("run.ema=null", "run.ema=0.9"))):
         folder = f"run.dir={tmp_path / str(number)}"

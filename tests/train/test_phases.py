@@ -92,6 +92,7 @@ def test_broken_checkpoints_fall_back_to_the_phase_before(train_small: Train, tm
     assert losses(tmp_path / "run") == losses(whole)
 
 
+@pytest.mark.slow
 def test_a_phase_starts_from_another_run_and_exports_at_its_end(
     train_small: Train, tmp_path: Path, whole: Path
 ) -> None:

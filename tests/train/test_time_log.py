@@ -126,6 +126,7 @@ def test_a_full_disk_does_not_end_training(
     assert "can't be written" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_counts_its_repeated_steps(
     train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

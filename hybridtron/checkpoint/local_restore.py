@@ -66,7 +66,10 @@ def _place(folder: Path, step: int, part: int) -> Path:
 
 
 def _list_parts(folder: Path) -> dict[str, Any]:
-    """Return, as plain values, the parts in a node's folder, the faults of damaged parts, and the host."""
+    """List the parts in a node's folder as plain values.
+
+    The list also has the host, and the faults of a disk that can't be read and of parts that can't be opened.
+    """
     parts: list[Any] = []
     faults: list[str] = []
     paths: list[Path] = []

@@ -181,7 +181,7 @@ class MoE(Mixer):
 
 
 def routed(routing: Routing, kept: KeptChoices | None) -> Routed:
-    """Return a router's statistics of one forward pass: loads, entropy, and the number of dropped choices."""
+    """Return a pass's loads, the sum over tokens of the entropy of the scores, and the number of dropped choices."""
     dropped = routing.loads_E.new_zeros(())
     if kept is not None:
         dropped = (~kept.kept_TK).sum()

@@ -1,4 +1,4 @@
-"""Control group: passes messages between all ranks in host memory, by way of one rank on each node.
+"""Control group: passes messages in host memory between all ranks, by way of one rank on each node.
 
 The group consists of a gloo group for each node's ranks, and a gloo group for the nodes' first ranks, the leaders. A
 message to all ranks goes from a node's ranks to their leader, from leader to leader, and from a leader to its node's

@@ -138,7 +138,10 @@ class CorruptionWatch:
             self._record()  # the next start must not apply a record of steps that are trained again
 
     def restored(self, step: int) -> None:
-        """Make the next step check weights and gradients, because the checkpoint of a step was restored."""
+        """Make the next step check weights and gradients, without counting the weights as verified.
+
+        The checkpoint of `step` was restored, so that all copies of weights agree, whatever values it holds.
+        """
         self.first = step + 1
 
     def due(self, kind: str, step: int) -> bool:

@@ -11,8 +11,8 @@ With the slots of a capacity (`capacity.py`), there are more or fewer places tha
 T K and a row of zeros, and all dropped choices have the last place. The last place's row is undefined on the way to
 experts; the row that comes back, and both gradients, must be zero.
 
-In implementations other than the references here, no two threads add to the same row, and the K terms of each sum are
-always added in the same order.
+Implementations other than the references here use `place` for one sum and `source` for the other. So no two threads add
+to the same row, and the K terms of each sum are always added in the same order.
 
 Legend: T tokens, K experts per token, N = T K choices, E experts, D channels.
 """

@@ -1,47 +1,60 @@
 """A campaign of ordeals: faults one after the other, each with a line in a record. It continues after the last line.
 
-Each fault is a run of its own, compared with an undisturbed run of the same layout, which is trained again after a new
-commit. The faults take turns over kinds, layouts, ranks and steps, so that the first 8 try every kind once. A slow rank
-can only be named with four data-parallel ranks, so it is tried with the layout dp4.
+Each fault is a run of its own, compared with an undisturbed run of the same layout, which each program trains again.
+The faults take turns over kinds, layouts, ranks and steps, so that the first 8 try every kind once. A slow rank can
+only be named with four data-parallel ranks, so it is tried with the layout dp4.
+
+Only lines of the present code count: with the same commit and torch, and without changed files. If the code changes
+while a campaign runs, the campaign ends, because each run imports the code again.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from hybridtron.proving.chaos import ordeals
 from hybridtron.proving.chaos.faults import unshare_mounts
-from hybridtron.proving.chaos.ordeal_hook import KINDS, PlannedFault
+from hybridtron.proving.chaos.ordeal_hook import KINDS, SLOWER, PlannedFault
 from hybridtron.proving.chaos.ordeals import (
     EVERY,
     LOCAL_EVERY,
     LOSES_NODE,
+    NEEDS_MOUNTS,
     RANKS,
     STEPS,
     TIMEOUT_S,
+    UNRECORDED,
     Ordeal,
+    log_of,
     lost_time,
     noticed,
     step_of,
     wrong,
 )
 from hybridtron.proving.chaos.training_run import LAYOUTS, Run, write_data
-from hybridtron.resources import PACKAGE
+from hybridtron.resources import PACKAGE, shipped
 from hybridtron.train.jsonl import read_lines
 from hybridtron.train.supervisor import faults
 
 Compare = Callable[[Run, Run], list[str]]
-HEADER = ("layout", "ordeal", "rank", "step", "noticed after", "limit", "found", "restarted", "repeated", "end")
-SUMMARY_HEADER = ("ordeal", "faults", "layouts", "most of its limit", "found", "restarted", "repeated", "as it should")
+HEADER = ("layout", "ordeal", "rank", "step", "noticed after", "limit", "restarted", "repeated", "end")
+SUMMARY_HEADER = ("ordeal", "faults", "layouts", "most of its limit", "restarted", "repeated", "as it should")
+SKIPPED = "skipped, because this system allows no mounts: "
+UNKNOWN = "unknown"  # commit of code outside a git repository
+DIRTY = "-dirty"  # ends a commit's name if files were changed
 MOST_FAULTS = 64  # faults of the whole campaign
+LOST = ("restarted", "repeated")  # causes of lost time that the page has besides the time until the notice
 FEW_DIFFERENCES = 3  # differences of a fault that the record keeps
 
 
@@ -50,6 +63,7 @@ class PassedOrdeal:
     """A line of the record: a fault whose run has ended.
 
     commit: the code's commit, with `-dirty` if files were changed
+    torch: torch's version
     ended: the time of the end, in seconds since 1970
     layout, ordeal, rank, step: the fault
     noticed: text from the run's log about the fault; empty if it was not noticed
@@ -63,6 +77,7 @@ class PassedOrdeal:
     """
 
     commit: str
+    torch: str
     ended: float
     layout: str
     ordeal: str
@@ -89,7 +104,10 @@ class PassedOrdeal:
         if self.noticed:
             after = f"{self.after:.1f} {self.unit}"
             limit = f"{self.limit:.1f} {self.unit}"
-        lost = [f"{self.lost.get(cause, 0.0):.1f} s" for cause in ("found", "restarted", "repeated")]
+        if self.ordeal in UNRECORDED:
+            lost = [""] * len(LOST)
+        else:
+            lost = [f"{self.lost.get(cause, 0.0):.1f} s" for cause in LOST]
         if self.wrong:
             end = "**" + "; ".join(self.wrong) + "**"
         elif self.equal:
@@ -97,6 +115,18 @@ class PassedOrdeal:
         else:
             end = "**not equal**"
         return (self.layout, self.ordeal, str(self.rank), str(self.step), after, limit, *lost, end)
+
+
+@dataclass(frozen=True)
+class CampaignResult:
+    """The lines of a campaign's faults.
+
+    passed: lines that the present code has written, in the order of the plan
+    skipped: kinds of faults that this system does not allow
+    """
+
+    passed: Sequence[PassedOrdeal]
+    skipped: Sequence[str] = ()
 
 
 def plan(count: int) -> list[Ordeal]:
@@ -140,19 +170,28 @@ def append(path: Path, passed: PassedOrdeal) -> None:
 
 
 def commit() -> str:
-    """Return the checkout's commit, with `-dirty` if files were changed; `unknown` outside a git repository."""
-    command = ["git", "-C", str(PACKAGE), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
+    """Return the code's commit, with `-dirty` if a file of the package was changed or added; else UNKNOWN.
+
+    The commit is known if git tracks the package: a wheel may be in a folder of another repository.
+    """
     try:
-        process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    except OSError:
-        return "unknown"
-    return process.stdout.strip() or "unknown"
+        _git("ls-files", "--error-unmatch", str(PACKAGE / "__init__.py"))
+        name = _git("rev-parse", "--short=12", "HEAD").strip()
+        changed = _git("status", "--porcelain", "--untracked-files=normal", "--", str(PACKAGE), str(shipped("configs")))
+    except (OSError, subprocess.SubprocessError):
+        return UNKNOWN
+    return name + DIRTY * bool(changed)
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(PACKAGE), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 class Campaign:
-    """Runs the faults that a record lacks.
+    """Runs the faults for which a record has no line of the present code.
 
-    home: the folder of all runs
+    home: the folder of all runs, which one program uses at a time
     record: the record's file
     compare: describes all differences between an undisturbed run and another one
     """
@@ -162,42 +201,69 @@ class Campaign:
         self.record = record
         self.compare = compare
         self.commit = commit()
+        self.torch = version("torch")
         self.disk = home / "disk"
         self.trained: set[str] = set()  # layouts whose undisturbed run was trained by this program
 
-    def carry_on(self, count: int, say: Callable[[str], None]) -> None:
-        """Pass the faults of the plan that have no line in the record."""
-        known = {passed.fault for passed in read(self.record)}
+    def carry_on(self, count: int, say: Callable[[str], None]) -> CampaignResult:
+        """Pass the faults of the plan that have no line of the present code, and return all lines of the plan.
+
+        Raises CampaignFailed if another program uses the folder, or if the code changes meanwhile.
+        """
         planned = plan(count)
+        skipped: list[str] = []
         if not unshare_mounts():
-            planned = [ordeal for ordeal in planned if ordeal.kind != "full local disk"]
-            say("the full local disk is skipped, because this system allows no mounts")
-        left = [ordeal for ordeal in planned if ordeal not in known]
-        say(f"{len(planned) - len(left)} of {len(planned)} faults are in {self.record}; run folders: {self.home}")
+            skipped = [kind for kind in NEEDS_MOUNTS if kind in {ordeal.kind for ordeal in planned}]
+            planned = [ordeal for ordeal in planned if ordeal.kind not in skipped]
+            say(SKIPPED + ", ".join(skipped))
+        with _locked(self.home):
+            lines = self._known()
+            left = [ordeal for ordeal in planned if ordeal not in lines]
+            say(f"{len(planned) - len(left)} of {len(planned)} faults are in {self.record}; run folders: {self.home}")
+            self._pass_all(left, lines, len(planned), say)
+        return CampaignResult([lines[ordeal] for ordeal in planned], skipped)
+
+    def _known(self) -> dict[Ordeal, PassedOrdeal]:
+        """Return the record's lines of the present code. Changed files may differ from those of an earlier program."""
+        if self.commit == UNKNOWN or self.commit.endswith(DIRTY):
+            return {}
+        code = (self.commit, self.torch)
+        return {passed.fault: passed for passed in read(self.record) if (passed.commit, passed.torch) == code}
+
+    def _pass_all(
+        self, left: Sequence[Ordeal], lines: dict[Ordeal, PassedOrdeal], count: int, say: Callable[[str], None]
+    ) -> None:
+        """Pass faults one by one, and add their lines to `lines` and to the record. `count` includes earlier lines."""
         self.record.parent.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
         for number, ordeal in enumerate(left, start=1):
             passed = self.passed(ordeal)
+            if commit() != self.commit:
+                raise CampaignFailed(f"the code was {self.commit} and is now {commit()}: start the campaign again")
             append(self.record, passed)
+            lines[ordeal] = passed
+            if passed.wrong:
+                self._keep(ordeal)
             each_s = (time.monotonic() - began) / number
             result = "; ".join(passed.wrong) or "as it should"
             say(
-                f"{len(planned) - len(left) + number} of {len(planned)}: {ordeal.kind}, rank {ordeal.fault.rank} of "
+                f"{count - len(left) + number} of {count}: {ordeal.kind}, rank {ordeal.fault.rank} of "
                 f"{ordeal.layout}, {passed.seconds:.0f} s: {result}; about {(len(left) - number) * each_s / 60:.0f} "
                 f"min left"
             )
 
     def passed(self, ordeal: Ordeal) -> PassedOrdeal:
-        """Let a run pass through an ordeal. The folder of a run with which something is wrong stays."""
+        """Let a run pass through an ordeal."""
         undisturbed = self.undisturbed(ordeal.layout)
-        run = self._new_run(self.home / "disturbed", ordeal.layout)
+        run = self._new_run(self._disturbed, ordeal.layout)
         began = time.monotonic()
         codes = ordeals.run_supervised(run, ordeal.layout, self.disk, ordeal.fault)
         seconds = time.monotonic() - began
         failures = wrong(run, ordeal, codes)
         differences = self.compare(undisturbed, run)
-        passed = PassedOrdeal(
+        return PassedOrdeal(
             commit=self.commit,
+            torch=self.torch,
             ended=time.time(),
             layout=ordeal.layout,
             ordeal=ordeal.kind,
@@ -208,9 +274,16 @@ class Campaign:
             seconds=seconds,
             **self._observed(run, ordeal),
         )
-        if passed.wrong:
-            run.home.rename(self.home / f"wrong-{time.strftime('%Y%m%d-%H%M%S')}")
-        return passed
+
+    @property
+    def _disturbed(self) -> Path:
+        return self.home / "disturbed"
+
+    def _keep(self, ordeal: Ordeal) -> None:
+        """Rename the folder of the last run, with which something is wrong, so that no later run removes it."""
+        kind = ordeal.kind.replace(" ", "-")
+        kept = self.home / f"wrong-{time.strftime('%Y%m%d-%H%M%S')}-{ordeal.layout}-{kind}"
+        self._disturbed.rename(kept)
 
     def _observed(self, run: Run, ordeal: Ordeal) -> dict[str, Any]:
         """Return the record's values that come from the run's logs."""
@@ -223,17 +296,16 @@ class Campaign:
         return values
 
     def undisturbed(self, layout: str) -> Run:
-        """Return a layout's undisturbed run by this commit, which is trained if there is none."""
-        home = self.home / f"undisturbed-{layout}-{self.commit}"
-        if layout in self.trained or (home.exists() and not self.commit.endswith("-dirty")):
+        """Return a layout's undisturbed run, which is trained before the layout's first fault."""
+        home = self.home / f"undisturbed-{layout}"
+        if layout in self.trained:
             return Run(home, self._arguments(layout), STEPS[layout])
-        run = self._new_run(self.home / "undisturbed", layout)
+        run = self._new_run(home, layout)
         codes = ordeals.run_supervised(run, layout, self.disk)
-        if any(codes) or faults.read(run.folder):
+        if any(codes) or faults.read(run.folder) or "CHECKPOINT NOT WRITTEN" in log_of(run):
             raise CampaignFailed(f"the undisturbed run of {layout} has failed: see {run.home / 'task-0.log'}")
-        shutil.rmtree(home, ignore_errors=True)
         self.trained.add(layout)
-        return Run(run.home.rename(home), run.arguments, run.steps)
+        return run
 
     def _new_run(self, home: Path, layout: str) -> Run:
         shutil.rmtree(home, ignore_errors=True)
@@ -247,15 +319,32 @@ class Campaign:
         return ordeals.arguments(data, layout, self.disk)
 
 
-def write_page(passed: Sequence[PassedOrdeal], count: int, page: Path | None) -> None:
-    """Print a report of a record, and write it to the file `page` if one is given."""
+@contextmanager
+def _locked(home: Path) -> Generator[None]:
+    """Lock the folder of all runs. Raises CampaignFailed if another program uses it."""
+    home.mkdir(parents=True, exist_ok=True)
+    with (home / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CampaignFailed(f"another program uses {home}: wait for its end, or work in another folder") from None
+        yield
+
+
+def write_page(result: CampaignResult, count: int, page: Path | None) -> None:
+    """Print a report of a campaign, and write it to the file `page` if it is not None."""
     from hybridtron.proving.measuring import BenchReport, publish
 
+    passed = result.passed
     commits = ", ".join(dict.fromkeys(each.commit for each in passed))
     settings = (
-        f"run.timeout is {TIMEOUT_S:g} s; a checkpoint every {EVERY} steps, a local one every {LOCAL_EVERY} steps"
+        f"run.timeout is {TIMEOUT_S:g} s; a checkpoint every {EVERY} steps, a local one every {LOCAL_EVERY} steps, "
+        f"written synchronously; forward passes of a slow rank take {1 + SLOWER:g} times as long"
     )
-    report = BenchReport("Ordeals", notes=[f"commits: {commits}", settings, verdict(passed, count)])
+    notes = [f"commits: {commits}", settings, verdict(passed, count)]
+    if result.skipped:
+        notes.append(SKIPPED + ", ".join(result.skipped))
+    report = BenchReport("Ordeals", notes=notes)
     report.table("by ordeal", SUMMARY_HEADER, [summary(kind, passed) for kind in KINDS])
     report.table("faults", HEADER, [each.cells() for each in passed])
     publish(report, "hybridtron chaos --ordeals", page)
@@ -264,12 +353,12 @@ def write_page(passed: Sequence[PassedOrdeal], count: int, page: Path | None) ->
 def verdict(passed: Sequence[PassedOrdeal], count: int) -> str:
     """Return the page's line about the result."""
     silent = sum(not each.noticed for each in passed)
-    late = sum(each.after > each.limit for each in passed)
+    late = sum(not 0 <= each.after <= each.limit for each in passed)
     unequal = sum(not each.equal for each in passed)
     bad = sum(bool(each.wrong) for each in passed)
     return (
-        f"{len(passed)} of {count} faults: {silent} not noticed, {late} noticed after their limit, {unequal} with an "
-        f"end other than the undisturbed run's, {bad} with anything wrong"
+        f"{len(passed)} of {count} faults: {silent} not noticed, {late} noticed too early or late, {unequal} with "
+        f"an end other than the undisturbed run's, {bad} with anything wrong"
     )
 
 
@@ -278,10 +367,12 @@ def summary(kind: str, passed: Sequence[PassedOrdeal]) -> tuple[str, ...]:
     of_kind = [each for each in passed if each.ordeal == kind]
     layouts = ", ".join(dict.fromkeys(each.layout for each in of_kind))
     slowest = max((each.after / each.limit for each in of_kind if each.noticed), default=0.0)
-    lost = [sum(each.lost.get(cause, 0.0) for each in of_kind) for cause in ("found", "restarted", "repeated")]
+    lost = [""] * len(LOST)
+    if kind not in UNRECORDED:
+        lost = [f"{sum(each.lost.get(cause, 0.0) for each in of_kind):.1f} s" for cause in LOST]
     good = sum(not each.wrong for each in of_kind)
-    return (kind, str(len(of_kind)), layouts, f"{slowest:.0%}", *(f"{seconds:.1f} s" for seconds in lost), str(good))
+    return (kind, str(len(of_kind)), layouts, f"{slowest:.0%}", *lost, str(good))
 
 
 class CampaignFailed(Exception):
-    """Raised when an undisturbed run fails."""
+    """Raised when an undisturbed run fails, or when the campaign can't be trusted or can't have its folder."""

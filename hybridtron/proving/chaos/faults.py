@@ -15,10 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridtron.proving.chaos.ordeal_hook import fill
+from hybridtron.proving.chaos.ordeal_hook import BALLAST, DISK_MIB, fill_disk_of_its_own
 from hybridtron.proving.chaos.training_run import ProcessStart, Run
-
-DISK_MIB = 32  # size of the file system that can be filled
 
 
 def unshare_mounts() -> list[str]:
@@ -40,7 +38,6 @@ class Disk:
 
     def __init__(self, run: Run) -> None:
         self.at = run.checkpoints
-        self.ballast = run.checkpoints / ".ballast"
         self.why_not: str | None = "not mounted"
 
     def __enter__(self) -> Disk:
@@ -68,12 +65,12 @@ class Disk:
         copied.rename(self.at)
 
     def fill(self) -> None:
-        """Fill the file system to the last byte."""
-        fill(self.ballast)
+        """Fill the file system to the last byte. Raises RuntimeError if it is a disk of the machine."""
+        fill_disk_of_its_own(self.at)
 
     def free(self) -> None:
         """Delete the file that fills the file system."""
-        self.ballast.unlink(missing_ok=True)
+        (self.at / BALLAST).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

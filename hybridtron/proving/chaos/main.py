@@ -23,16 +23,16 @@ With --ordeals the program instead trains supervised runs (`run.restarts`), each
 an undisturbed run of its layout. The faults take turns: a rank is killed, hangs in a step or in a checkpoint, or is
 slow; a bit of a rank's moments is flipped (`run.verify_state`); a node is lost, also with a broken copy of its local
 checkpoint; a local disk is full. Each run must continue inside its launch, and notice its fault within a limit. Each
-fault becomes a line of --record. An interrupted program continues after the last line. --faults 8 tries each kind once,
-and all 64 take long. Leave the machine idle meanwhile: processes that wait for a core for many seconds break
-the limits.
+fault becomes a line of --record. An interrupted program continues after the last line, if the code's commit and torch
+are the same and no file of the code was changed since the commit. --faults 8 tries each kind once, and all 64 take an
+hour or two. Leave the machine idle meanwhile: processes that wait for a core for many seconds break the limits.
 
 Faults are injected after random numbers of steps. Every kind of fault is injected once before any kind repeats. The
 --seed determines the order of faults and the numbers of steps, but not the moment within a step.
 
 To fill the disk, the program mounts a small file system. Mounting needs root, or a kernel that allows mounts in user
-namespaces. If mounting fails, this fault is skipped, and the report says so. Only this program and its runs see the
-mount, which disappears when they end.
+namespaces. If mounting fails, this fault is skipped, and so are lost nodes; the report says so. Only this program and
+its runs see the mount, which disappears when they end.
 
 Exit codes: 0 all runs are equal, 1 they are not equal or a run failed, 2 a wrong argument.
 """
@@ -72,7 +72,7 @@ from hybridtron.proving.chaos.training_run import (
     write_data,
 )
 from hybridtron.resources import PACKAGE
-from hybridtron.train.time_log import read_time
+from hybridtron.train.time_log import TimeSpent, read_time
 
 APART = "HYBRIDTRON_CHAOS_APART"  # environment variable, set once the program is in its own mount namespace
 SAME = ("step", "tokens", "loss", "grad_norm", "validation")  # fields of a metrics line that do not depend on time
@@ -132,6 +132,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.refuse("--ordeals", "missing", "--faults and --record belong to --ordeals: add --ordeals")
     if chosen.faults is not None and chosen.faults < 1:
         parser.refuse("--faults", "out-of-range", f"--faults {chosen.faults} must be at least 1")
+    if chosen.faults is not None and chosen.faults > campaign.MOST_FAULTS:
+        why = f"--faults {chosen.faults} must be at most {campaign.MOST_FAULTS}: later faults come after a run's end"
+        parser.refuse("--faults", "out-of-range", why)
     if chosen.steps < 1 or chosen.mean < 1:
         parser.refuse(
             "--steps", "out-of-range", f"--steps {chosen.steps} and --mean {chosen.mean:g} must both be at least 1"
@@ -152,12 +155,11 @@ def main(arguments: list[str]) -> int:
     write_data(home / "data")
     began = time.monotonic()
     fault_run, result = compare_runs(chosen, home)
-    goodput = chosen.steps / max(fault_run.done, chosen.steps)
     spent = read_time(fault_run.run.folder)
     summary = [
         f"{len(fault_run.faults)} faults, {fault_run.starts} starts; then {chaos_starts.KILLS} kills of torchrun",
         *([f"time of the run under faults: {spent.words()}"] if spent is not None else []),
-        f"goodput: {goodput:.0%} of {fault_run.done} steps, which include steps that were lost and repeated",
+        words_of_kept_steps(chosen.steps, fault_run.done, spent),
         *(
             [f"the full disk was skipped, because mounting failed: {fault_run.disk.why_not}"]
             if fault_run.disk.why_not
@@ -177,13 +179,24 @@ def pass_ordeals(chosen: argparse.Namespace) -> int:
     record = chosen.record or home / "record.jsonl"
     count = chosen.faults or campaign.MOST_FAULTS
     try:
-        campaign.Campaign(home, record, unequal).carry_on(count, lambda line: print(line, flush=True))
+        result = campaign.Campaign(home, record, unequal).carry_on(count, lambda line: print(line, flush=True))
     except campaign.CampaignFailed as error:
         print(error)
         return 1
-    passed = campaign.read(record)
-    campaign.write_page(passed, count, chosen.page)
-    return int(any(each.wrong for each in passed))
+    campaign.write_page(result, count, chosen.page)
+    return int(any(each.wrong for each in result.passed))
+
+
+def words_of_kept_steps(steps: int, trained: int, spent: TimeSpent | None) -> str:
+    """Return the report's line about the steps, and the time, that no fault has cost.
+
+    trained: number of steps with a metrics line in any start, including steps that were trained again
+    """
+    words = f"{steps / max(trained, steps):.0%} of {trained} trained steps stayed, and the others were trained again"
+    if spent is None:
+        return words
+    share = spent.seconds.get("steps", 0.0) / max(spent.total, 1e-9)
+    return f"{words}; the steps that stayed took {share:.0%} of the time"
 
 
 def close(home: Path, wrong: Sequence[str], keeps_folder: bool) -> int:

@@ -3,7 +3,8 @@
 killed                   SIGKILL for the rank
 hung in step             SIGSTOP for the rank, between two steps
 hung in save             SIGSTOP for the rank while it writes its part of a checkpoint
-slow rank                each pass through the rank's model takes SLOW_S seconds longer, until the run ends
+slow rank                each forward pass through the rank's model takes SLOWER times its duration longer, until the
+                         run ends
 corrupt                  a flipped bit in a moment of the rank
 lost node                SIGKILL for the rank's supervisor; its node's disk is lost, too
 full local disk          the disk of the rank's node is full until the run ends
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import socket
 import time
@@ -40,7 +42,9 @@ KINDS = (
     "broken neighbour copy",
 )
 VARIABLE = "HYBRIDTRON_ORDEAL"  # environment variable: the fault that a rank injects, such as `killed,1,11`
-SLOWER = 6.0
+SLOWER = 6.0  # pause after a forward pass, in durations of the pass
+DISK_MIB = 32  # size of a file system that may be filled
+BALLAST = ".ballast"  # name of the file that fills it
 WAIT_S = 60.0  # seconds to wait for another rank, or for the own end
 
 
@@ -88,7 +92,7 @@ class OrdealHook(Hook):
 
 
 def marker(run_dir: Path, kind: str) -> Path:
-    """Return the path of a file that is created when a fault is injected."""
+    """Return the path of a file whose modification time is the time at which a fault is injected."""
     return run_dir / "logs" / f"ordeal {kind}"
 
 
@@ -127,6 +131,7 @@ def inject(kind: str, context: StepContext) -> None:
         lose_node()
     elif kind == "broken neighbour copy":
         wait_for_text(marker(context.run.run_dir, "broken copy"))
+        os.utime(marker(context.run.run_dir, kind))  # the fault begins now, and not before the wait
         lose_node()
 
 
@@ -137,9 +142,11 @@ def lose_node() -> None:
 
 
 def wait_for_text(path: Path) -> None:
-    """Wait until another rank has written into a file."""
+    """Wait until another rank has written into a file. Raises RuntimeError after WAIT_S seconds."""
     deadline = time.monotonic() + WAIT_S
-    while not (path.exists() and path.read_text()) and time.monotonic() < deadline:
+    while not (path.exists() and path.read_text()):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"no rank has written into {path} within {WAIT_S:.0f} s")
         time.sleep(0.01)
 
 
@@ -179,15 +186,10 @@ def flip(tensor: Tensor) -> None:
 
 
 def fill_disk_of_its_own(disk: Path) -> None:
-    """Fill a node's local disk. Raises RuntimeError if it is a folder on the machine's disk."""
-    if not disk.is_mount():
-        raise RuntimeError(f"{disk} is no file system of its own, so it is not filled")
-    fill(disk / ".ballast")
-
-
-def fill(ballast: Path) -> None:
-    """Fill a disk to the last byte."""
-    with ballast.open("wb", buffering=0) as file:
+    """Fill a small file system to the last byte. Raises RuntimeError if the folder is on a disk of the machine."""
+    if not disk.is_mount() or shutil.disk_usage(disk).total > DISK_MIB * 2**20:
+        raise RuntimeError(f"{disk} is no file system of its own of {DISK_MIB} MiB, so it is not filled")
+    with (disk / BALLAST).open("wb", buffering=0) as file:
         for size in (2**20, 2**12, 1):
             try:
                 while True:

@@ -313,7 +313,7 @@ class Coordinator:
         else:
             found_s = 0.0
         return RankFault(
-            time=time.time(),
+            time=self.looked_at,
             cause=cause,
             rank=rank,
             host=host,

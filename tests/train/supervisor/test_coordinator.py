@@ -74,6 +74,15 @@ def test_launch_ends_with_the_code_of_its_ranks(tmp_path: Path) -> None:
         assert set(nodes.asked("end")) == {0, 1, 2, 3}
 
 
+def test_time_of_a_fault_is_before_its_description(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    nodes.message(0, "hung")
+    nodes.coordinator.looked_at = 5.0
+    nodes.coordinator.tick(LATER)
+    assert nodes.coordinator.fault is not None
+    assert nodes.coordinator.fault.time == 5.0
+
+
 def test_refused_rank_ends_the_launch_although_others_hang(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path)
     nodes.work(2, "ended", code=2)

@@ -83,7 +83,8 @@ class Engine:
         stop_before_finalizing(self.stages, self.passes_time)
         self.optimizer = Optimizer(self.wrapped, config, groups, table=arch.table, dtype=self.dtype)
         if load_weight is not None:
-            self.optimizer.load_masters(partial(self._cut_weight, load_weight=load_weight))
+            load_shard = partial(self._cut_weight, load_weight=load_weight)
+            groups.control.together(partial(self.optimizer.load_masters, load_shard))
         modules = [(name, module) for stage in self.stages for name, module in stage.model.named_modules()]
         self.statistics = statistics_of(modules, self.stages[0].model.slice.tensor.backend.fp8, self.device)
         self.fp8_cached = [module for _, module in modules if isinstance(module, CachedWeight)]
@@ -107,13 +108,17 @@ class Engine:
     def _load_weights(self, weights: Sequence[tuple[str, nn.Parameter]], load_weight: Callable[[str], Tensor]) -> None:
         """Set weights. Of the ranks that hold the same shard, one loads it and sends it to the others, as at a restore.
 
-        All processes call this together.
+        All processes call this together. If a rank can't load a weight, all ranks raise an error.
         """
         copied = self._copied(weights)
-        for (name, weight), shared in zip(weights, copied, strict=True):
-            if shared.is_reader:
-                weight.data.copy_(self._cut_weight(name, load_weight))
-        send_copies(copied)
+
+        def load() -> None:
+            for (name, weight), shared in zip(weights, copied, strict=True):
+                if shared.is_reader:
+                    weight.data.copy_(self._cut_weight(name, load_weight))
+
+        self.groups.control.together(load)
+        send_copies(copied)  # only after all ranks have loaded their parts, so that no rank waits for one that failed
 
     def _copied(self, weights: Iterable[tuple[str, nn.Parameter]]) -> list[CopiedWeight]:
         """Return weights with the ranks that hold the same shards."""

@@ -114,6 +114,28 @@ class Control:
         """Call a function on each node's leader; return its value on the node's ranks. Errors as in `once`."""
         return self._shared(read, self.leads, over_all=False)
 
+    def together(self, act: Callable[[], None]) -> None:
+        """Call a function on every rank. If it fails on a rank, all ranks raise an error once all have called it.
+
+        The error is that of the first rank that failed. The other ranks raise a copy of a ConfigError, or Unusable with
+        the rank and the error's first line. All ranks call this together.
+        """
+        fault: Exception | None = None
+        try:
+            act()
+        except Exception as error:  # after any error the other ranks still wait for a message
+            fault = error
+        faults = self.all_gather(None if fault is None else [self.rank, _described(fault)])
+        first = next(filter(None, faults), None)
+        if first is None:
+            return
+        rank, described = first
+        if fault is not None and rank == self.rank:
+            raise fault
+        if isinstance(described, str):
+            described = f"rank {rank}: {described}"
+        raise _error(described)
+
     def _shared(self, read: Callable[[], T], reads: bool, over_all: bool) -> Any:
         fault: Exception | None = None
         message: Any = None

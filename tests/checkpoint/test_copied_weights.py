@@ -22,7 +22,7 @@ from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.pool import Seat
-from hybridtron.problems import ConfigError, Problem
+from hybridtron.problems import ConfigError, Problem, Unusable
 from hybridtron.train import start
 from tests.checkpoint.conftest import Write, trained
 from tests.conftest import random_batch, serving, small_run
@@ -145,6 +145,34 @@ def test_replicas_read_initial_weights_once_together(
     if precision == "fp32":  # with bf16 each rank also reads the weights of which it has elements of masters
         assert total == stored
         assert max(read["model"] for _, read in results) < stored
+
+
+def failed(seat: Seat, precision: str) -> str:
+    """Build an engine with initial weights, of which one read of rank 1 fails; return the error."""
+    config = config_of(seat.world_size, precision)
+    phase = resolve(config)[0]
+    reads: list[str] = []
+
+    def load(name: str) -> Tensor:
+        reads.append(name)
+        if seat.rank == 1 and (precision == "fp32" or reads.count(name) > 1):  # in bf16, the read of the masters
+            raise OSError(5, "the file vanished")
+        return torch.zeros(phase.table[name].shape)
+
+    with seat.groups(config.parallel) as groups:
+        try:
+            Engine(phase, groups, load)
+        except (OSError, Unusable) as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_all_ranks_fail_if_a_reader_of_initial_weights_fails(precision: str) -> None:
+    """The other rank does not wait for the reader's broadcast."""
+    first, second = run_distributed(failed, 2, precision, timeout_s=100)
+    assert first == "Unusable: rank 1: OSError: [Errno 5] the file vanished"
+    assert second == "OSError: [Errno 5] the file vanished"
 
 
 def refused(seat: Seat, folder: Path) -> list[Problem]:

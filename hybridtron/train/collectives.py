@@ -6,7 +6,7 @@ At a hang each rank writes its recent collectives to RUN/logs/collectives-RANK.j
 collectives, so calls with the same number belong together. The rank is, in this order,
 
     1. the one that called another operation, or with another size, than most ranks of its group,
-    2. the one for which others wait in a collective, while it waits for nobody,
+    2. the one for which others wait in a collective, while it waits for nobody, or has written no file,
     3. if all wait, the one for which most calls wait: it has called its groups in another order.
 
 Importing this module does not import torch.
@@ -30,6 +30,9 @@ from hybridtron.train.jsonl import write_whole
 
 TOGETHER_S = 60.0  # seconds in which all ranks write their files after a hang
 FILE_BYTES = 2**26  # largest file that is read
+FILES = "collectives-*.json"
+MOST_BYTES = 2**24  # all files that a watchdog or a supervisor compares, because it must not take long
+COMMAND = "python -m hybridtron.train.collectives"
 MOST_NAMED = 8  # ranks that a message names
 # operations to which all ranks pass tensors of the same sizes
 EQUAL = ("all_reduce", "allreduce", "broadcast", "all_gather", "allgather", "reduce_scatter")
@@ -71,6 +74,7 @@ class RankCalls:
 
     waits: True if the rank's main thread waited for other ranks, or a collective had not ended
     lost: True if earlier calls are not known any more
+    started, ranks: the time at which this start of all ranks began, and the number of ranks
     groups: name -> global ranks
     """
 
@@ -78,6 +82,8 @@ class RankCalls:
     written: float
     waits: bool
     lost: bool
+    started: float
+    ranks: int
     groups: Mapping[str, Sequence[int]]
     calls: Sequence[Call]
 
@@ -110,27 +116,53 @@ class Divergence:
 
 
 def write_calls(logs: Path, rank: int, recorded: Mapping[str, Any], waits: bool) -> None:
-    """Write this rank's recent collectives for `read_calls`. Raises OSError if the disk fails."""
+    """Write this rank's recent collectives, with `started` and `ranks`, for `read_calls`.
+
+    Raises OSError if the disk fails.
+    """
     content = {"rank": rank, "written": time.time(), "waits": waits, **recorded}
     write_whole(logs / f"collectives-{rank}.json", json.dumps(content))
 
 
 def read_calls(logs: Path, since: float) -> list[RankCalls]:
-    """Read the files that ranks wrote since a time. A file that can't be read is left out."""
+    """Read the files that ranks wrote since a time, of the last start of all ranks. Unreadable files are left out.
+
+    Each start counts its groups and calls anew, so files of two starts can't be compared.
+    """
     ranks: list[RankCalls] = []
-    for path in sorted(logs.glob("collectives-*.json")):
+    for path in sorted(logs.glob(FILES)):
         try:
             values = json_of(read_regular(path, FILE_BYTES))
             calls = [Call.of(call) for call in values["calls"]]
             groups = {str(name): [int(rank) for rank in members] for name, members in values["groups"].items()}
             written = float(values["written"])
             waits = bool(values["waits"]) or not all(call.ended for call in calls)
-            of_rank = RankCalls(int(values["rank"]), written, waits, bool(values["lost"]), groups, calls)
-        except (OSError, NotParsed, AttributeError, KeyError, TypeError, ValueError):
+            start = (float(values["started"]), int(values["ranks"]))
+            of_rank = RankCalls(int(values["rank"]), written, waits, bool(values["lost"]), *start, groups, calls)
+        except (OSError, NotParsed, AttributeError, KeyError, TypeError, ValueError, OverflowError):
             continue
         if written >= since:
             ranks.append(of_rank)
-    return ranks
+    last = max((of_rank.started for of_rank in ranks), default=0.0)
+    return [of_rank for of_rank in ranks if of_rank.started == last]
+
+
+def compare_at_hang(logs: Path, since: float) -> Divergence | None:
+    """Compare the files that ranks wrote since a time, for a process that this must neither end nor keep for long.
+
+    Its rank is -1, and its description says why, if the files can't be compared or are too large.
+    """
+    try:
+        size = sum(path.stat().st_size for path in logs.glob(FILES))
+        if size > MOST_BYTES:
+            return Divergence(-1, f"collectives of {size / 1e6:.0f} MB are not compared here: {COMMAND} {logs.parent}")
+        ranks = read_calls(logs, since)
+        divergence = first_divergence(ranks)
+    except Exception as error:
+        return Divergence(-1, f"the collectives can't be compared: {error!r}")
+    if divergence is None or len(ranks) >= ranks[0].ranks:
+        return divergence
+    return Divergence(divergence.rank, f"{divergence.what} ({len(ranks)} of {ranks[0].ranks} ranks have written)")
 
 
 def first_divergence(ranks: Iterable[RankCalls]) -> Divergence | None:
@@ -156,7 +188,7 @@ def _other_call(by_rank: Mapping[int, RankCalls]) -> Divergence | None:
     place = f"as number {call.number} of group {call.group}"
     peers = _named(peer for peer, its_call in calls.items() if its_call.words == usual)
     what = f"{_named(odd)} called {call.words} {place}, but {peers} called {usual}"
-    if 2 * votes == len(calls):
+    if 2 * votes <= len(calls):
         return Divergence(-1, f"{what}: without a majority, each may be wrong")
     return Divergence(rank, what)
 
@@ -175,7 +207,8 @@ def _missing_call(by_rank: Mapping[int, RankCalls]) -> Divergence | None:
         return None
     idle = [rank for rank in lacks if rank not in by_rank or not by_rank[rank].waits]
     if idle:
-        rank = min(idle, key=lambda rank: min(call.time for _, call in lacks[rank]))
+        # a rank that has written first: another may only not have written yet
+        rank = min(idle, key=lambda rank: (rank not in by_rank, min(call.time for _, call in lacks[rank])))
         state = "waits for nobody" if rank in by_rank else "has written no file"
     else:
         rank = max(lacks, key=lambda rank: (len(lacks[rank]), -rank))

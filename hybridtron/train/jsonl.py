@@ -37,6 +37,14 @@ def read_lines(path: Path, tail: int | None = None) -> list[dict[str, Any]]:
     return records
 
 
+def written_at(path: Path) -> int | None:
+    """Return a file's modification time in ns; None if the file does not exist."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically.
 

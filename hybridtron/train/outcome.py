@@ -118,6 +118,7 @@ class Failures:
         self.rank = rank
         # index of the node and process id of every rank; empty until all ranks have joined
         self.processes: list[tuple[int, int]] = []
+        self.started = 0.0  # rank 0's clock when all ranks had joined, in seconds since 1970, on all ranks
         self.progress = Progress()
 
     def record_error(self, error: BaseException) -> FailedElsewhere | None:

@@ -158,6 +158,7 @@ def join_ranks(config: Config, failures: Failures, pipe: SectionPipe) -> Groups:
         # only if the interpreter is stuck and the watchdog's thread can't run.
         groups = start_groups(config.parallel, timeout_s=max(2 * config.run.timeout, START_S))
         failures.processes = node_pids(groups.control)
+        failures.started = groups.control.once(time.time)
     return groups
 
 

@@ -5,10 +5,11 @@ calls `beat` whenever a new part of its work begins, such as a step or a checkpo
 `run.timeout` seconds. If it does not, the watchdog
 
     1. writes the stacks of all Python threads to logs/stacks-RANK.txt, and the recent collectives to
-       logs/collectives-RANK.json (`collectives.py` finds the first rank that diverged),
-    2. records the failure in outcome.json,
+       logs/collectives-RANK.json,
+    2. records the failure in outcome.json, and prints it,
     3. makes the loader's worker processes write their stacks to stderr, and kills them,
-    4. ends this process with exit code 1 by os._exit, which works even if the main thread is stuck in native code.
+    4. on the rank that has failed first: prints the first rank whose collectives differ (`collectives.py`),
+    5. ends this process with exit code 1 by os._exit, which works even if the main thread is stuck in native code.
 
 A launcher such as torchrun then ends the other ranks, and the next start resumes the run.
 
@@ -38,7 +39,8 @@ from typing import Self
 
 from hybridtron.data.loader import STACKS
 from hybridtron.parallel.recorded_calls import recorded_calls
-from hybridtron.train.collectives import TOGETHER_S, first_divergence, read_calls, write_calls
+from hybridtron.train.collectives import TOGETHER_S, compare_at_hang, write_calls
+from hybridtron.train.jsonl import written_at
 from hybridtron.train.outcome import Failures, process_fault, waits_for_others
 from hybridtron.train.supervisor.sections import Section, SectionPipe, SectionWork
 
@@ -46,6 +48,7 @@ from hybridtron.train.supervisor.sections import Section, SectionPipe, SectionWo
 # written before a launcher that has lost another rank kills this process too.
 BACKSTOP_S = 4.0
 LAST_WORDS_S = 10.0  # seconds in which the watchdog must record a failure and end the process
+FILES_S = 2.0  # seconds in which the other ranks must write their collectives
 WORKERS_S = 0.5  # seconds for worker processes to write their stacks
 LOADING = "/torch/utils/data/dataloader.py"  # the file whose functions wait for worker processes
 
@@ -65,6 +68,7 @@ class Watchdog:
         self._ended = threading.Event()
         self._main = threading.get_ident()
         self._signal: SignalThread | None = None
+        self._writing = threading.Lock()  # the watchdog and a signal may write the same file
 
     def __enter__(self) -> Self:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,12 +121,15 @@ class Watchdog:
         faulthandler.dump_traceback_later(LAST_WORDS_S, exit=True, file=self._file)
         try:
             workers = multiprocessing.active_children()
-            self._record(reason, workers)
+            is_first = self._record(reason, workers)
             _end_all(workers)  # a worker that hangs would outlive this process
+            if is_first:
+                self._compare_calls()  # last, because it reads the files of all ranks
         finally:
             os._exit(1)
 
-    def _record(self, reason: str, workers: Sequence[BaseProcess]) -> None:
+    def _record(self, reason: str, workers: Sequence[BaseProcess]) -> bool:
+        """Record and print the failure; return True if no other rank has failed first."""
         frames = self._frames()
         waiting = waits_for_others(frames)
         reason = "; ".join([f"{reason}; the main thread is {_where(frames)}", *_faults(workers)])
@@ -134,9 +141,23 @@ class Watchdog:
             reported = reason
         else:
             reported = f"{reason}; rank {first} failed first: {first_reason}"
-        if divergence := first_divergence(read_calls(self.path.parent, time.time() - TOGETHER_S)):
-            reported = f"{reported}\ncollectives: {divergence.what}"
         os.write(2, f"rank {self.failures.rank}: {reported}\nstacks: {self.path}\n".encode())
+        return first == self.failures.rank
+
+    def _compare_calls(self) -> None:
+        """Print the first rank whose collectives differ. Ranks that exceed their time limits later write later."""
+        logs = self.path.parent
+        until = time.monotonic() + FILES_S
+        while time.monotonic() < until and not self._all_have_written():
+            time.sleep(0.1)
+        if divergence := compare_at_hang(logs, time.time() - TOGETHER_S):
+            os.write(2, f"rank {self.failures.rank}: collectives: {divergence.what}\n".encode())
+
+    def _all_have_written(self) -> bool:
+        """Return True if all ranks have written their collectives in this start."""
+        ranks = range(len(self.failures.processes))
+        times = [written_at(self.path.with_name(f"collectives-{rank}.json")) for rank in ranks]
+        return all(at is not None and at >= self.failures.started * 1e9 for at in times)
 
     def _frames(self) -> list[FrameType]:
         """Return the main thread's stack, which begins with the innermost call."""
@@ -146,8 +167,10 @@ class Watchdog:
         """Write this rank's recent collectives. Nothing may keep the watchdog from its work."""
         try:
             recorded = recorded_calls()
+            recorded |= {"started": self.failures.started, "ranks": len(self.failures.processes)}
             if any(len(ranks) > 1 for ranks in recorded["groups"].values()):
-                write_calls(self.path.parent, self.failures.rank, recorded, waits_for_others(self._frames()))
+                with self._writing:
+                    write_calls(self.path.parent, self.failures.rank, recorded, waits_for_others(self._frames()))
         except Exception as error:
             os.write(2, f"rank {self.failures.rank}: its collectives can't be written: {error!r}\n".encode())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from typing import Any
 import pytest
 
 from hybridtron.data.loader import STACKS
-from hybridtron.train.collectives import Divergence, first_divergence, main, read_calls, write_calls
+from hybridtron.train import collectives
+from hybridtron.train.collectives import Divergence, compare_at_hang, first_divergence, main, read_calls, write_calls
 
 REDUCE = "gloo:all_reduce"
 GROUPS = {"all": [0, 1, 2, 3], "01": [0, 1], "23": [2, 3], "02": [0, 2], "13": [1, 3]}
@@ -29,12 +31,17 @@ def waiting_call(group: str, number: int, name: str = REDUCE, **changed: Any) ->
 
 
 def divergence_of(
-    logs: Path, calls: Mapping[int, Sequence[dict[str, Any]]], idle: Sequence[int] = (), lost: bool = False
+    logs: Path,
+    calls: Mapping[int, Sequence[dict[str, Any]]],
+    idle: Sequence[int] = (),
+    lost: bool = False,
+    started: float = 5.0,
 ) -> Divergence | None:
     """Write the files of ranks, and compare them. All but the ranks `idle` wait for others."""
     for rank, of_rank in calls.items():
         groups = {name: ranks for name, ranks in GROUPS.items() if rank in ranks}
-        write_calls(logs, rank, {"groups": groups, "calls": of_rank, "lost": lost}, rank not in idle)
+        recorded = {"groups": groups, "calls": of_rank, "lost": lost, "started": started, "ranks": 4}
+        write_calls(logs, rank, recorded, rank not in idle)
     return first_divergence(read_calls(logs, since=0.0))
 
 
@@ -63,6 +70,56 @@ def test_two_ranks_that_differ_are_both_suspect(tmp_path: Path) -> None:
     assert divergence is not None
     assert divergence.rank == -1
     assert "without a majority" in divergence.what
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 3), (1, 1, 2, 2, 3)])
+def test_no_rank_is_named_without_a_majority(sizes: Sequence[int], tmp_path: Path) -> None:
+    divergence = divergence_of(tmp_path, {rank: [waiting_call("all", 7, sizes=[[n]])] for rank, n in enumerate(sizes)})
+    assert divergence is not None
+    assert divergence.rank == -1
+    assert "without a majority" in divergence.what
+
+
+def test_idle_rank_is_named_before_ranks_that_have_not_written_yet(tmp_path: Path) -> None:
+    calls = {0: [waiting_call("all", 7)], 3: [call("all", 6)]}
+    divergence = divergence_of(tmp_path, calls, idle=[3])
+    assert divergence is not None
+    assert divergence.rank == 3
+    compared = compare_at_hang(tmp_path, since=0.0)
+    assert compared is not None
+    assert compared.what == f"{divergence.what} (2 of 4 ranks have written)"
+
+
+def test_files_of_an_earlier_start_are_left_out(tmp_path: Path) -> None:
+    """Numbers of calls begin anew in each start."""
+    divergence_of(tmp_path, {rank: [waiting_call("all", 7, sizes=[[9]])] for rank in range(4)}, started=5.0)
+    assert divergence_of(tmp_path, {rank: [waiting_call("all", 7)] for rank in range(3)}, started=6.0) is not None
+    assert [of_rank.rank for of_rank in read_calls(tmp_path, since=0.0)] == [0, 1, 2]
+    assert divergence_of(tmp_path, {3: [waiting_call("all", 7)]}, started=6.0) is None
+
+
+def test_comparison_at_a_hang_neither_fails_nor_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compare_at_hang(tmp_path, since=0.0) is None
+    divergence_of(tmp_path, {rank: [waiting_call("all", 7)] for rank in range(4)})
+    assert compare_at_hang(tmp_path, since=0.0) is None
+    monkeypatch.setattr(collectives, "MOST_BYTES", 100)
+    refused = compare_at_hang(tmp_path, since=0.0)
+    assert refused is not None
+    assert refused.rank == -1
+    assert "are not compared here: python -m hybridtron.train.collectives" in refused.what
+    monkeypatch.undo()
+    monkeypatch.setattr(collectives, "first_divergence", lambda _: 1 // 0)
+    failed = compare_at_hang(tmp_path, since=0.0)
+    assert failed is not None
+    assert "can't be compared: ZeroDivisionError" in failed.what
+
+
+def test_file_with_an_infinite_number_is_left_out(tmp_path: Path) -> None:
+    divergence_of(tmp_path, {rank: [waiting_call("all", 7)] for rank in range(4)})
+    path = tmp_path / "collectives-2.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "rank": float("inf")}))
+    assert [of_rank.rank for of_rank in read_calls(tmp_path, since=0.0)] == [0, 1, 3]
 
 
 def test_rank_that_waits_for_nobody_is_first_although_others_lack_calls(tmp_path: Path) -> None:

@@ -8,14 +8,16 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hybridtron.problems import ConfigError, Problem
 from hybridtron.train import outcome, watchdog
+from hybridtron.train.collectives import Divergence
 from hybridtron.train.outcome import FailedElsewhere, Failures, Preempted, process_fault, record_unfinished
 from hybridtron.train.supervisor.sections import Section, SectionPipe
 from hybridtron.train.watchdog import Watchdog
@@ -38,6 +40,9 @@ class Clock:
         self.now = 0.0
 
     def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
@@ -89,6 +94,74 @@ def test_a_hanging_process_is_dumped_recorded_and_ended(
     stacks = (tmp_path / "logs" / "stacks-3.txt").read_text()
     assert "test_a_hanging_process" in stacks
     assert "the first step did not end" in stacks
+
+
+@pytest.mark.parametrize("first", [2, 3])
+def test_collectives_are_compared_last_and_by_the_first_rank_alone(
+    first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, capfd: pytest.CaptureFixture[str]
+) -> None:
+    failures = connected(tmp_path, 3)
+    if first == 2:
+        connected(tmp_path, 2).record("failed", "a bad disk", 2)
+    order: list[str] = []
+
+    def end(_: int) -> None:
+        order.append("exit")
+
+    def compare(logs: Path, since: float) -> Divergence:
+        order.append("compare")
+        return Divergence(1, "rank 1 waits for nobody")
+
+    monkeypatch.setattr(watchdog.os, "_exit", end)
+    monkeypatch.setattr(watchdog, "LAST_WORDS_S", 600.0)
+    monkeypatch.setattr(watchdog, "_end_all", lambda _: order.append("end workers"))
+    monkeypatch.setattr(watchdog, "compare_at_hang", compare)
+    with Watchdog(failures, 600.0, SectionPipe({})) as watched:
+        watched._end("the first step did not end")
+    said = capfd.readouterr().err
+    assert f"stacks: {watched.path}\n" in said
+    if first == 2:
+        assert order == ["end workers", "exit"]
+    else:
+        assert order == ["end workers", "compare", "exit"]
+        assert said.endswith("rank 3: collectives: rank 1 waits for nobody\n")
+        assert watchdog.FILES_S <= clock.now < watchdog.FILES_S + 1  # no other rank has written
+
+
+def test_comparison_waits_for_the_files_of_this_start(tmp_path: Path) -> None:
+    failures = connected(tmp_path, 0)
+    failures.started = 1000.0
+    watched = Watchdog(failures, 600.0, SectionPipe({}))
+    (tmp_path / "logs").mkdir()
+    paths = [tmp_path / "logs" / f"collectives-{rank}.json" for rank in range(4)]
+    for path in paths:
+        assert not watched._all_have_written()
+        path.touch()
+    assert watched._all_have_written()
+    os.utime(paths[2], (999.0, 999.0))
+    assert not watched._all_have_written()
+
+
+def test_two_threads_do_not_write_collectives_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: list[int] = []
+    most: list[int] = []
+
+    def write(logs: Path, rank: int, recorded: Mapping[str, Any], waits: bool) -> None:
+        inside.append(1)
+        time.sleep(0.05)
+        most.append(len(inside))
+        inside.pop()
+
+    recorded = {"groups": {"all": [0, 1]}, "calls": [], "lost": False}
+    monkeypatch.setattr(watchdog, "recorded_calls", lambda: dict(recorded))
+    monkeypatch.setattr(watchdog, "write_calls", write)
+    watched = Watchdog(connected(tmp_path, 0), 600.0, SectionPipe({}))
+    threads = [threading.Thread(target=watched._write_calls) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1, 1]
 
 
 def connected(run: Path, rank: int) -> Failures:

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridtron.config.checks.export import newest_step
-from hybridtron.train.collectives import first_divergence, read_calls
-from hybridtron.train.jsonl import read_record
+from hybridtron.train.collectives import compare_at_hang
+from hybridtron.train.jsonl import read_record, written_at
 from hybridtron.train.outcome import EXIT_PREEMPTED
 from hybridtron.train.outcome import FILE as OUTCOME
 from hybridtron.train.supervisor import faults
@@ -284,7 +284,7 @@ class Coordinator:
         """Add to a hang the first rank whose collectives differ. It is named if the ranks' work names none."""
         if not fault.cause.startswith("hung"):
             return
-        divergence = first_divergence(read_calls(self.plan.run_dir / "logs", self.looked_at - CLOCKS_S))
+        divergence = compare_at_hang(self.plan.run_dir / "logs", self.looked_at - CLOCKS_S)
         if divergence is None:
             return
         fault.detail = f"{fault.detail}; {divergence.what}"
@@ -431,14 +431,6 @@ def _suspicion(report: Message, rank: int) -> tuple[int, int, int]:
     else:
         kind = 3
     return kind, report.get("pieces", 0), rank
-
-
-def written_at(path: Path) -> int | None:
-    """Return a file's modification time in ns; None if the file does not exist."""
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return None
 
 
 def free_port() -> int:

@@ -140,8 +140,8 @@ def test_collectives_name_the_rank_of_a_hang_in_which_all_are_at_the_same_point(
     nodes.message(0, "hung")
     for task in range(4):
         name = "gloo:barrier" if task == 2 else "gloo:all_reduce"
-        recorded = {"groups": {"0": [0, 1, 2, 3]}, "calls": [{**call, "name": name}], "lost": False}
-        write_calls(tmp_path / "logs", task, recorded, waits=True)
+        recorded = {"groups": {"0": [0, 1, 2, 3]}, "calls": [{**call, "name": name}], "lost": False, "started": 5.0}
+        write_calls(tmp_path / "logs", task, {**recorded, "ranks": 4}, waits=True)
         nodes.work(task)
     nodes.coordinator.tick(0.0)
     fault = nodes.coordinator.fault

@@ -28,23 +28,36 @@ from hybridtron.problems import did_you_mean
 from hybridtron.proving.measuring import BenchReport, markdown
 from studies.again import length_parts as length
 from studies.again import parts, verdicts
+from studies.judge import Said
 from studies.judge import notes as judged_by
 from studies.papers.claim import Kept
 from studies.results import Results, results_of
 from studies.study import Measured, Plan, conduct, parse
 
 HEADER = ("claim", "ours", "verdict")
+Shown = tuple[str, tuple[str, ...], Sequence[tuple[str, ...]]]
+"""A table that decides nothing: title, header and rows."""
+
+
+def nothing(kept: Kept) -> Iterator[Shown]:
+    """Yield no tables."""
+    return iter(())
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Runs, their data, and the claims that their results decide."""
+    """Runs, their data, and the claims that their results decide.
+
+    before: results of another study, whose seeds were known when the rules were written
+    tables: further tables of the page
+    """
 
     title: str
     prepare: Callable[[], None]
     plan: Callable[[], Plan]
     claims: Callable[[], Iterator[verdicts.Claim]]
-    before: Measured = field(default_factory=dict)  # results of another study that the claims need too
+    before: Measured = field(default_factory=dict)
+    tables: Callable[[Kept], Iterator[Shown]] = nothing
 
 
 def main(arguments: list[str]) -> int:
@@ -55,7 +68,7 @@ def main(arguments: list[str]) -> int:
         experiment.prepare()
     while True:
         known = set(experiment.plan())
-        code = conduct(chosen, experiment.plan, partial(write, name, experiment, chosen))
+        code = conduct(chosen, experiment.plan, partial(write, name, experiment))
         if code or chosen.measure or set(experiment.plan()) == known:  # results can add parts to the plan
             return code
 
@@ -83,18 +96,28 @@ def of_length(chosen: argparse.Namespace) -> Experiment:
         if setting := length.chosen(trial, kept):
             yield from verdicts.of_length(setting.context)
 
+    def tables(measured: Kept) -> Iterator[Shown]:
+        tried = length.tried(trial, kept)
+        title = f"All {len(tried)} configurations that were tried, on one seed: the first one is confirmed"
+        yield title, ("configuration", f"logarithm of the rise at {length.AT}x"), length.trial_rows(tried)
+        if setting := length.chosen(trial, kept):
+            part = length.confirmed_part(sizes, chosen.runs, chosen.data, setting)
+            rows = list(length.confirmed_rows(sizes, part, setting.context, measured))
+            yield "Perplexity of all models, by contexts into the text", length.confirmed_header(sizes), rows
+
     return Experiment(
         "Length generalization",
         lambda: length.write_text(sizes, chosen.data),
         lambda: length.planned(sizes, chosen.runs, chosen.data, kept),
         claims,
+        tables=tables,
     )
 
 
 def of_copying(chosen: argparse.Namespace) -> Experiment:
     sizes = parts.copying_sizes(chosen.quick)
     return Experiment(
-        "Copying in rows that end with the string",
+        "Copying in rows of one string",
         lambda: story.write_copying_data(sizes, chosen.runs),
         lambda: {"copying": story.part_of("copying", sizes, chosen.runs)},
         verdicts.of_copying,
@@ -104,20 +127,22 @@ def of_copying(chosen: argparse.Namespace) -> Experiment:
 def of_span(chosen: argparse.Namespace) -> Experiment:
     sizes = parts.span_sizes(chosen.quick)
     return Experiment(
-        "Spans with ten seeds",
+        "Spans with seven new seeds",
         lambda: span.write_rows(sizes, chosen.data),
         lambda: {"span": span.part_of(sizes, chosen.runs, chosen.data)},
         verdicts.of_spans,
+        earlier(chosen, parts.spans_before),
     )
 
 
 def of_grown(chosen: argparse.Namespace) -> Experiment:
     sizes = parts.grown_sizes(chosen.quick)
     return Experiment(
-        "HAX grown, five seeds",
+        "HAX grown, five new seeds",
         lambda: grown.write_samples(sizes, chosen.data),
         lambda: {"grown": grown.part_of(sizes, chosen.runs, chosen.data)},
         verdicts.of_grown,
+        earlier(chosen, parts.grown_before),
     )
 
 
@@ -132,14 +157,20 @@ def of_keys(chosen: argparse.Namespace) -> Experiment:
 
 
 def of_recall(chosen: argparse.Namespace) -> Experiment:
-    before = parts.recall_before(chosen.runs, chosen.data)
     return Experiment(
-        "Joint recall with more seeds",
+        "Joint recall with new seeds",
         lambda: recall.write_rows(parts.recall_sizes(chosen.quick), chosen.data),
         lambda: parts.recall_plan(chosen.quick, chosen.runs, chosen.data),
         verdicts.of_recall,
-        before,
+        earlier(chosen, parts.recall_before),
     )
+
+
+def earlier(chosen: argparse.Namespace, read: Callable[[Path, Path], Measured]) -> Measured:
+    """Read another study's results; a quick experiment's models are not comparable with them."""
+    if chosen.quick:
+        return {}
+    return read(chosen.runs, chosen.data)
 
 
 EXPERIMENTS: dict[str, Callable[[argparse.Namespace], Experiment]] = {
@@ -155,12 +186,11 @@ EXPERIMENTS: dict[str, Callable[[argparse.Namespace], Experiment]] = {
 def write(
     name: str,
     experiment: Experiment,
-    chosen: argparse.Namespace,
     measured: Measured,
     more: list[str],
     output: Path,
 ) -> None:
-    """Write the page: verdicts, and every configuration that was tried in a search."""
+    """Write the page: verdicts, the same with earlier seeds, and the experiment's own tables."""
     minutes = sum(result.minutes for part in measured.values() for _, result in part)
     count = sum(map(len, measured.values()))
     notes = [
@@ -168,18 +198,20 @@ def write(
         f"{count} runs, {minutes / 60:.1f} hours of steps",
     ]
     report = BenchReport(experiment.title, notes=[*notes, *judged_by(), *more])
-    kept = Kept({**experiment.before, **measured}, {})
+    plan = experiment.plan()
     rows = []
+    together = []
     for claim in experiment.claims():
-        verdict = verdicts.judged(claim, kept)
+        verdict = verdicts.judged(claim, measured, plan)
         rows.append((claim.says, verdict.numbers, verdict.said.value))
+        if experiment.before and verdict.said is not Said.WAITS:
+            verdict = verdicts.with_earlier(claim, measured, experiment.before)
+            together.append((claim.says, verdict.numbers, verdict.said.value))
     report.table("Claims", HEADER, rows)
-    if length.TRIAL in measured:
-        sizes = length.QUICK if chosen.quick else length.STUDY
-        tried = length.tried(length.trial_part(sizes, chosen.runs, chosen.data), Results(chosen.results))
-        of_trial = [(str(setting), f"{rise:+.4f}") for setting, rise in length.rows_of(tried)]
-        title = f"All {len(tried)} configurations that were tried, on one seed: the first one is confirmed"
-        report.table(title, ("configuration", f"logarithm of the rise at {length.AT}x"), of_trial)
+    if together:
+        report.table("The same with the earlier study's seeds, which decide nothing", HEADER, together)
+    for title, header, cells in experiment.tables(Kept(measured, {})):
+        report.table(title, header, cells)
     page = markdown(report, f"python -m studies.again {name}")
     (output / f"{name}.md").write_text(page, encoding="utf-8")
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from hybridtron.sweep.grid import SweepRun
-from studies.long_text import Beyond, Curve
+from hybridtron.sweep.grid import SEED, SweepRun
+from studies.long_text import Beyond, Curve, held_out_rows, spread
 from studies.papers import length_runs
-from studies.papers.length_views import SAME_TEXT, Found, Rise
+from studies.papers.claim import Kept
+from studies.papers.length_views import SAME_TEXT, Measures, Rise, rises
 from studies.papers.studies import PACKAGES
 from studies.results import Part, Result, Results
 from studies.study import Plan, selected
@@ -21,30 +24,34 @@ CONFIRMED = "length"
 LR = "phases.0.lr"
 CONTEXT = "phases.0.seq_len"
 TOKENS_OF_STEP = 4096
-AT = 64  # contexts into the text where the trial's rises are compared
+AT = 64  # contexts into the text where rises are compared
+MAMBA_CONTEXT = 64  # Mamba's rate and context are those of studies/papers/length.yaml
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Sizes for the real experiment, or for a quick one that takes minutes.
 
+    far: contexts in each of the rows, and number of rows, of a further measurement that no claim reads
     variants: of the confirmation; None: all
     trial: settings that are tried, by variant, rate and context; None: all
     """
 
     measured: length_runs.Sizes
+    far: tuple[int, int]
     variants: tuple[str, ...] | None = None
     trial: tuple[tuple[str, str, str], ...] | None = None
-    seeds: tuple[str, ...] = ("1", "2", "3")
+    seeds: tuple[str, ...] | None = None  # None: all
     packages: tuple[str, ...] = PACKAGES
 
 
-STUDY = Sizes(replace(length_runs.STUDY, multiples=256, rows=16))
+STUDY = Sizes(length_runs.STUDY, far=(256, 16))
 QUICK = Sizes(
-    replace(length_runs.QUICK, multiples=64, rows=2),
+    replace(length_runs.QUICK, multiples=AT, rows=2),
+    far=(AT, 2),
     variants=("base", "zero-100", "passing-100"),
     trial=(("state-64", "2e-3", "32"), ("state-64", "2e-3", "64")),
-    seeds=("1",),
+    seeds=("4",),
     packages=(),
 )
 
@@ -96,31 +103,31 @@ def confirmed_part(sizes: Sizes, runs: Path, data: Path, setting: Setting) -> Pa
     """Return the runs that the found setting is confirmed with."""
     model = next(run for run in trial_part(sizes, runs, data).sweep.runs if Setting.of(run) == setting).settings
     layers = next(text for text in model if text.startswith("model.layers.M="))
-    contexts = {"context-half": setting.context // 2, "context-double": 2 * setting.context, "mamba": MAMBA_CONTEXT}
 
     def more(run: SweepRun) -> tuple[str, ...] | None:
-        known = sizes.variants is None or run.variant in sizes.variants
-        if not known or run.values["run.seed"] not in sizes.seeds:
+        wanted = sizes.variants is None or run.variant in sizes.variants
+        if not wanted or (sizes.seeds is not None and run.values[SEED] not in sizes.seeds):
             return None
         if run.start is not None:
             return ()
-        context = contexts.get(run.variant, setting.context)
+        context = context_of(run.variant, setting.context)
         settings = trained_settings(sizes, data, context)
         if run.variant == "mamba":
             return (*settings, f"{CONTEXT}={context}")
         return (*settings, layers, f"{LR}={setting.lr}", f"{CONTEXT}={context}")
 
-    def found(run: SweepRun, path: Path) -> object:
-        context = setting.context
-        if run.variant.startswith("mamba"):
-            context = MAMBA_CONTEXT
-        return measure(sizes, contexts.get(run.variant, context), run.start is None, path)
+    def measured(run: SweepRun, path: Path) -> object:
+        return measure(sizes, context_of(run.variant, setting.context), run.start is None, path)
 
     sweep, folder = selected(HERE / "length.yaml", runs / CONFIRMED, more)
-    return Part(sweep, folder, found, asked(sizes))
+    return Part(sweep, folder, measured, asked(sizes))
 
 
-MAMBA_CONTEXT = 64  # Mamba's rate and context are those of studies/papers/length.yaml
+def context_of(variant: str, context: int) -> int:
+    """Return a variant's training context; `context` is the one that the trial found."""
+    if variant.startswith("mamba"):
+        return MAMBA_CONTEXT
+    return {"context-half": context // 2, "context-double": 2 * context}.get(variant, context)
 
 
 def trained_settings(sizes: Sizes, data: Path, context: int) -> tuple[str, ...]:
@@ -139,36 +146,54 @@ def trained_settings(sizes: Sizes, data: Path, context: int) -> tuple[str, ...]:
     )
 
 
-def measure(sizes: Sizes, context: int, base: bool, run: Path) -> dict[str, object]:
-    return length_runs.of_run(run, sizes.measured, base, context)
+def measure(sizes: Sizes, context: int, base: bool, run: Path) -> dict[str, Any]:
+    return {**length_runs.of_run(run, sizes.measured, base, context), "far": measure_far(sizes, context, run)}
 
 
-def asked(sizes: Sizes) -> dict[str, int]:
-    return {name: getattr(sizes.measured, name) for name in ("multiples", "rows", "remembered")}
+def measure_far(sizes: Sizes, context: int, run: Path) -> dict[str, Any]:
+    """Measure perplexity of the last checkpoint in fewer rows, which are longer."""
+    from hybridtron.cli.arguments import newest_checkpoint
+    from hybridtron.evaluate.held_out import trained_model
+    from hybridtron.inference.reader import reader
+
+    model, config, seq_len = trained_model(newest_checkpoint(run), None)
+    multiples, rows = sizes.far
+    tokens_BT = held_out_rows(config.data, context * multiples + 1, rows)
+    return asdict(Beyond.of(reader(model), tokens_BT, seq_len))
+
+
+def asked(sizes: Sizes) -> dict[str, Any]:
+    """Return the sizes of the measurement, which recognise a stored result."""
+    usual = {name: getattr(sizes.measured, name) for name in ("multiples", "rows", "remembered")}
+    return {**usual, "far": list(sizes.far)}
 
 
 def chosen(trial: Part, results: Results) -> Setting | None:
     """Return the setting whose perplexity rises most far beyond its context; None while the trial has runs left."""
-    rises = tried(trial, results)
-    if len(rises) < len(trial.sweep.runs):
+    by_setting = tried(trial, results)
+    if len(by_setting) < len(trial.sweep.runs):
         return None
-    return max(rises, key=rises.__getitem__)
+    return max(by_setting, key=by_setting.__getitem__)
 
 
 def tried(trial: Part, results: Results) -> dict[Setting, float]:
     """Return the rise of each setting that was tried, as a logarithm."""
-    found: dict[Setting, float] = {}
+    by_setting: dict[Setting, float] = {}
     for run in trial.sweep.runs:
         result: Result | None = results.of(TRIAL, trial, run)
         if result is not None:
             setting = Setting.of(run)
-            found[setting] = risen(setting.context, AT, result.measured)
-    return found
+            by_setting[setting] = risen(setting.context, AT, result.measured)
+    return by_setting
 
 
-def risen(context: int, at: int, found: Found) -> float:
+def risen(context: int, at: int, measures: Measures) -> float:
     """Return the logarithm of a ratio: perplexity at some contexts over that of the same tokens within one."""
-    return Beyond(Curve(**found["curve"]), Curve(**found["within"])).risen(context * at)
+    return beyond_of(measures).risen(context * at)
+
+
+def beyond_of(measures: Measures) -> Beyond:
+    return Beyond(Curve(**measures["curve"]), Curve(**measures["within"]))
 
 
 def rise_of(context: int, at: int = AT) -> Rise:
@@ -176,5 +201,34 @@ def rise_of(context: int, at: int = AT) -> Rise:
     return Rise(CONFIRMED, context, at, SAME_TEXT, partial(risen, context, at))
 
 
-def rows_of(rises: dict[Setting, float]) -> Sequence[tuple[Setting, float]]:
-    return sorted(rises.items(), key=lambda pair: -pair[1])
+def trial_rows(by_setting: dict[Setting, float]) -> list[tuple[str, str]]:
+    """Return table rows: each setting that was tried with the logarithm of its rise, the largest first."""
+    first_largest = sorted(by_setting.items(), key=lambda pair: -pair[1])
+    return [(str(setting), f"{rise:+.4f}") for setting, rise in first_largest]
+
+
+def confirmed_header(sizes: Sizes) -> tuple[str, ...]:
+    far, _ = sizes.far
+    return ("model", "seeds", "at its context", f"at {AT}", f"rise at {AT}", f"at {far}", f"rise at {far}")
+
+
+def confirmed_rows(sizes: Sizes, part: Part, context: int, kept: Kept) -> Iterator[tuple[str, ...]]:
+    """Yield table rows: perplexity of every model, by contexts into the text, and its rises.
+
+    The last two columns are those of the further measurement.
+    """
+    far, _ = sizes.far
+    for variant in dict.fromkeys(run.variant for run in part.sweep.runs):
+        own = context_of(variant, context)
+        if results := kept.found(CONFIRMED, variant):
+            usual = [beyond_of(measures) for measures in results]
+            further = [beyond_of(measures["far"]) for measures in results]
+            yield (
+                variant,
+                str(len(results)),
+                spread([beyond.curve.near(own) for beyond in usual]),
+                spread([beyond.curve.near(own * AT) for beyond in usual]),
+                spread([math.exp(rise) for rise in rises(kept, variant, rise_of(own)).values()], 3),
+                spread([beyond.curve.near(own * far) for beyond in further]),
+                spread([math.exp(beyond.risen(own * far)) for beyond in further], 3),
+            )

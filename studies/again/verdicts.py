@@ -9,23 +9,35 @@ from functools import partial
 from typing import Any
 
 from hybridtron.sweep.grid import SEED
-from studies.again.length_parts import CONFIRMED, MAMBA_CONTEXT, rise_of
+from studies.again.length_parts import CONFIRMED, MAMBA_CONTEXT, context_of, rise_of
+from studies.again.parts import RECALL
 from studies.joint_recall.order import CLAIMS as RECALLED
 from studies.joint_recall.order import recalls_more
-from studies.joint_recall.runs import FIRST_SEED, RATE
-from studies.judge import Check, Said, Seeds, Verdict, below, decided, fails, if_failing, within
+from studies.joint_recall.runs import MORE
+from studies.judge import Said, Seeds, Verdict, below, decided, if_failing, within
 from studies.papers.claim import Kept
 from studies.papers.hax import finds_more, lower_loss
-from studies.papers.length_views import FAILS, FLOOR, Rise, parts_of, remembrance, rises, rises_less
+from studies.papers.length_views import (
+    FAILS,
+    fails,
+    failure,
+    more_training,
+    ordered,
+    remembers_less,
+    repairs,
+    rises,
+    steadier,
+)
 from studies.span_study.asked import readings_of
 from studies.span_study.claims import CLAIMS as OF_SPANS
 from studies.span_study.claims import FULL, scores, verdict
-from studies.study import Measured
+from studies.study import Measured, Plan
 
 COPIES = 0.5  # share of them below which a model fails to copy
 LOW_RANKS = (2, 4)
 MODES = ("zero", "random", "fitted", "passing", "tbtt")
-OF_BASE = "{}-500"  # names of models after an intervention
+ORDER = (("passing", "fitted"), ("fitted", "random"), ("passing", "zero"), ("tbtt", "zero"))  # each below the other
+OF_BASE = "{}-500"  # names of models after an intervention, with the number of steps that decides
 OF_MAMBA = "mamba-{}-1000"
 
 
@@ -39,11 +51,26 @@ class Claim:
     judge: Callable[[Kept], Verdict]
 
 
-def judged(claim: Claim, kept: Kept) -> Verdict:
-    """Judge a claim; it waits while results are missing."""
-    if missing := kept.missing({claim.part: claim.variants}):
+def judged(claim: Claim, measured: Measured, plan: Plan) -> Verdict:
+    """Judge a claim; it waits until every planned run of its variants has a result."""
+    if missing := [name for variant in claim.variants for name in missing_of(claim.part, variant, measured, plan)]:
         return Verdict(Said.WAITS, f"no result yet of {', '.join(missing)}")
-    return claim.judge(kept)
+    return claim.judge(Kept(measured, {}))
+
+
+def missing_of(part: str, variant: str, measured: Measured, plan: Plan) -> list[str]:
+    """Name the planned runs of a variant that have no result, or a variant without planned runs."""
+    planned = [run.name for run in plan[part].sweep.runs if run.variant == variant]
+    if not planned:
+        return [variant]
+    finished = {run.name for run, _ in measured.get(part, ())}
+    return [name for name in planned if name not in finished]
+
+
+def with_earlier(claim: Claim, measured: Measured, before: Measured) -> Verdict:
+    """Judge a claim by new and earlier seeds together, which decides nothing."""
+    together = [*before.get(claim.part, ()), *measured[claim.part]]
+    return claim.judge(Kept({claim.part: together}, {}))
 
 
 def of_longest(copied: Mapping[str, float]) -> float:
@@ -56,18 +83,18 @@ def of_copying() -> Iterator[Claim]:
         zero = kept.by_seed("copying", "zero", of_longest)
         passing = kept.by_seed("copying", "passing", of_longest)
         letters = "letters of the longest tested strings"
-        failure = within(f"{letters}, from zero states below {COPIES}", zero, high=COPIES)
-        return if_failing([failure], [below(f"{letters}, zero states below passing", zero, passing)])
+        few = within(f"{letters}, from zero states below {COPIES}", zero, high=COPIES)
+        return if_failing([few], [below(f"{letters}, zero states below passing", zero, passing)])
 
     yield Claim("Table 1: passed states copy longer strings", "copying", ("zero", "passing"), judge)
 
 
 def of_spans() -> Iterator[Claim]:
     def recalls(kept: Kept) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
+        by_variant: dict[str, dict[str, Any]] = {}
         for run, result in kept.measured["span"]:
-            found.setdefault(run.variant, {})[run.values[SEED]] = readings_of(result.measured)
-        return found
+            by_variant.setdefault(run.variant, {})[run.values[SEED]] = readings_of(result.measured)
+        return by_variant
 
     for claim in OF_SPANS:
 
@@ -98,8 +125,9 @@ def of_keys() -> Iterator[Claim]:
     def judge(kept: Kept) -> Verdict:
         zero, fitted = (kept.by_seed("passkey", name, lambda found: found["last"][-1]["value"]) for name in names)
         rise = kept.by_seed("passkey", "mamba", lambda found: math.log(found["rise"]))
-        failure = within("perplexity on text rises", rise, low=math.log(FAILS), ratio=True)
-        return if_failing([failure], [below("keys in the longest rows, zero states below fitted", zero, fitted)])
+        risen = within("perplexity on text rises", rise, low=math.log(FAILS), ratio=True)
+        says = "keys in the longest rows, zero states below fitted"
+        return if_failing([risen], [below(says, zero, fitted, one_start=True)])
 
     yield Claim(
         "Length, Figure 7: tuned from fitted noise, a model finds keys in longer texts", "passkey", names, judge
@@ -107,116 +135,63 @@ def of_keys() -> Iterator[Claim]:
 
 
 def of_recall() -> Iterator[Claim]:
-    for above, below_it in RECALLED:
+    """Yield the claims about two models that both have new seeds."""
+    for better, worse in RECALLED:
+        if better in MORE and worse in MORE:
 
-        def judge(kept: Kept, above: str = above, below_it: str = below_it) -> Verdict:
-            return recalls_more(above, below_it, accuracies(kept.measured))
+            def judge(kept: Kept, better: str = better, worse: str = worse) -> Verdict:
+                return recalls_more(better, worse, {name: accuracies(kept, name) for name in (better, worse)})
 
-        yield Claim(f"HAX, Table 5: {above} above {below_it}", "rates", (above, below_it), judge)
+            yield Claim(f"HAX, Table 5: {better} above {worse}", RECALL, (better, worse), judge)
 
 
-def accuracies(measured: Measured) -> dict[str, Seeds]:
-    """Return accuracies in percent, by model and seed, at the rate that was best with the first seed."""
-    first: dict[str, tuple[float, str]] = {}
-    for run, result in measured["rates"]:
-        first[run.variant] = max(first.get(run.variant, (0.0, "")), (result.measured, run.values[RATE]))
-    found: dict[str, Seeds] = {name: {FIRST_SEED: 100 * best} for name, (best, _) in first.items()}
-    for run, result in (*measured["seeds"], *measured["more"]):
-        found[run.variant] = {**found.get(run.variant, {}), run.values[SEED]: 100 * result.measured}
-    return found
+def accuracies(kept: Kept, variant: str) -> Seeds:
+    """Return a variant's accuracy in percent, by seed."""
+    return kept.by_seed(RECALL, variant, lambda accuracy: 100 * accuracy)
 
 
 def of_length(context: int) -> Iterator[Claim]:
     """Yield the claims of the length paper's figures; `context` is that of the setting that the trial found."""
-    of = partial(Claim, part=CONFIRMED)
-    ours = rise_of(context)
-    mamba = rise_of(MAMBA_CONTEXT)
-    for name, rise, mode in (("base", ours, OF_BASE), ("mamba", mamba, OF_MAMBA)):
-        states = tuple(mode.format(state) for state in MODES)
-        repairs = tuple(mode.format(state) for state in ("zero", "passing", "tbtt"))
-        yield of(f"Figure 2: {name} fails beyond its context", variants=(name,), judge=partial(_fails, name, rise))
-        yield of(
-            f"Figures 1, 5: passing and TBTT repair {name}", variants=repairs, judge=partial(_repaired, mode, rise)
+    claim = partial(Claim, part=CONFIRMED)
+    found = rise_of(context)
+    of_models = (("base", found, OF_BASE), ("mamba", rise_of(MAMBA_CONTEXT), OF_MAMBA))
+    for name, rise, pattern in of_models:
+        states = {state: pattern.format(state) for state in MODES}
+        yield claim(f"Figure 2: {name} fails beyond its context", variants=(name,), judge=fails(name, rise))
+        repaired = (states["passing"], states["tbtt"])
+        yield claim(
+            f"Figures 1, 5: passing and TBTT repair {name}",
+            variants=(states["zero"], *repaired),
+            judge=repairs(repaired, states["zero"], rise),
         )
-        yield of(f"Figure 5: order of interventions, {name}", variants=states, judge=partial(_ordered, mode, rise))
-        yield of(f"Figure 3: {name} fails with more training", variants=(name,), judge=partial(_trained, name, rise))
+        pairs = [(states[less], states[more]) for less, more in ORDER]
+        yield claim(
+            f"Figure 5: order of interventions, {name}",
+            variants=tuple(states.values()),
+            judge=ordered((states["zero"],), *pairs, rise=rise),
+        )
+        yield claim(f"Figure 3: {name} fails with more training", variants=(name,), judge=more_training(name, rise))
     contexts = ("context-half", "base", "context-double")
-    yield of("Figure 2: longer contexts are better", variants=contexts, judge=partial(_contexts, context))
-    yield of("Figure 11: a longer warm-up is worse", variants=("base", "warmup-25"), judge=partial(_warmup, ours))
+    yield claim("Figure 2: longer contexts are better", variants=contexts, judge=partial(_contexts, context))
+    warmups = ("base", "warmup-25")
+    longer = ordered(warmups, warmups, tuned=False, rise=found)
+    yield claim("Figure 11: a longer warm-up is worse", variants=warmups, judge=longer)
+    suitable = ordered(("zero-100",), ("sigma-0.3", "zero-100"), ("zero-100", "sigma-3"), rise=found)
     sigmas = ("zero-100", "sigma-0.3", "sigma-3")
-    yield of("Figure 12: random states need a suitable deviation", variants=sigmas, judge=partial(_sigmas, ours))
-    pair = ("base", "passing-500")
-    yield of("Figure 1: passing lets far tokens move answers less", variants=pair, judge=_remembers_less)
-    yield of("Figure 4: after passing, states grow less", variants=pair, judge=partial(_grows_less, ours))
-
-
-def failure(kept: Kept, variant: str, rise: Rise) -> Check:
-    return within(f"{variant} fails at {rise.at}x", rises(kept, variant, rise), low=math.log(FAILS), ratio=True)
-
-
-def _fails(name: str, rise: Rise, kept: Kept) -> Verdict:
-    return fails(failure(kept, name, rise))
-
-
-def _repaired(mode: str, rise: Rise, kept: Kept) -> Verdict:
-    """Judge the repair: level far beyond the context, with a rise and a perplexity below those from zero states."""
-    zero = mode.format("zero")
-    checks = []
-    for state in ("passing", "tbtt"):
-        variant = mode.format(state)
-        checks.append(within(f"{variant} level", rises(kept, variant, rise), high=math.log(FAILS), ratio=True))
-        checks += rises_less(kept, variant, zero, rise)
-    return if_failing([failure(kept, zero, rise)], checks)
-
-
-def _ordered(mode: str, rise: Rise, kept: Kept) -> Verdict:
-    pairs = (("passing", "fitted"), ("fitted", "random"), ("passing", "zero"), ("tbtt", "zero"))
-    checks = [check for less, more in pairs for check in rises_less(kept, mode.format(less), mode.format(more), rise)]
-    return if_failing([failure(kept, mode.format("zero"), rise)], checks)
-
-
-def _trained(name: str, rise: Rise, kept: Kept) -> Verdict:
-    early = kept.by_seed(rise.sweep, name, lambda found: rise.of(parts_of(found)[0]))
-    less = below("rise after 2.5x below 20x", early, rises(kept, name, rise), one_start=True, ratio=True)
-    return if_failing([failure(kept, name, rise)], [less])
+    yield claim("Figure 12: random states need a suitable deviation", variants=sigmas, judge=suitable)
+    passing = OF_BASE.format("passing")
+    remembers = remembers_less(passing, found)
+    yield claim("Figure 1: passing lets far tokens move answers less", variants=("base", passing), judge=remembers)
+    states_grow = steadier(passing, found)
+    yield claim("Figure 4: after passing, states grow less", variants=("base", passing), judge=states_grow)
 
 
 def _contexts(context: int, kept: Kept) -> Verdict:
-    by_name = {"context-half": context // 2, "base": context, "context-double": 2 * context}
-    rise = {name: rises(kept, name, rise_of(length)) for name, length in by_name.items()}
-    shorter = [failure(kept, name, rise_of(by_name[name])) for name in ("context-half", "base")]
+    """Judge three contexts, each model by the rise at multiples of its own."""
+    by_name = {name: rise_of(context_of(name, context)) for name in ("context-half", "base", "context-double")}
+    rise = {name: rises(kept, name, own) for name, own in by_name.items()}
     pairs = (("context-double", "base"), ("base", "context-half"))
     return if_failing(
-        shorter, [below(f"rise, {less} below {more}", rise[less], rise[more], ratio=True) for less, more in pairs]
+        [failure(kept, name, own) for name, own in by_name.items()],
+        [below(f"rise, {less} below {more}", rise[less], rise[more], ratio=True) for less, more in pairs],
     )
-
-
-def _warmup(rise: Rise, kept: Kept) -> Verdict:
-    less = below("rise, 10% below 25%", rises(kept, "base", rise), rises(kept, "warmup-25", rise), ratio=True)
-    return if_failing([failure(kept, name, rise) for name in ("base", "warmup-25")], [less])
-
-
-def _sigmas(rise: Rise, kept: Kept) -> Verdict:
-    suitable = rises_less(kept, "sigma-0.3", "zero-100", rise)
-    too_large = rises_less(kept, "zero-100", "sigma-3", rise)
-    return if_failing([failure(kept, "zero-100", rise)], [*suitable, *too_large])
-
-
-def _remembers_less(kept: Kept) -> Verdict:
-    base, passing = (
-        kept.by_seed(CONFIRMED, name, lambda found: math.log(remembrance(found))) for name in ("base", "passing-500")
-    )
-    floor = within(f"base remembers, above {FLOOR:g}", base, low=math.log(FLOOR), ratio=True)
-    return if_failing([floor], [below("passing below base", passing, base, one_start=True, ratio=True)])
-
-
-def _grows_less(rise: Rise, kept: Kept) -> Verdict:
-    base, passing = (kept.by_seed(CONFIRMED, name, _growth) for name in ("base", "passing-500"))
-    less = below("growth of states, passing below base", passing, base, one_start=True, ratio=True)
-    return if_failing([failure(kept, "base", rise)], [less])
-
-
-def _growth(found: Mapping[str, Any]) -> float:
-    """Return the logarithm of a state's last deviation over its first."""
-    (_, first), *_, (_, last) = found["deviations"]
-    return math.log(last / first)

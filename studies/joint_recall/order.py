@@ -56,9 +56,9 @@ def of_paper(variant: str) -> float | None:
     return PAPER[base].get(attention)
 
 
-def recalls_more(above: str, below_it: str, accuracies: Mapping[str, Seeds]) -> Verdict:
+def recalls_more(better: str, worse: str, accuracies: Mapping[str, Seeds]) -> Verdict:
     """Judge the claim that the first model recalls more than the second; accuracies are in percent, by seed."""
-    return decided([below(f"{below_it} below {above}", accuracies[below_it], accuracies[above])])
+    return decided([below(f"{worse} below {better}", accuracies[worse], accuracies[better])])
 
 
 def at_chance(accuracies: Seeds) -> Verdict:
@@ -69,11 +69,11 @@ def at_chance(accuracies: Seeds) -> Verdict:
 
 def claims(accuracies: Mapping[str, Seeds]) -> Iterator[tuple[str, str, str, str]]:
     """Yield table rows: a claim of the paper about two models, with the paper's accuracies, ours, and the verdict."""
-    for above, below_it in CLAIMS:
-        if above in accuracies and below_it in accuracies:
-            theirs = f"{of_paper(above)} > {of_paper(below_it)}"
-            verdict = recalls_more(above, below_it, accuracies)
-            yield f"{above} above {below_it}", theirs, verdict.numbers, verdict.said.value
+    for better, worse in CLAIMS:
+        if better in accuracies and worse in accuracies:
+            theirs = f"{of_paper(better)} > {of_paper(worse)}"
+            verdict = recalls_more(better, worse, accuracies)
+            yield f"{better} above {worse}", theirs, verdict.numbers, verdict.said.value
     if "samba" in accuracies:
         verdict = at_chance(accuracies["samba"])
         yield "samba at chance", "6.3, chance 6.25", verdict.numbers, verdict.said.value

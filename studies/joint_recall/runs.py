@@ -24,8 +24,8 @@ ROWS = {42: "2-4,1-2", 110: "3-6,2-4", 210: "5-8,4-6"}  # row length without its
 FIRST_SEED = "1"
 SEEDS = ("2", "3")  # further seeds of this study
 MORE = {  # further seeds by variant, which studies/again adds
-    **dict.fromkeys(("mamba+D", "mamba+LSH"), ("2", "3")),
-    **dict.fromkeys(("mamba2", "mamba2+KS", "mamba2+HAX"), ("4", "5")),
+    **dict.fromkeys(("mamba+D", "mamba+LSH"), ("2", "3", "4")),
+    **dict.fromkeys(("mamba", "mamba2", "mamba2+KS", "mamba2+HAX"), ("4", "5", "6")),
 }
 REPEATED = ("", "SW", "KS", "HAX")  # kinds of attention that have three seeds
 

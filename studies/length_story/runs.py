@@ -13,7 +13,7 @@ from typing import Any
 
 from hybridtron.sweep.grid import SEED, SweepRun
 from hybridtron.tasks.base import Sample, training_seed
-from hybridtron.tasks.copying import FIXED, SYMBOLS, Copying
+from hybridtron.tasks.copying import FIXED, PADDING, SYMBOLS, Copying
 from hybridtron.tasks.tokens import ByteTokens
 from studies.long_text import Curve, long_text_losses
 from studies.results import Part
@@ -36,6 +36,7 @@ class Sizes:
     copy_lengths: tuple[int, int] = (10, 20)  # shortest and longest string of training
     copy_test: tuple[int, ...] = (10, 15, 20, 30, 40, 60)  # lengths that are tested
     copy_tokens: int = 127  # length of a row of packed strings, without the end of document
+    copy_padded: bool = False  # a row has one string, with padding before it: it ends with the copy
     copy_rows: int = 70_400
     copy_samples: int = 128  # samples of each tested length
 
@@ -88,15 +89,17 @@ def part_of(part: str, sizes: Sizes, root: Path) -> Part:
     if part == "language":
         asked = {"multiples": sizes.multiples, "rows": sizes.rows}
         return Part(sweep, folder, lambda _, path: of_text(path, sizes), asked)
-    asked = {
+    asked: dict[str, Any] = {
         "lengths": sizes.copy_lengths, "tokens": sizes.copy_tokens, "rows": sizes.copy_rows,
         "test": sizes.copy_test, "samples": sizes.copy_samples,
     }  # fmt: skip
+    if sizes.copy_padded:
+        asked["padded"] = True
     return Part(sweep, folder, lambda _, path: copy_accuracy(path, sizes), asked)
 
 
 def write_copying_data(sizes: Sizes, root: Path) -> None:
-    """Write a prepared folder in which every document is one row of packed strings.
+    """Write a prepared folder in which every document is one row: packed strings, or one string after padding.
 
     The loss mask leaves out the end of each row. A folder that exists is kept.
     """
@@ -109,15 +112,21 @@ def write_copying_data(sizes: Sizes, root: Path) -> None:
         return
     (shortest, longest) = sizes.copy_lengths
     length = sizes.copy_tokens
-    task = Copying(shortest=shortest, longest=longest, packed=True)
+    task = Copying(shortest=shortest, longest=longest, packed=not sizes.copy_padded)
     seeds = {"train": 0, "validation": 1}
 
     def rows(split: str) -> Iterator[Sample]:
         count = sizes.copy_rows if split == "train" else VALIDATION_ROWS
         return (task.sample(training_seed(seeds[split]), index, ByteTokens(), length) for index in range(count))
 
-    tokens = {split: {"copying": (row.tokens for row in rows(split))} for split in seeds}
-    masks = {split: {"copying": (np.array([*row.mask, 0], np.uint8) for row in rows(split))} for split in seeds}
+    def before(row: Sample) -> int:
+        return length - len(row.tokens)
+
+    tokens = {split: {"copying": ([PADDING] * before(row) + [*row.tokens] for row in rows(split))} for split in seeds}
+    masks = {
+        split: {"copying": (np.array([0] * before(row) + [*row.mask, 0], np.uint8) for row in rows(split))}
+        for split in seeds
+    }
     tokenizer = Tokenizer(models.WordLevel({str(token): token for token in range(END + 1)}, unk_token="0")).to_str()
     origin = {"corpus": "copying", "shortest": shortest, "longest": longest}
     write_folder(root / "strings", tokens, tokenizer, END + 1, END, origin, masks=masks)

@@ -78,8 +78,8 @@ def _shown(values: Sequence[float]) -> str:
     return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
 
 
-def recalls_more(above: str, below_it: str, kept: Kept) -> Verdict:
-    return more_recalled(above, below_it, {name: accuracies(kept, name) for name in (above, below_it)})
+def recalls_more(better: str, worse: str, kept: Kept) -> Verdict:
+    return more_recalled(better, worse, {name: accuracies(kept, name) for name in (better, worse)})
 
 
 def samba_at_chance(kept: Kept) -> Verdict:
@@ -108,21 +108,21 @@ def recall_claims(
         explained = reason(why)
     claims = []
     for base in bases:
-        above = variant_of(base, more)
-        below_it = variant_of(base, less)
-        seeds = tuple(model for model, kind in ((above, more), (below_it, less)) if kind in REPEATED)
+        better = variant_of(base, more)
+        worse = variant_of(base, less)
+        seeds = tuple(model for model, kind in ((better, more), (worse, less)) if kind in REPEATED)
         claim = Claim(
             f"figure5-{name}-{base}",
             "Figure 5 (joint recall)",
             f"Beside {NAMES[base]}: {says}",
             TABLE_5,
-            f"accuracy on tables that are not trained on: {above} above {below_it}; the first seed, on which the rate "
+            f"accuracy on tables that are not trained on: {better} above {worse}; the first seed, on which the rate "
             "was chosen, counts too",
-            {"rates": (above, below_it), "seeds": seeds},
+            {"rates": (better, worse), "seeds": seeds},
             recall_rows,
-            partial(recalls_more, above, below_it),
+            partial(recalls_more, better, worse),
             reason=explained,
-            on_gpu=cells(above, below_it),
+            on_gpu=cells(better, worse),
         )
         claims.append(claim)
     return claims

@@ -97,7 +97,7 @@ class Found:
     curve, within: perplexity of long rows, and of the same tokens read within the training context
     earlier: both curves of a base after parts of its training, by step
     remembrance: pairs of t and Effective Remembrance by total variation, over four contexts
-    deviations: pairs of a position and the largest deviation of a layer's state there
+    deviations: pairs of a position, from the context on, and the largest deviation of a layer's state there
     """
 
     curve: dict[str, Any]
@@ -144,7 +144,10 @@ def behaviour(
     few_BT = tokens_BT[:: max(1, len(tokens_BT) // rows)][:rows]
     remembered = effective_remembrance(reader(model), few_BT[:, :length], remembrance_points(length), 2 * context)
     whole_BL = few_BT[:, :-1]
-    deviations = state_deviation(reader(model), whole_BL, max(context, whole_BL.shape[1] // 32), 2 * context)
+    every = max(context, whole_BL.shape[1] // 32)
+    deviations = state_deviation(reader(model), whole_BL, every, 2 * context)
+    if every > context:
+        deviations = [*state_deviation(reader(model), whole_BL[:, :context], context, context), *deviations]
     positions = sorted({point.position for point in deviations})
     largest = [(at, max(point.overall for point in deviations if point.position == at)) for at in positions]
     return [(point.t, point.total_variation) for point in remembered], largest

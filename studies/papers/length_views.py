@@ -23,7 +23,7 @@ FLOOR = 1e-3
 """Effective Remembrance from which tokens before the context count as remembered: far above the rounding of fp32,
 which gives 1e-7 to 1e-6, and below that of models that fail."""
 Judge = Callable[[Kept], Verdict]
-Found = Mapping[str, Any]
+Measures = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -38,25 +38,25 @@ class Rise:
     context: int
     at: int
     over: str
-    of: Callable[[Found], float]
+    of: Callable[[Measures], float]
 
 
-def curve_of(found: Found) -> Curve:
+def curve_of(found: Measures) -> Curve:
     return Curve(**found.get("curve", found))
 
 
-def beyond_context(found: Found) -> float:
+def beyond_context(found: Measures) -> float:
     """Return the logarithm of a ratio: perplexity at 64 contexts over that for the same tokens within one."""
     return Beyond(Curve(**found["curve"]), Curve(**found["within"])).risen(CONTEXT * FAILS_AT)
 
 
-def from_least(context: int) -> Callable[[Found], float]:
+def from_least(context: int) -> Callable[[Measures], float]:
     """Return a function that gives the logarithm of perplexity at 16 contexts over the curve's lowest.
 
     In level curves the lowest belongs to the easiest text.
     """
 
-    def risen(found: Found) -> float:
+    def risen(found: Measures) -> float:
         curve = curve_of(found)
         return math.log(curve.near(context * FORCED_AT) / curve.least)
 
@@ -83,14 +83,18 @@ def multiple(kept: Kept, variant: str, rise: Rise = USUAL) -> float:
     return math.exp(statistics.mean(rises(kept, variant, rise).values()))
 
 
-def failure(kept: Kept, variant: str) -> Check:
+def failure(kept: Kept, variant: str, rise: Rise = USUAL) -> Check:
     """Return the check that a model fails far beyond its context."""
-    return within(f"{variant} fails at {FAILS_AT}x", rises(kept, variant), low=math.log(FAILS), ratio=True)
+    return within(f"{variant} fails at {rise.at}x", rises(kept, variant, rise), low=math.log(FAILS), ratio=True)
 
 
-def fails(kept: Kept) -> Verdict:
-    """Check that the base fails beyond its context."""
-    return does_fail(failure(kept, "base"))
+def fails(name: str, rise: Rise = USUAL) -> Judge:
+    """Return a judge: a model fails beyond its context."""
+
+    def judge(kept: Kept) -> Verdict:
+        return does_fail(failure(kept, name, rise))
+
+    return judge
 
 
 def why_not_failed(kept: Kept) -> str:
@@ -137,7 +141,7 @@ def why_not_repaired(kept: Kept) -> str:
     )
 
 
-def repairs(names: Sequence[str]) -> Judge:
+def repairs(names: Sequence[str], zero: str = "zero", rise: Rise = USUAL) -> Judge:
     """Return a judge: from zero states a model fails far beyond the context, and the named ones do not.
 
     Their perplexity there must be lower too, as a ratio also falls if the model reads worse within its context.
@@ -146,9 +150,9 @@ def repairs(names: Sequence[str]) -> Judge:
     def judge(kept: Kept) -> Verdict:
         checks = []
         for name in names:
-            level = within(f"{name} level at {FAILS_AT}x", rises(kept, name), high=math.log(FAILS), ratio=True)
-            checks += [level, *rises_less(kept, name, "zero")]
-        return if_failing([failure(kept, "zero")], checks)
+            level = within(f"{name} level at {rise.at}x", rises(kept, name, rise), high=math.log(FAILS), ratio=True)
+            checks += [level, *rises_less(kept, name, zero, rise)]
+        return if_failing([failure(kept, zero, rise)], checks)
 
     return judge
 
@@ -177,7 +181,7 @@ def forced(pairs: Sequence[tuple[str, str]]) -> Judge:
     return judge
 
 
-def ordered(failing: Sequence[str], *pairs: tuple[str, str], tuned: bool = True) -> Judge:
+def ordered(failing: Sequence[str], *pairs: tuple[str, str], tuned: bool = True, rise: Rise = USUAL) -> Judge:
     """Return a judge of pairs (less, more): if one of `failing` fails, the first model must rise less.
 
     If they are `tuned` from one base, the first model's perplexity must be lower too. Others read differently well
@@ -187,11 +191,11 @@ def ordered(failing: Sequence[str], *pairs: tuple[str, str], tuned: bool = True)
     def judge(kept: Kept) -> Verdict:
         checks = []
         for less, more in pairs:
-            rise, lower = rises_less(kept, less, more, one_start=tuned)
-            checks.append(rise)
+            smaller, lower = rises_less(kept, less, more, rise, one_start=tuned)
+            checks.append(smaller)
             if tuned:
                 checks.append(lower)
-        return if_failing([failure(kept, name) for name in failing], checks)
+        return if_failing([failure(kept, name, rise) for name in failing], checks)
 
     return judge
 
@@ -205,47 +209,62 @@ def fails_and_is_repaired(name: str) -> Judge:
     return judge
 
 
-def more_training(name: str) -> Judge:
+def more_training(name: str, rise: Rise = USUAL) -> Judge:
     """Return a judge: a base fails after 20 times Chinchilla's tokens, and rises less after 2.5 times."""
 
     def judge(kept: Kept) -> Verdict:
-        early = kept.by_seed("length", name, lambda found: beyond_context(parts_of(found)[0]))
-        less = below("rise after 2.5x below 20x", early, rises(kept, name), one_start=True, ratio=True)
-        return if_failing([failure(kept, name)], [less])
+        early = kept.by_seed(rise.sweep, name, lambda found: rise.of(parts_of(found)[0]))
+        less = below("rise after 2.5x below 20x", early, rises(kept, name, rise), one_start=True, ratio=True)
+        return if_failing([failure(kept, name, rise)], [less])
 
     return judge
 
 
-def parts_of(found: Found) -> list[Found]:
+def parts_of(found: Measures) -> list[Measures]:
     """Return a base's results after parts of its training, in order, and after all of it."""
     return [*(found["earlier"][step] for step in sorted(found["earlier"], key=int)), found]
 
 
-def remembers_less(kept: Kept) -> Verdict:
-    """Check that tokens far before the end move the answer less after passing, if they moved it before."""
-    base, passing = (
-        kept.by_seed("length", name, lambda found: math.log(remembrance(found))) for name in ("base", "passing")
-    )
-    floor = within(f"base remembers, above {FLOOR:g}", base, low=math.log(FLOOR), ratio=True)
-    return if_failing([floor], [below("passing below base", passing, base, one_start=True, ratio=True)])
+def remembers_less(passing: str, rise: Rise = USUAL) -> Judge:
+    """Return a judge: tokens far before the end move the answer less after passing, if they moved the base's."""
+
+    def judge(kept: Kept) -> Verdict:
+        before, after = (
+            kept.by_seed(rise.sweep, name, lambda found: math.log(remembrance(found, rise.context)))
+            for name in ("base", passing)
+        )
+        floor = within(f"base remembers, above {FLOOR:g}", before, low=math.log(FLOOR), ratio=True)
+        return if_failing([floor], [below(f"{passing} below base", after, before, one_start=True, ratio=True)])
+
+    return judge
 
 
-def remembrance(found: Found) -> float:
+def remembrance(found: Measures, context: int = CONTEXT) -> float:
     """Return the mean Effective Remembrance up to one context of four."""
-    return statistics.mean(value for t, value in found["remembrance"] if 0 < t <= CONTEXT)
+    return statistics.mean(value for t, value in found["remembrance"] if 0 < t <= context)
 
 
-def steadier(kept: Kept) -> Verdict:
-    """Check that the largest deviation of a state grows less beyond the context after passing, if the base fails."""
-    base, passing = (kept.by_seed("length", name, _grown) for name in ("base", "passing"))
-    grows = below("growth of states, passing below base", passing, base, one_start=True, ratio=True)
-    return if_failing([failure(kept, "base")], [grows])
+def steadier(passing: str, rise: Rise = USUAL) -> Judge:
+    """Return a judge: a state's largest deviation grows less beyond the context after passing, if the base fails."""
+
+    def judge(kept: Kept) -> Verdict:
+        before, after = (
+            kept.by_seed(rise.sweep, name, lambda found: growth(found, rise.context)) for name in ("base", passing)
+        )
+        less = below(f"growth of states, {passing} below base", after, before, one_start=True, ratio=True)
+        return if_failing([failure(kept, "base", rise)], [less])
+
+    return judge
 
 
-def _grown(found: Found) -> float:
-    """Return the logarithm of the last deviation over the first."""
-    (_, first), *_, (_, last) = found["deviations"]
-    return math.log(last / first)
+def growth(found: Measures, context: int = CONTEXT) -> float:
+    """Return the logarithm of a ratio: a state's last deviation over that at the context.
+
+    Results from before 2026-11-28 lack the context: their first position, two contexts into the text, stands for it.
+    """
+    deviations = dict(found["deviations"])
+    first = min(position for position in deviations if position >= context)
+    return math.log(deviations[max(deviations)] / deviations[first])
 
 
 def table_of(variants: Sequence[str], rise: Rise = USUAL) -> Callable[[Kept], Table]:
@@ -292,7 +311,7 @@ def behaviour_rows(kept: Kept) -> Table:
     rows = []
     for variant in ("base", "passing", "mamba", "mamba-passing", "gla", "gla-passing", "rwkv6", "rwkv6-passing"):
         if results := kept.found("length", variant):
-            grown = spread([math.exp(_grown(of_seed)) for of_seed in results])
+            grown = spread([math.exp(growth(of_seed)) for of_seed in results])
             remembered = ", ".join(f"{remembrance(of_seed):.1e}" for of_seed in results)
             rows.append((variant, str(len(results)), remembered, grown))
     return Table(

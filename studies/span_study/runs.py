@@ -61,14 +61,11 @@ def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
     """Return the sweep with its data paths and its measurement."""
 
     def more(run: SweepRun) -> tuple[str, ...] | None:
-        known = run.variant not in LOW_RANK
+        wanted = sizes.every or run.variant not in LOW_RANK
         if sizes.variants is not None:
-            known = run.variant in sizes.variants
-        repeated = run.variant in REPEATED or run.values[SEED] == ALONE
-        if sizes.every:
-            known = sizes.variants is None or run.variant in sizes.variants
-            repeated = True
-        if not (known and repeated and run.values[SEED] in sizes.seeds):
+            wanted = run.variant in sizes.variants
+        repeated = sizes.every or run.variant in REPEATED or run.values[SEED] == ALONE
+        if not (wanted and repeated and run.values[SEED] in sizes.seeds):
             return None
         if run.variant == BASE:
             folders = (f"data.path={data / str(SHORT)}", f"phases.1.data.path={data / str(RECALLED)}")

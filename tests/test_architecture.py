@@ -16,6 +16,7 @@ ORDER = [
     "resources",
     "requirements",  # which commands check before all else is imported
     "safe_open",
+    "inert_pickle",
     "nested",
     "file_errors",
     "problems",
@@ -81,7 +82,8 @@ OWNERS = {
 }
 STUBBED = ("rehearse/package_stubs.py", "rehearse/signatures.py")
 TORCH_FREE = (
-    *("safe_open", "nested", "file_errors", "problems", "limits", "own_folders", "listening", "progress", "compiled"),
+    *("safe_open", "inert_pickle", "nested", "file_errors", "problems", "limits", "own_folders", "listening"),
+    *("progress", "compiled"),
     *("architecture", "optimizers", "config", "planning", "tasks"),
 )
 GENERATED = "mixers_hybridtron"  # made by interop/shipped_code
@@ -294,11 +296,10 @@ def source_of(text: str) -> SourceFile:
     return source
 
 
-PICKLED = {  # never what another process of a job could have written, nor a file, but for two readers
-    "checkpoint/dcp_reader.py",  # unpickles the classes of a list only
+PICKLED = {  # never what another process of a job could have written, nor a file, but for one reader
     "config/composed.py",  # copies within a process
     "config/saved.py",
-    "interop/core_arguments.py",  # unpickles plain values and argparse.Namespace only
+    "inert_pickle.py",  # unpickles plain values only, with an inert record in place of each object
     "parallel/pool.py",  # a pool's own children, by pipes
 }
 OF_OBJECTS = {
@@ -395,7 +396,6 @@ def test_functions_name_their_arguments() -> None:
         "hybridtron/hf/modeling_hybridtron.py",  # the signatures of transformers
         "hybridtron/hf/configuration_hybridtron.py",
         "hybridtron/serving/served_config.py",
-        "hybridtron/checkpoint/dcp_reader.py",  # the signature of torch's reader
     }
 
 

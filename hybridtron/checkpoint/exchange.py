@@ -6,7 +6,7 @@ format. So `take_back` writes a checkpoint that equals the source.
 
     dcp           a folder that `torch.distributed.checkpoint.load` reads, on any number of ranks. While it is written,
                   all tensors are in memory. Its file `.metadata` is a pickle, of which `take_back` reads descriptions
-                  of tensors only (`dcp_reader.py`)
+                  of tensors only (`dcp_metadata.py`)
     safetensors   one file for each kind of tensor and about 4 GB, written one file at a time
 """
 
@@ -19,19 +19,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.checkpoint.dcp_reader import METADATA, DescriptionReader
+from hybridtron.checkpoint.dcp_metadata import METADATA
+from hybridtron.checkpoint.dcp_reader import DcpTensors
 from hybridtron.checkpoint.files import appearing
 from hybridtron.checkpoint.manifest import Meta
 from hybridtron.checkpoint.rewrite import planned_files, write_whole
@@ -78,7 +75,7 @@ def take_back(folder: Path, target: Path) -> Meta:
         with appearing(target) as temporary:
             write_whole(temporary, meta, small, _tensors(folder, files))
             Checkpoint.open(temporary)
-    except (CheckpointException, FileNotFoundError, KeyError, SafetensorError) as error:
+    except (FileNotFoundError, KeyError, SafetensorError) as error:
         raise Unusable(f"{folder} lacks tensors or is damaged: {first_line(error)}", code="unreadable") from error
     return meta
 
@@ -90,13 +87,9 @@ def _tensors(folder: Path, files: Mapping[str, list[str]]) -> Iterator[tuple[str
             with safe_open(folder / name, framework="pt") as file:
                 yield name, {key: file.get_tensor(key) for key in keys}
         return
-    reader = DescriptionReader(folder)
-    stored = reader.read_metadata().state_dict_metadata
+    stored = DcpTensors(folder)
     for name, keys in files.items():
-        state = {key: _empty(stored[key]) for key in keys}
-        with without_warning():
-            dcp.load(state, storage_reader=reader, no_dist=True)
-        yield name, state
+        yield name, {key: stored.whole(key) for key in keys}
 
 
 @contextmanager
@@ -105,12 +98,6 @@ def without_warning() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
-
-
-def _empty(stored: Any) -> Tensor:
-    if not isinstance(stored, TensorStorageMetadata):
-        raise Unusable(f"the folder stores a {type(stored).__name__} where a tensor is expected", code="malformed")
-    return torch.empty(stored.size, dtype=stored.properties.dtype)
 
 
 def _record(folder: Path) -> tuple[Meta, dict[str, list[str]]]:

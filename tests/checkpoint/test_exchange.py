@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.checkpoint.dcp_reader import METADATA
+from hybridtron.checkpoint.dcp_metadata import METADATA
 from hybridtron.checkpoint.exchange import FORMATS, RECORD, write_out
 from hybridtron.checkpoint.folder import folder_of
 from hybridtron.checkpoint.save import Saver, meta_of

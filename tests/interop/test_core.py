@@ -26,6 +26,7 @@ from hybridtron.parallel.groups import Groups
 from tests.interop import core_models
 from tests.interop.conftest import Stored
 from tests.interop.models import checkpoint_of, model_config, own_model
+from tests.pickles import state_of_a_class
 from tests.refusals import refusal, usage_error
 
 TOKENIZER = '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
@@ -279,6 +280,17 @@ def test_the_arguments_run_no_code(stored: Stored, tmp_path: Path) -> None:
     with zipfile.ZipFile(folder / COMMON, "w") as archive:
         archive.writestr("common/data.pkl", pickle.dumps({"args": arguments})[:40])
     assert refusal(checkpoint.main, ["import", folder, tmp_path / "again"]).code == "unreadable"
+
+
+def test_the_arguments_change_no_class(stored: Stored, tmp_path: Path) -> None:
+    folder = tmp_path / "core"
+    export(stored("llama").folder, folder)
+    for name in ("argparse.Namespace", "pathlib.PosixPath"):
+        with zipfile.ZipFile(folder / COMMON, "w") as archive:
+            archive.writestr("common/data.pkl", state_of_a_class(name, "name", "../x"))
+        assert refusal(checkpoint.main, ["import", folder, tmp_path / "back"]).code == "unreadable"
+    assert not hasattr(Namespace, "name")
+    assert Path("../x").name == "x"
 
 
 def test_damaged_files_are_refused(stored: Stored, tmp_path: Path) -> None:

@@ -22,7 +22,14 @@ from hybridtron.checkpoint.rewrite import differences, rewrite
 from hybridtron.cli.arguments import bytes_of, checkpoints_at, not_there_yet
 from hybridtron.config.units import readable
 from hybridtron.config.weights import BEST
-from hybridtron.interop.core_folder import FORMAT, Stated, is_core_folder, open_core_folder, write_core_folder
+from hybridtron.interop.core_folder import (
+    FORMAT,
+    CoreOptions,
+    is_core_folder,
+    open_core_folder,
+    tokenizer_folder,
+    write_core_folder,
+)
 from hybridtron.interop.import_folder import same_tensors, take_over
 from hybridtron.problems import Unusable
 from hybridtron.progress import progress_bar
@@ -248,8 +255,8 @@ def import_checkpoint(chosen: argparse.Namespace) -> int:
 
 def _import_from_core(chosen: argparse.Namespace) -> int:
     """Write a checkpoint from a folder of megatron-core, and check that its tensors equal the folder's."""
-    tokenizer = chosen.tokenizer or chosen.path
-    source = open_core_folder(chosen.path, Stated(chosen.heads, chosen.rope_base, chosen.norm_eps), tokenizer)
+    tokenizer = tokenizer_folder(chosen.path, chosen.tokenizer)
+    source = open_core_folder(chosen.path, CoreOptions(chosen.heads, chosen.rope_base, chosen.norm_eps), tokenizer)
     take_over(source, tokenizer, chosen.output, lambda checkpoint: same_tensors(source, checkpoint))
     print(f"{chosen.output}: {len(source.rules)} tensors of {source.kind.name}")
     if source.dropped:

@@ -2,8 +2,8 @@
 
     python -m hybridtron.cluster.stage --reports FOLDER key=value ...
 
-The job script starts one process on each node, if `cluster.stage` is set. The process prints copied bytes, their rate
-and the time left, and at its end writes the node's report, which `attempt.py` compares: a node that fails is a bad
+The job script starts one process on each node, if `cluster.stage` is set. The process prints verified bytes, their
+rate and the time left, and at its end writes the node's report, which `attempt.py` compares: a node that fails is a bad
 node, and the job continues without it or is requeued. If all nodes fail, the data or the configuration is to blame, and
 the attempt has failed. This module must keep its name, because scripts of queued jobs call it.
 """
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     report = NodeReport(os.environ.get("SLURMD_NODENAME", socket.gethostname()))
     try:
         plan = RunPlan.of(load(options.settings))
-        with byte_progress_bar(f"{report.node}: copy of data") as report_progress:
+        with byte_progress_bar(f"{report.node}: data on this node") as report_progress:
             report.measured.append(stage(plan, report_progress))
     except Exception as error:
         traceback.print_exc()  # in the log of this check

@@ -151,7 +151,7 @@ def _unmade_problems(phase: ResolvedPhase) -> list[Problem]:
         return []  # the mixture gives the sources other names, which are resolved when the folder exists
     whole = sum(weights.values())
     read = {name: weights[name] / whole * tokens for name in weights}
-    return _epochs_problems(phase, read, sizes_of, "null")
+    return _epochs_problems(phase, read, sizes_of, "null", are_limits=True)
 
 
 def content_problems(key: str, phase: ResolvedPhase, sources: Sequence[MixtureSource]) -> list[Problem]:
@@ -205,13 +205,14 @@ def _amount_problems(phase: ResolvedPhase, sources: Sequence[MixtureSource]) -> 
 
 
 def _epochs_problems(
-    phase: ResolvedPhase, read: Mapping[str, float], sizes_of: Mapping[str, int], enough: str
+    phase: ResolvedPhase, read: Mapping[str, float], sizes_of: Mapping[str, int], enough: str, are_limits: bool = False
 ) -> list[Problem]:
     """Return a problem for the source that a phase reads most often, if this is more often than `data.epochs` allows.
 
     read: source -> how many tokens the phase reads from it
     sizes_of: source -> its number of training tokens
     enough: value for `data.epochs` that the message suggests; with it, the phase can read all its tokens
+    are_limits: True if sources have at most `sizes_of` tokens, so that the number of missing tokens is not known
     """
     limit = phase.data.epochs
     reads = {name: tokens / sizes_of[name] for name, tokens in read.items()}
@@ -224,9 +225,13 @@ def _epochs_problems(
         # one percent less, so that the number is allowed although `readable` rounds it
         fewer = readable(0.99 * parse_tokens(phase.settings.tokens) * limit / reads[source])
         cure = f"prepare more text, or set {phase.own_key('tokens')}={fewer}"
-    times = f"{phase.settings.name} reads the source {source} {reads[source]:,.1f} times"
     size = sizes_of[source]
+    times = f"{reads[source]:,.1f} times"
     lacks = f"it has {readable(size)} tokens, and needs {readable(read[source] / limit - size)} more"
+    if are_limits:
+        times = f"at least {times}"
+        lacks = f"it has at most {readable(size)} tokens"
+    times = f"{phase.settings.name} reads the source {source} {times}"
     return [Problem(key, "does-not-fit", f"allows {limit:g} epochs, but {times}: {lacks}; {cure}")]
 
 

@@ -26,10 +26,10 @@ AT_ONCE = 32  # shards that are copied and mapped at the same time
 def stage(plan: RunPlan, report_progress: ReportProgress) -> str:
     """Copy the data of all phases to this machine's folder `cluster.stage`.
 
-    A file's digest is verified once. `report_progress` is called after each shard, with the bytes that were copied so
-    far, and the bytes of all missing shards. Returns a text with the amount of data that was missing or had a wrong
-    size. Raises ConfigError before a shard is copied if the disk has too little free space. Raises ConfigError or
-    DataError if data can't be read or written.
+    A file's digest is verified once. `report_progress` is called after each shard, with the bytes that were verified so
+    far, copied before or now, and the bytes of all shards. Returns a text with the amount of data that was missing or
+    had a wrong size. Raises ConfigError before a shard is copied if the disk has too little free space. Raises
+    ConfigError or DataError if data can't be read or written.
     """
     began = time.monotonic()
     stores = _stores(plan)
@@ -38,15 +38,16 @@ def stage(plan: RunPlan, report_progress: ReportProgress) -> str:
     folder = plan.config.cluster.stage
     if folder is not None and num_bytes:
         _require_room(Path(folder), num_bytes)
-    copied = 0
+    all_bytes = sum(sum(store.shard_bytes) for store in stores.values())
+    verified = 0
 
-    def count(num_missing: int) -> None:
-        nonlocal copied
-        copied += num_missing
-        report_progress(copied, num_bytes)
+    def count(shard_bytes: int) -> None:
+        nonlocal verified
+        verified += shard_bytes
+        report_progress(verified, all_bytes)
 
-    for store, sizes in missing:  # existing shards too: a changed file is copied again
-        _prepare(store, lambda shard, sizes=sizes: count(sizes.get(shard, 0)))
+    for store in stores.values():  # existing shards too: a changed file is copied again
+        _prepare(store, lambda shard, store=store: count(store.shard_bytes[shard]))
     num_shards = sum(len(sizes) for _, sizes in missing)
     return f"{num_bytes / 1e9:.3g} GB in {num_shards} shards were missing, {time.monotonic() - began:.1f} s"
 

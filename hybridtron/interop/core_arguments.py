@@ -22,7 +22,7 @@ MAX_PICKLE_BYTES = 2**26
 ARGUMENTS = "args"  # Megatron-LM's key for its arguments
 
 
-def stated_arguments(folder: Path) -> dict[str, Any]:
+def stored_arguments(folder: Path) -> dict[str, Any]:
     """Return Megatron-LM's arguments by name; an empty dictionary if the folder has none.
 
     Raises CannotImport if `common.pt` can't be read.
@@ -40,7 +40,7 @@ def stated_arguments(folder: Path) -> dict[str, Any]:
         raise CannotImport(f"{path} can't be read: {error}", code="unreadable") from error
     except Exception as error:  # a damaged pickle can raise any error
         raise CannotImport(f"{path} can't be read: {first_line(error)}", code="unreadable") from error
-    stated = common.get(ARGUMENTS) if isinstance(common, dict) else None
-    if not isinstance(stated, Record) or stated.named != "argparse.Namespace" or not isinstance(stated.state, dict):
+    stored = common.get(ARGUMENTS) if isinstance(common, dict) else None
+    if not isinstance(stored, Record) or stored.named != "argparse.Namespace" or not isinstance(stored.state, dict):
         return {}
-    return {name: value for name, value in stated.state.items() if isinstance(name, str)}
+    return {name: value for name, value in stored.state.items() if isinstance(name, str)}

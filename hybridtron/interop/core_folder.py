@@ -35,7 +35,7 @@ from hybridtron.checkpoint.dcp_reader import DcpTensors
 from hybridtron.checkpoint.exchange import without_warning
 from hybridtron.checkpoint.files import NAMES, appearing
 from hybridtron.interop.config_json import MAX_COUNT, MAX_LAYERS, CannotImport, read_object
-from hybridtron.interop.core_arguments import ARGUMENTS, COMMON, stated_arguments
+from hybridtron.interop.core_arguments import ARGUMENTS, COMMON, stored_arguments
 from hybridtron.interop.core_gpt import (
     EPS,
     LAYERS,
@@ -46,7 +46,7 @@ from hybridtron.interop.core_gpt import (
     theirs_of_shapes,
 )
 from hybridtron.interop.export import longest_row
-from hybridtron.interop.import_folder import ImportFolder
+from hybridtron.interop.import_folder import ImportFolder, tokenizer_bytes
 from hybridtron.interop.reader import FLOATS, Weights
 from hybridtron.interop.rules import TensorRule
 from hybridtron.interop.tokenizer import CHAT, write_tokenizer
@@ -60,6 +60,7 @@ BACKENDS = {
     "common_backend_version": 1,
 }
 EOS = "eos_token_id"
+TOKENIZER = "tokenizer.json"
 # modules whose layers store a state beside their weights, which is empty without FP8; core requires an entry for each
 WITH_STATE = (
     "self_attention.linear_qkv",
@@ -76,8 +77,8 @@ def is_core_folder(folder: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Stated:
-    """Statements of a user about a model, for a folder without arguments; None: not stated."""
+class CoreOptions:
+    """Options of a command that describe a model, for a folder without arguments; None: an option is left out."""
 
     heads: int | None = None
     rope_base: float | None = None
@@ -131,7 +132,7 @@ class CoreWeights(Weights):
                 )
 
 
-def open_core_folder(folder: Path, user: Stated, tokenizer: Path) -> ImportFolder:
+def open_core_folder(folder: Path, options: CoreOptions, tokenizer: Path) -> ImportFolder:
     """Open a folder for import, and check the arguments, and the tensors' names and shapes.
 
     tokenizer: folder with the file tokenizer.json
@@ -142,25 +143,25 @@ def open_core_folder(folder: Path, user: Stated, tokenizer: Path) -> ImportFolde
         raise CannotImport(f"{folder} has the format {backend!r}, must be {FORMAT}", code="unsupported")
     weights = CoreWeights(folder)
     _require_no_mamba(weights)
-    stated = stated_arguments(folder)
-    if EPS not in stated and "layernorm_epsilon" in stated:
-        stated[EPS] = stated["layernorm_epsilon"]
-    chosen = _chosen(folder, stated, user, tokenizer)
+    stored = stored_arguments(folder)
+    if EPS not in stored and "layernorm_epsilon" in stored:
+        stored[EPS] = stored["layernorm_epsilon"]
+    chosen = _chosen(folder, stored, options, tokenizer)
     try:
         settings = theirs_of_shapes(weights.shapes, chosen["num_attention_heads"]) | chosen
     except ValueError as error:
         raise CannotImport(f"{folder} {error}", code="mismatch") from error
-    if faults := list(faults_of(stated, settings)):
+    if faults := list(faults_of(stored, settings)):
         listed = "\n  ".join(faults)
         raise CannotImport(f"{folder} can't be imported:\n  {listed}", code="unsupported")
-    others = {
-        name: stated[name]
+    unchecked = {
+        name: stored[name]
         for name in ("fp32_residual_connection", "max_position_embeddings", EOS)
-        if type(stated.get(name)) in (bool, int)
+        if type(stored.get(name)) in (bool, int)
     }
     kind = CoreGPT()
-    arch = architecture(kind.model(settings | others))
-    source = ImportFolder(kind, settings | others, arch, kind.rules(arch), weights)
+    arch = architecture(kind.model(settings | unchecked))
+    source = ImportFolder(kind, settings | unchecked, arch, kind.rules(arch), weights)
     source.require_fitting("shapes and arguments")
     return source
 
@@ -174,39 +175,60 @@ def _require_no_mamba(weights: Weights) -> None:
         )
 
 
-def _chosen(folder: Path, stated: Mapping[str, Any], user: Stated, tokenizer: Path) -> dict[str, Any]:
-    """Return the arguments that no tensor shows: from the folder, or if it lacks them from the user.
+def _chosen(folder: Path, stored: Mapping[str, Any], options: CoreOptions, tokenizer: Path) -> dict[str, Any]:
+    """Return the arguments that no tensor shows: from the folder, or if it lacks them from the options.
 
-    Raises CannotImport with a list if some are missing, if both state different values, or if a value is out of range.
+    Raises CannotImport with a list if some are missing, if both have different values, or if a value is out of range.
     """
     chosen = {}
     missing = []
-    for name, (option, value) in user.arguments.items():
-        chosen[name] = stated.get(name)
-        if chosen[name] is None:
-            chosen[name] = value
-        if chosen[name] is None:
+    for name, (option, value) in options.arguments.items():
+        own = stored.get(name)
+        if own is None and value is None:
             missing.append(f"{option} ({name})")
-        elif value is not None and value != chosen[name]:
+        elif own is None:
+            _require_in_range(name, value, option)
+            chosen[name] = value
+        elif value is not None and value != own:
             raise CannotImport(
-                f"{folder} has {name}={chosen[name]}, but {option} is {value}: leave {option} out", code="conflict"
+                f"{folder} has {name}={own}, but {option} is {value}: leave {option} out", code="conflict"
             )
-        elif not _is_usable(name, chosen[name]):
-            raise CannotImport(f"{folder} has {name}={chosen[name]!r}, which no model can have", code="out-of-range")
-    if not (tokenizer / "tokenizer.json").is_file():
-        missing.append("--tokenizer (a folder with tokenizer.json)")
+        else:
+            _require_in_range(name, own, f"{folder} has {name}, which")
+            chosen[name] = own
+    if not (tokenizer / TOKENIZER).is_file():
+        missing.append(f"--tokenizer (a folder with {TOKENIZER})")
     if missing:
         raise CannotImport(f"{folder} does not say everything: add {', '.join(missing)}", code="missing")
     return chosen
 
 
-def _is_usable(name: str, value: Any) -> bool:
+def _require_in_range(name: str, value: Any, where: str) -> None:
+    """Raise CannotImport if no model can have an argument's value. `where` begins the message: `WHERE is VALUE`."""
     if name == "num_attention_heads":
-        return type(value) is int and 0 < value <= MAX_COUNT
-    lowest = 0.0
-    if name == "rotary_base":
-        lowest = 1.0
-    return type(value) in (int, float) and lowest < value < math.inf
+        usable = type(value) is int and 0 < value <= MAX_COUNT
+        wanted = f"an integer from 1 to {MAX_COUNT}"
+    else:
+        lowest = 0
+        if name == "rotary_base":
+            lowest = 1
+        usable = type(value) in (int, float) and lowest < value < math.inf
+        wanted = f"a number above {lowest}"
+    if not usable:
+        raise CannotImport(f"{where} is {value!r}, must be {wanted}", code="out-of-range")
+
+
+def tokenizer_folder(folder: Path, option: Path | None) -> Path:
+    """Return the folder of the tokenizer: that of --tokenizer, or without this option the imported folder.
+
+    Raises CannotImport if both have tokenizers, and these differ.
+    """
+    if option is None:
+        return folder
+    both = all((path / TOKENIZER).is_file() for path in (folder, option))
+    if both and tokenizer_bytes(folder) != tokenizer_bytes(option):
+        raise CannotImport(f"{folder} has another {TOKENIZER} than {option}: leave --tokenizer out", code="conflict")
+    return option
 
 
 def write_core_folder(source: Checkpoint, target: Path) -> int:
@@ -229,7 +251,7 @@ def write_core_folder(source: Checkpoint, target: Path) -> int:
         common = {ARGUMENTS: Namespace(**arguments), "iteration": source.meta.step, "checkpoint_version": 3.0}
         torch.save(common, temporary / COMMON)
         (temporary / FORMATS).write_text(json.dumps(BACKENDS))
-        tokenizer = source.verified("tokenizer.json")
+        tokenizer = source.verified(TOKENIZER)
         write_tokenizer(
             temporary, tokenizer, arguments.get(EOS), arch.model.vocab_size, length, source.meta.data.get(CHAT)
         )

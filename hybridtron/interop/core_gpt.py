@@ -193,14 +193,14 @@ def theirs_of_shapes(shapes: Mapping[str, tuple[int, ...]], heads: int) -> Setti
     }
 
 
-def faults_of(stated: Mapping[str, Any], settings: Settings) -> Iterator[str]:
-    """Yield each difference between the arguments of a folder, `stated`, and the model that its tensors describe."""
+def faults_of(stored: Mapping[str, Any], settings: Settings) -> Iterator[str]:
+    """Yield each difference between the arguments of a folder, `stored`, and the model that its tensors describe."""
     for name, value in FIXED.items():
-        if name in stated and stated[name] != value:
-            yield f"{name} is {stated[name]!r}; only {value!r} can be imported"
-    same = dict(stated)
-    if not stated.get("group_query_attention", True):
-        same["num_query_groups"] = stated.get("num_attention_heads")
+        if name in stored and stored[name] != value:
+            yield f"{name} is {stored[name]!r}; only {value!r} can be imported"
+    completed = dict(stored)
+    if not stored.get("group_query_attention", True):
+        completed["num_query_groups"] = stored.get("num_attention_heads")
     for name, value in settings.items():
-        if same.get(name) is not None and same[name] != value:
-            yield f"{name} is {same[name]!r}, but the tensors have {value!r}"
+        if completed.get(name) is not None and completed[name] != value:
+            yield f"{name} is {completed[name]!r}, but the tensors have {value!r}"

@@ -200,7 +200,7 @@ def take_over(source: ImportFolder, folder: Path, output: Path, prove: Callable[
     """
     small_files = {
         "config.yaml": to_yaml(source.config(output.name)).encode(),
-        "tokenizer.json": _tokenizer(folder),
+        "tokenizer.json": tokenizer_bytes(folder),
     }
     setting_names = {"eos": "eos_token_id", MAX_POSITIONS_KEY: MAX_POSITIONS_KEY}
     data = {
@@ -214,7 +214,8 @@ def take_over(source: ImportFolder, folder: Path, output: Path, prove: Callable[
         prove(Checkpoint.open(temporary))
 
 
-def _tokenizer(folder: Path) -> bytes:
+def tokenizer_bytes(folder: Path) -> bytes:
+    """Return the content of a folder's tokenizer.json. Raises CannotImport if it can't be read as a tokenizer."""
     path = folder / "tokenizer.json"
     try:
         stored = read_regular(path, MAX_TOKENIZER_BYTES)

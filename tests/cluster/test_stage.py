@@ -50,7 +50,7 @@ def test_copy_prints_bytes_rate_and_time_left(
     monkeypatch.setattr("hybridtron.progress.REPORT_INTERVAL_S", -1.0)
     report_of("n1", counting_folder, tmp_path, monkeypatch)
     line = capsys.readouterr().err.splitlines()[-1]
-    assert re.fullmatch(r"n1: copy of data: ([\d.]+) of \1 GB, [\d.]+ GB/s, 0:00:00 left", line)
+    assert re.fullmatch(r"n1: data on this node: ([\d.]+) of \1 GB, [\d.]+ GB/s, 0:00:00 left", line)
 
 
 @pytest.mark.slow

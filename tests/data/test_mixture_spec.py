@@ -227,6 +227,8 @@ def test_a_too_small_embedded_corpus_is_reported_before_preparation(
     assert keys("phases.0.tokens=20B") == ["data.epochs"]
     assert keys("phases.0.tokens=20B", "data.epochs=null") == []
     assert keys("phases.0.tokens=20B", "data.mixture={text: {weight: 1}}") == ["data.epochs"]
+    (problem,) = problems(load(["phases.0.tokens=20B", "run.dir=run"]))
+    assert re.search(r"at least [\d,.]+ times: it has at most [\d.]+M tokens;", problem.message)
     assert list(tmp_path.iterdir()) == []
 
 

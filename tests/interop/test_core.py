@@ -20,7 +20,7 @@ from hybridtron.checkpoint.dcp_reader import DcpTensors
 from hybridtron.checkpoint.exchange import without_warning
 from hybridtron.cli import checkpoint
 from hybridtron.data.batch import SeqInfo
-from hybridtron.interop.core_arguments import COMMON, stated_arguments
+from hybridtron.interop.core_arguments import COMMON, stored_arguments
 from hybridtron.interop.core_gpt import FIXED, require_fitting
 from hybridtron.parallel.groups import Groups
 from tests.interop import core_models
@@ -91,16 +91,18 @@ def test_folders_of_core_become_ours_and_back(tokenizer: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(480)
-def test_two_ranks_of_core_write_what_one_loads(tokenizer: Path, tmp_path: Path) -> None:
-    """The two ranks divide heads and channels. Our export of their folder has the logits of ours."""
+def test_two_ranks_of_core_write_and_load(tokenizer: Path, tmp_path: Path) -> None:
+    """The two ranks divide heads and channels. One rank and two load our export of their folder, with our logits."""
     core_models.run("save", tmp_path / "both", 2, "llama")
     assert any(path.name.startswith("__1_") for path in (tmp_path / "both/llama").iterdir())
     ours = take(tmp_path / "both/llama", tmp_path / "ours", *STATED, "--tokenizer", tokenizer)
     (tmp_path / "back").mkdir()
     export(ours.folder, tmp_path / "back/llama")
     assert_same_tensors(tmp_path / "both/llama", tmp_path / "back/llama")
-    core_models.run("load", tmp_path / "back", 1, "llama")
-    assert_same_logits(ours, tmp_path / "back/llama")
+    for ranks in (1, 2):
+        core_models.run("load", tmp_path / "back", ranks, "llama")
+        assert_same_logits(ours, tmp_path / "back/llama")
+        core_models.logits_of(tmp_path / "back/llama").unlink()
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied"])
@@ -167,7 +169,7 @@ def rewrite(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 def restate(folder: Path, **changed: Any) -> None:
     """Change arguments in a folder."""
-    arguments = {**stated_arguments(folder), **changed}
+    arguments = {**stored_arguments(folder), **changed}
     torch.save({"args": Namespace(**arguments)}, folder / COMMON)
 
 
@@ -225,6 +227,7 @@ def test_every_missing_value_is_named(stored: Stored, tokenizer: Path, tmp_path:
     assert refused.code == "mismatch"
     refused = refusal(checkpoint.main, ["import", folder, tmp_path / "back", "--heads", "-4", *options])
     assert refused.code == "out-of-range"
+    assert str(refused).startswith("--heads is -4, must be an integer from 1")
     take(folder, tmp_path / "back", "--heads", 4, *options)
 
 
@@ -235,6 +238,28 @@ def test_options_must_not_contradict_the_arguments(stored: Stored, tmp_path: Pat
     (tmp_path / "core/metadata.json").unlink()
     assert refusal(checkpoint.main, [*command, "--heads", "4"]).code == "no-effect"
     assert usage_error(checkpoint.main, [*command, "--heads", "four"]) == ("--heads", "malformed")
+
+
+def test_arguments_out_of_range_are_refused_in_the_name_of_the_folder(stored: Stored, tmp_path: Path) -> None:
+    folder = tmp_path / "core"
+    export(stored("llama").folder, folder)
+    restate(folder, rotary_base=0.5)
+    refused = refusal(checkpoint.main, ["import", folder, tmp_path / "back"])
+    assert refused.code == "out-of-range"
+    assert f"{folder} has rotary_base, which is 0.5, must be a number above 1" in str(refused)
+    restate(folder, rotary_base=500, softmax_type=torch.float32)
+    refused = refusal(checkpoint.main, ["import", folder, tmp_path / "back"])
+    assert "softmax_type is an object of another program" in str(refused)
+
+
+def test_another_tokenizer_than_the_folders_is_refused(stored: Stored, tokenizer: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "core"
+    export(stored("llama").folder, folder)
+    command = ["import", folder, tmp_path / "back", "--tokenizer", tokenizer]
+    assert refusal(checkpoint.main, command).code == "conflict"
+    own = (folder / "tokenizer.json").read_bytes()
+    (tokenizer / "tokenizer.json").write_bytes(own)
+    take(folder, tmp_path / "back", "--tokenizer", tokenizer)
 
 
 def test_tensors_of_other_models_are_refused(stored: Stored, tmp_path: Path) -> None:
@@ -273,7 +298,7 @@ def test_the_arguments_run_no_code(stored: Stored, tmp_path: Path) -> None:
     """Objects of unknown classes become inert, as Megatron-LM's arguments have many; a damaged file is refused."""
     folder = tmp_path / "core"
     export(stored("llama").folder, folder)
-    arguments = Namespace(**stated_arguments(folder), call=Call(tmp_path / "made"), dtype=torch.bfloat16)
+    arguments = Namespace(**stored_arguments(folder), call=Call(tmp_path / "made"), dtype=torch.bfloat16)
     torch.save({"args": arguments, "tensor": torch.zeros(2), "more": [Call(tmp_path / "made")]}, folder / COMMON)
     take(folder, tmp_path / "back")
     assert not (tmp_path / "made").exists()
@@ -306,6 +331,6 @@ def test_damaged_files_are_refused(stored: Stored, tmp_path: Path) -> None:
 
 def test_exports_write_every_fixed_argument(stored: Stored, tmp_path: Path) -> None:
     export(stored("llama").folder, tmp_path / "core")
-    arguments = stated_arguments(tmp_path / "core")
+    arguments = stored_arguments(tmp_path / "core")
     assert FIXED.items() <= arguments.items()
     assert (arguments["num_attention_heads"], arguments["num_query_groups"], arguments["kv_channels"]) == (4, 2, 8)

@@ -75,6 +75,7 @@ class DocumentStore:
         self._packed = folder.packed_digests(split, source)
         self.lengths = folder.lengths(split, source)
         self.shard_documents = np.array([shard.documents for shard in self._shards], dtype=np.int64)
+        self.shard_bytes = [shard.size for shard in self._shards]
         self.shard_tokens = np.array([shard.tokens for shard in self._shards], dtype=np.int64)
         self._ends = list(accumulate(shard.documents for shard in self._shards))
         self._dtype = np.dtype(manifest.dtype)

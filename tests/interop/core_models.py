@@ -3,7 +3,7 @@
     python -m tests.interop.core_models save FOLDER RANK RANKS MODEL...
     python -m tests.interop.core_models load FOLDER RANK RANKS MODEL...
 
-Each model's checkpoint is in FOLDER/MODEL. Both write the logits of `tokens()` beside it. The
+Each model's checkpoint is in FOLDER/MODEL. Both write the logits of `tokens()` beside it, if there is one rank. The
 ranks divide the models by tensor parallelism. Weights do not depend on the number of ranks. core saves from processes
 that it spawns, so these programs are no jobs of the tests' pool, whose processes may not have children.
 """
@@ -68,12 +68,7 @@ def tokens() -> Tensor:
 
 def logits(folder: Path) -> Tensor:
     """Return the logits that `save` or `load` has written beside a folder."""
-    return torch.load(logits_of(folder))
-
-
-def logits_of(folder: Path) -> Path:
-    """Return the file of the logits beside a folder."""
-    return folder.with_suffix(".logits")
+    return torch.load(folder.with_suffix(".logits"))
 
 
 def main(action: str, folder: Path, rank: int, ranks: int, names: list[str]) -> None:
@@ -82,7 +77,7 @@ def main(action: str, folder: Path, rank: int, ranks: int, names: list[str]) -> 
 
     from hybridtron.device import megatron_context
 
-    store = dist.FileStore(str(folder / f"store-{action}-{ranks}"), ranks)
+    store = dist.FileStore(str(folder / f"store-{action}"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
     with megatron_context():
@@ -90,9 +85,8 @@ def main(action: str, folder: Path, rank: int, ranks: int, names: list[str]) -> 
         for name in names:
             model = built(name, ranks)
             save_or_load(model, action, name, folder / name)
-            computed = logits_by(model)
-            if rank == 0:
-                torch.save(computed, logits_of(folder / name))
+            if ranks == 1:
+                write_logits(model, folder / name)
     dist.destroy_process_group()
 
 
@@ -110,12 +104,11 @@ def save_or_load(model: Any, action: str, name: str, folder: Path) -> None:
     dist_checkpointing.save({"model": state, **arguments}, str(folder))
 
 
-def logits_by(model: Any) -> Tensor:
-    """Compute the logits of `tokens()`; the ranks compute them together."""
+def write_logits(model: Any, folder: Path) -> None:
     positions = torch.arange(TOKENS).expand(2, TOKENS)
     hidden = torch.ones(1, 1, TOKENS, TOKENS).tril() < 0.5
     with torch.no_grad():
-        return model(tokens(), positions, hidden)
+        torch.save(model(tokens(), positions, hidden), folder.with_suffix(".logits"))
 
 
 def built(name: str, ranks: int) -> Any:

@@ -127,7 +127,7 @@ def write_calls(logs: Path, rank: int, recorded: Mapping[str, Any], waits: bool)
 def read_calls(logs: Path, since: float) -> list[RankCalls]:
     """Read the files that ranks wrote since a time, of the last start of all ranks. Unreadable files are left out.
 
-    Each start counts its groups and calls anew, so files of two starts can't be compared.
+    Each start counts its groups and calls from the beginning, so files of two starts can't be compared.
     """
     ranks: list[RankCalls] = []
     for path in sorted(logs.glob(FILES)):
@@ -148,9 +148,9 @@ def read_calls(logs: Path, since: float) -> list[RankCalls]:
 
 
 def compare_at_hang(logs: Path, since: float) -> Divergence | None:
-    """Compare the files that ranks wrote since a time, for a process that this must neither end nor keep for long.
+    """Compare the files of ranks since a time, without an error and without delay.
 
-    Its rank is -1, and its description says why, if the files can't be compared or are too large.
+    If the files can't be compared or are too large, the rank is -1 and the description says why.
     """
     try:
         size = sum(path.stat().st_size for path in logs.glob(FILES))

@@ -91,7 +91,7 @@ def test_idle_rank_is_named_before_ranks_that_have_not_written_yet(tmp_path: Pat
 
 
 def test_files_of_an_earlier_start_are_left_out(tmp_path: Path) -> None:
-    """Numbers of calls begin anew in each start."""
+    """Numbers of calls begin at the same number in each start."""
     divergence_of(tmp_path, {rank: [waiting_call("all", 7, sizes=[[9]])] for rank in range(4)}, started=5.0)
     assert divergence_of(tmp_path, {rank: [waiting_call("all", 7)] for rank in range(3)}, started=6.0) is not None
     assert [of_rank.rank for of_rank in read_calls(tmp_path, since=0.0)] == [0, 1, 2]

@@ -280,7 +280,7 @@ class Campaign:
         return self.home / "disturbed"
 
     def _keep(self, ordeal: Ordeal) -> None:
-        """Rename the folder of the last run, with which something is wrong, so that no later run removes it."""
+        """Rename the folder of a run that ended wrongly; a later run would remove it."""
         kind = ordeal.kind.replace(" ", "-")
         kept = self.home / f"wrong-{time.strftime('%Y%m%d-%H%M%S')}-{ordeal.layout}-{kind}"
         self._disturbed.rename(kept)

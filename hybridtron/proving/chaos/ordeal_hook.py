@@ -92,7 +92,7 @@ class OrdealHook(Hook):
 
 
 def marker(run_dir: Path, kind: str) -> Path:
-    """Return the path of a file whose modification time is the time at which a fault is injected."""
+    """Return the path of a fault's marker, whose modification time is the time of the fault."""
     return run_dir / "logs" / f"ordeal {kind}"
 
 

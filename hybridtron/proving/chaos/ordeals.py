@@ -233,7 +233,7 @@ def wrong(run: Run, ordeal: Ordeal, codes: Sequence[int]) -> list[str]:
 
 
 def wrong_restart(fault: RankFault, ordeal: Ordeal) -> list[str]:
-    """Describe what is wrong with a fault in the run's log, and with the restart that followed."""
+    """Describe wrong values of a fault in the run's log, and of the restart after it."""
     failures = []
     if fault.rank != ordeal.fault.rank:
         failures.append(f"another rank is blamed: {fault.words()}")

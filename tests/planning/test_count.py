@@ -227,7 +227,7 @@ def test_published_hybrids_of_granite_and_qwen_have_their_exact_parameters(recip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", EXPERTS)
+@pytest.mark.parametrize("recipe", sorted(EXPERTS.keys() - {"samba_moe_1.3b_a0.4b"}))  # no class of transformers fits it
 def test_published_hybrids_have_the_parameters_that_transformers_counts(recipe):
     """Build the model in transformers, without memory for it, from the config.json that an export would have."""
     transformers = pytest.importorskip("transformers")
@@ -236,7 +236,8 @@ def test_published_hybrids_have_the_parameters_that_transformers_counts(recipe):
     config = transformers.CONFIG_MAPPING[target.model_type](**target.config(arch, 4096))
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(config)
-    assert sum(weight.numel() for weight in theirs.parameters()) == EXPERTS[recipe][0]
+    corrections = [buffer for name, buffer in theirs.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert sum(weight.numel() for weight in [*theirs.parameters(), *corrections]) == EXPERTS[recipe][0]
 
 
 def test_ablations_have_full_attention_in_the_blocks_of_the_paper():

@@ -220,10 +220,10 @@ def test_skipped_windows_reach_over_phases(train_small: Train, tmp_path: Path, m
     phases = f"phases=[{phase.replace('NAME', 'a')},{phase.replace('NAME', 'b')}]"
     original = Saver._seal
 
-    def failing(saver: Saver, meta: Any, temporary: Path) -> None:
+    def failing(saver: Saver, plan: Any, meta: Any) -> None:
         if meta.step == 5 and not list((tmp_path / "run/logs").glob("decisions.jsonl")):
             raise OSError("no space left")
-        original(saver, meta, temporary)
+        original(saver, plan, meta)
 
     monkeypatch.setattr(Saver, "_seal", failing)
     with spoiled(math.nan, micro_batches(6, 7)):

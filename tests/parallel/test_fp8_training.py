@@ -267,7 +267,7 @@ def agrees(
     for of_rank, kept in results:
         assert of_rank == pytest.approx(expected, rel=tolerance)
         for key, tensor in kept.items():
-            torch.testing.assert_close(tensor[1], of_whole[key][1], rtol=3e-3, atol=1e-6)  # of the weight, which is trained
+            torch.testing.assert_close(tensor[1], of_whole[key][1], rtol=3e-3, atol=1e-6)  # of the trained weight
             torch.testing.assert_close(tensor[0], of_whole[key][0], rtol=0.1, atol=1e-6)  # of x
             # of dy, which earlier layers have rounded to E5M2: neighbours differ by up to a quarter
             torch.testing.assert_close(tensor[2], of_whole[key][2], rtol=0.25, atol=1e-6)

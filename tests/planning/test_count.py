@@ -227,7 +227,7 @@ def test_published_hybrids_of_granite_and_qwen_have_their_exact_parameters(recip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", sorted(EXPERTS.keys() - {"samba_moe_1.3b_a0.4b"}))  # no class of transformers fits it
+@pytest.mark.parametrize("recipe", sorted(EXPERTS.keys() - {"samba_moe_1.3b_a0.4b"}))  # transformers has no such class
 def test_published_hybrids_have_the_parameters_that_transformers_counts(recipe):
     """Build the model in transformers, without memory for it, from the config.json that an export would have."""
     transformers = pytest.importorskip("transformers")

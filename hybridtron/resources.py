@@ -1,4 +1,4 @@
-"""Paths of the folders that ship with the package: configs/ and benchmarks/.
+"""Paths of the folders that ship with the package, configs/ and benchmarks/, and the git repository of its checkout.
 
 In a checkout, these folders are next to the package's folder. In a wheel they are inside the package's folder, because
 in site-packages they could clash with other packages' folders.
@@ -6,6 +6,7 @@ in site-packages they could clash with other packages' folders.
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
@@ -24,6 +25,22 @@ def pages() -> Path | None:
     folder = shipped("benchmarks")
     if folder.parent != PACKAGE and folder.is_dir():
         return folder
+    return None
+
+
+def git_output(*arguments: str) -> str | None:
+    """Return git's output for this package's repository; None without a repository, or if git fails.
+
+    If the package is installed in a folder of another repository, that repository is not used.
+    """
+    if not (PACKAGE.parent / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(["git", *arguments], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if done.returncode == 0:
+        return done.stdout.rstrip()
     return None
 
 

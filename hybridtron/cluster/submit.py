@@ -31,7 +31,6 @@ import json
 import math
 import shutil
 import stat
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -66,7 +65,7 @@ from hybridtron.config.weights import lacking_weights
 from hybridtron.data.problems import data_problems
 from hybridtron.problems import CommandParser, ConfigError, Problem
 from hybridtron.requirements import PROJECT
-from hybridtron.resources import PACKAGE, shipped
+from hybridtron.resources import PACKAGE, git_output, shipped
 from hybridtron.train.hooks import load_hooks
 from hybridtron.train.jsonl import read_record
 
@@ -291,26 +290,10 @@ def write_notes(notes: Path, job: SlurmJob, jobs: list[str], later: list[str], e
         "submitted": time.strftime("%F %T"),
         "nodes": job.fitting[-1],
         "arguments": job.arguments,
-        "commit": _git("rev-parse", "HEAD"),
-        "changed": _git("status", "--short"),
+        "commit": git_output("rev-parse", "HEAD"),
+        "changed": git_output("status", "--short"),
     }
     notes.write_text(json.dumps(submission, indent=2))
-
-
-def _git(*arguments: str) -> str | None:
-    """Return git's output for this package's repository; None without a repository, or if git fails.
-
-    If the package is installed in a folder of another repository, that repository is not used.
-    """
-    if not (PACKAGE.parent / ".git").exists():
-        return None
-    try:
-        done = subprocess.run(["git", *arguments], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    if done.returncode == 0:
-        return done.stdout.rstrip()
-    return None
 
 
 def _clusters() -> str:

@@ -183,19 +183,19 @@ def _chosen(folder: Path, stored: Mapping[str, Any], options: CoreOptions, token
     chosen = {}
     missing = []
     for name, (option, value) in options.arguments.items():
-        own = stored.get(name)
-        if own is None and value is None:
+        stored_value = stored.get(name)
+        if stored_value is None and value is None:
             missing.append(f"{option} ({name})")
-        elif own is None:
+        elif stored_value is None:
             _require_in_range(name, value, option)
             chosen[name] = value
-        elif value is not None and value != own:
+        elif value is not None and value != stored_value:
             raise CannotImport(
-                f"{folder} has {name}={own}, but {option} is {value}: leave {option} out", code="conflict"
+                f"{folder} has {name}={stored_value}, but {option} is {value}: leave {option} out", code="conflict"
             )
         else:
-            _require_in_range(name, own, f"{folder} has {name}, which")
-            chosen[name] = own
+            _require_in_range(name, stored_value, f"{folder} has {name}, which")
+            chosen[name] = stored_value
     if not (tokenizer / TOKENIZER).is_file():
         missing.append(f"--tokenizer (a folder with {TOKENIZER})")
     if missing:

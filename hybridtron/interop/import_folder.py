@@ -12,7 +12,7 @@ are reported together: missing tensors, wrong shapes, and tensors that the model
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,14 @@ from hybridtron.safe_open import Unreadable, read_regular
 
 MAX_LISTED = 40  # number of faults that a message lists
 PART_BYTES = 2**26  # bytes per tensor file; two files' tensors are in memory, since one is read while one is written
+
+
+def listed(faults: Sequence[str]) -> str:
+    """Return faults as indented lines, at most MAX_LISTED of them, for the end of a message."""
+    lines = list(faults[:MAX_LISTED])
+    if len(faults) > MAX_LISTED:
+        lines.append(f"and {len(faults) - MAX_LISTED} more")
+    return "".join(f"\n  {line}" for line in lines)
 
 
 @dataclass(frozen=True)
@@ -108,13 +116,8 @@ class ImportFolder:
         faults = list(self._faults())
         if not faults:
             return
-        if len(faults) > MAX_LISTED:
-            more = [f"and {len(faults) - MAX_LISTED} more"]
-        else:
-            more = []
-        listed = "\n  ".join([*faults[:MAX_LISTED], *more])
         raise CannotImport(
-            f"the tensors in {self.weights.folder} do not fit its {described_by}:\n  {listed}", code="mismatch"
+            f"the tensors in {self.weights.folder} do not fit its {described_by}:{listed(faults)}", code="mismatch"
         )
 
     def _faults(self) -> Iterator[str]:

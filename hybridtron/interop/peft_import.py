@@ -25,7 +25,7 @@ from hybridtron.architecture.adapters import AdaptersConfig, Adapting, adapter_k
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.config.schema import Config
 from hybridtron.interop.config_json import CannotImport
-from hybridtron.interop.import_folder import MAX_LISTED, ImportFolder, same_tensors
+from hybridtron.interop.import_folder import ImportFolder, listed, same_tensors
 from hybridtron.interop.native import Native
 from hybridtron.interop.peft_adapter import (
     DOWN,
@@ -86,13 +86,9 @@ class AdaptedFolder(ImportFolder):
         )
         faults = [*combined._unused_tensors(names), *combined._wrong_layers(layers), *combined._wrong_saved(saved)]
         if faults:
-            if len(faults) > MAX_LISTED:
-                more = [f"and {len(faults) - MAX_LISTED} more"]
-            else:
-                more = []
-            listed = "\n  ".join([*faults[:MAX_LISTED], *more])
             raise CannotImport(
-                f"the adapter {folder} does not fit the base model {base.weights.folder}:\n  {listed}", code="mismatch"
+                f"the adapter {folder} does not fit the base model {base.weights.folder}:{listed(faults)}",
+                code="mismatch",
             )
         return combined
 

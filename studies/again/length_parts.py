@@ -219,16 +219,16 @@ def confirmed_rows(sizes: Sizes, part: Part, context: int, kept: Kept) -> Iterat
     """
     far, _ = sizes.far
     for variant in dict.fromkeys(run.variant for run in part.sweep.runs):
-        own = context_of(variant, context)
+        trained_context = context_of(variant, context)
         if results := kept.found(CONFIRMED, variant):
             usual = [beyond_of(measures) for measures in results]
             further = [beyond_of(measures["far"]) for measures in results]
             yield (
                 variant,
                 str(len(results)),
-                spread([beyond.curve.near(own) for beyond in usual]),
-                spread([beyond.curve.near(own * AT) for beyond in usual]),
-                spread([math.exp(rise) for rise in rises(kept, variant, rise_of(own)).values()], 3),
-                spread([beyond.curve.near(own * far) for beyond in further]),
-                spread([math.exp(beyond.risen(own * far)) for beyond in further], 3),
+                spread([beyond.curve.near(trained_context) for beyond in usual]),
+                spread([beyond.curve.near(trained_context * AT) for beyond in usual]),
+                spread([math.exp(rise) for rise in rises(kept, variant, rise_of(trained_context)).values()], 3),
+                spread([beyond.curve.near(trained_context * far) for beyond in further]),
+                spread([math.exp(beyond.risen(trained_context * far)) for beyond in further], 3),
             )

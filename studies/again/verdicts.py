@@ -153,8 +153,8 @@ def accuracies(kept: Kept, variant: str) -> Seeds:
 def of_length(context: int) -> Iterator[Claim]:
     """Yield the claims of the length paper's figures; `context` is that of the setting that the trial found."""
     claim = partial(Claim, part=CONFIRMED)
-    found = rise_of(context)
-    of_models = (("base", found, OF_BASE), ("mamba", rise_of(MAMBA_CONTEXT), OF_MAMBA))
+    rise_of_base = rise_of(context)
+    of_models = (("base", rise_of_base, OF_BASE), ("mamba", rise_of(MAMBA_CONTEXT), OF_MAMBA))
     for name, rise, pattern in of_models:
         states = {state: pattern.format(state) for state in MODES}
         yield claim(f"Figure 2: {name} fails beyond its context", variants=(name,), judge=fails(name, rise))
@@ -174,15 +174,15 @@ def of_length(context: int) -> Iterator[Claim]:
     contexts = ("context-half", "base", "context-double")
     yield claim("Figure 2: longer contexts are better", variants=contexts, judge=partial(_contexts, context))
     warmups = ("base", "warmup-25")
-    longer = ordered(warmups, warmups, tuned=False, rise=found)
+    longer = ordered(warmups, warmups, tuned=False, rise=rise_of_base)
     yield claim("Figure 11: a longer warm-up is worse", variants=warmups, judge=longer)
-    suitable = ordered(("zero-100",), ("sigma-0.3", "zero-100"), ("zero-100", "sigma-3"), rise=found)
+    suitable = ordered(("zero-100",), ("sigma-0.3", "zero-100"), ("zero-100", "sigma-3"), rise=rise_of_base)
     sigmas = ("zero-100", "sigma-0.3", "sigma-3")
     yield claim("Figure 12: random states need a suitable deviation", variants=sigmas, judge=suitable)
     passing = OF_BASE.format("passing")
-    remembers = remembers_less(passing, found)
+    remembers = remembers_less(passing, rise_of_base)
     yield claim("Figure 1: passing lets far tokens move answers less", variants=("base", passing), judge=remembers)
-    states_grow = steadier(passing, found)
+    states_grow = steadier(passing, rise_of_base)
     yield claim("Figure 4: after passing, states grow less", variants=("base", passing), judge=states_grow)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.pool import Seat
 from tests.conftest import random_batch, small_run
 from tests.distributed import run_distributed
+from tests.pickles import Call
 from tests.refusals import refusal
 
 EMBEDDING = "embedding.weight"
@@ -92,16 +92,6 @@ def test_torch_loads_it_on_two_ranks(source: Checkpoint, tmp_path: Path) -> None
     assert len(rows[0]) < len(source.whole(EMBEDDING))
     assert torch.equal(torch.cat(rows), source.whole(EMBEDDING).float())
     assert all(torch.equal(norm, source.whole("norm.weight").float()) for norm in norms)
-
-
-class Call:
-    """An object whose pickle calls a function when it is read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.mkdir, (str(self.path),)
 
 
 def test_the_metadata_of_dcp_runs_no_code(source: Checkpoint, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import zipfile
 from argparse import Namespace
@@ -26,7 +25,7 @@ from hybridtron.parallel.groups import Groups
 from tests.interop import core_models
 from tests.interop.conftest import Stored
 from tests.interop.models import checkpoint_of, model_config, own_model
-from tests.pickles import state_of_a_class
+from tests.pickles import Call, state_of_a_class
 from tests.refusals import refusal, usage_error
 
 TOKENIZER = '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
@@ -255,8 +254,8 @@ def test_another_tokenizer_than_the_folders_is_refused(stored: Stored, tokenizer
     export(stored("llama").folder, folder)
     command = ["import", folder, tmp_path / "back", "--tokenizer", tokenizer]
     assert refusal(checkpoint.main, command).code == "conflict"
-    own = (folder / "tokenizer.json").read_bytes()
-    (tokenizer / "tokenizer.json").write_bytes(own)
+    stored_tokenizer = (folder / "tokenizer.json").read_bytes()
+    (tokenizer / "tokenizer.json").write_bytes(stored_tokenizer)
     take(folder, tmp_path / "back", "--tokenizer", tokenizer)
 
 
@@ -280,16 +279,6 @@ def test_tensors_of_other_models_are_refused(stored: Stored, tmp_path: Path) -> 
     assert code({key: tensor for key, tensor in tensors.items() if "linear_qkv" not in key}) == "mismatch"
     rewrite(folder, tensors | {"optimizer.state.exp_avg.decoder.final_layernorm.weight": torch.zeros(32)})
     take(folder, tmp_path / "back")
-
-
-class Call:
-    """An object whose pickle calls a function when it is read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.mkdir, (str(self.path),)
 
 
 def test_the_arguments_run_no_code(stored: Stored, tmp_path: Path) -> None:

@@ -249,11 +249,11 @@ def sent_after_the_shared_expert(inputs: ExpertsInputs, ranks: ExpertRanks, _: N
 
 @pytest.mark.gloo
 def test_shared_expert_is_computed_while_rows_and_their_gradients_are_sent() -> None:
-    there = ["start", "shared", "wait"]
+    to_owners = ["start", "shared", "wait"]
     back = ["start", "wait"]
     of_gradients = ["start", "gradient of shared", "wait"]
     for events, has_same_bits in run_distributed(in_background, 2):
-        assert events == [*there, *back, *back, *of_gradients]
+        assert events == [*to_owners, *back, *back, *of_gradients]
         assert has_same_bits
 
 

@@ -10,6 +10,10 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlparse
 
+import pytest
+
+from hybridtron.storage import published
+
 COMMIT = "0123abcd"
 
 
@@ -95,3 +99,13 @@ def publishing() -> Iterator[Publisher]:
         threading.Thread(target=running.serve_forever, daemon=True).start()
         yield running
         running.shutdown()
+
+
+@contextmanager
+def publishing_as_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Publisher]:
+    """Serve files as the Hub, where downloads without a token look for them, and try again at once."""
+    monkeypatch.setattr(published, "PAUSE", 0.0)
+    with publishing() as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        yield running

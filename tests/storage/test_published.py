@@ -13,17 +13,14 @@ import pytest
 from hybridtron.storage import published
 from hybridtron.storage.published import DATA_SETS, RECORD, DownloadError, RemoteFile, download, download_file
 from tests.refusals import raises_code
-from tests.storage.publisher import COMMIT, Publisher, publishing
+from tests.storage.publisher import COMMIT, Publisher, publishing_as_hub
 
 DATA = bytes(range(256)) * 20_000
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Publisher]:
-    monkeypatch.setattr(published, "PAUSE", 0.0)
-    with publishing() as running:
-        monkeypatch.setenv("HF_ENDPOINT", running.url)
-        monkeypatch.delenv("HF_TOKEN", raising=False)
+    with publishing_as_hub(monkeypatch) as running:
         yield running
 
 

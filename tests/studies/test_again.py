@@ -234,12 +234,12 @@ def test_a_claim_waits_for_the_last_planned_seed() -> None:
 def test_keys_are_compared_seed_by_seed() -> None:
     """Seeds differ more than the two models of a seed do."""
     part = parts.keys_part(False, HERE, HERE)
-    found = [0.1, 0.4, 0.5, 0.7, 0.9]
+    of_seeds = [0.1, 0.4, 0.5, 0.7, 0.9]
     more = {"mamba": 0.0, "mamba_fitted": 0.05}
     runs = []
     for run in part.sweep.runs:
         seed = int(run.values[SEED])
-        value = found[seed - 1] + more[run.variant] + 0.001 * seed * (run.variant == "mamba")
+        value = of_seeds[seed - 1] + more[run.variant] + 0.001 * seed * (run.variant == "mamba")
         runs.append((run, Result(TRAINED, {"last": [{"value": value}], "rise": 1.1 + 0.001 * seed}, 1.0, "c")))
     (claim,) = verdicts.of_keys()
     assert verdicts.judged(claim, {"passkey": runs}, {"passkey": part}).said is Said.AGREES

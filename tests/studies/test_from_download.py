@@ -19,10 +19,9 @@ from hybridtron.cli import main as cli
 from hybridtron.data.folder import TokenFolder
 from hybridtron.data.prepare.embedded import train_tokenizer
 from hybridtron.interop.original import Original
-from hybridtron.storage import published
 from studies.papers.samba_tables import TABLE_3
 from tests.data.prepare.preparing import zstd
-from tests.storage.publisher import Publisher, publishing
+from tests.storage.publisher import Publisher, publishing_as_hub
 from tests.studies.walking import FOLDER, ROW, Sizes, lines, walk
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -35,10 +34,7 @@ TOKENIZER = "tokenizer.json"
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Publisher]:
-    monkeypatch.setattr(published, "PAUSE", 0.0)
-    with publishing() as running:
-        monkeypatch.setenv("HF_ENDPOINT", running.url)
-        monkeypatch.delenv("HF_TOKEN", raising=False)
+    with publishing_as_hub(monkeypatch) as running:
         yield running
 
 

@@ -28,7 +28,7 @@ TINY = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a page's commands get in the place of its sizes.
+    """Sizes with which a test runs a page's commands, in place of the page's own.
 
     numbers: numbers of words and of files of tasks, by the page's number; "" leaves one out of a list
     models: further settings of a recipe's run, by the first words of its command

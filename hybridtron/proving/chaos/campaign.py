@@ -14,7 +14,6 @@ import fcntl
 import json
 import os
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,7 +42,7 @@ from hybridtron.proving.chaos.ordeals import (
     wrong,
 )
 from hybridtron.proving.chaos.training_run import LAYOUTS, Run, write_data
-from hybridtron.resources import PACKAGE, shipped
+from hybridtron.resources import PACKAGE, git_output, shipped
 from hybridtron.train.jsonl import read_lines
 from hybridtron.train.supervisor import faults
 
@@ -170,22 +169,14 @@ def append(path: Path, passed: PassedOrdeal) -> None:
 
 
 def commit() -> str:
-    """Return the code's commit, with `-dirty` if a file of the package was changed or added; else UNKNOWN.
-
-    The commit is known if git tracks the package: a wheel may be in a folder of another repository.
-    """
-    try:
-        _git("ls-files", "--error-unmatch", str(PACKAGE / "__init__.py"))
-        name = _git("rev-parse", "--short=12", "HEAD").strip()
-        changed = _git("status", "--porcelain", "--untracked-files=normal", "--", str(PACKAGE), str(shipped("configs")))
-    except (OSError, subprocess.SubprocessError):
+    """Return the code's commit, with `-dirty` if a file of the package was changed or added; else UNKNOWN."""
+    tracked = git_output("ls-files", "--error-unmatch", str(PACKAGE / "__init__.py"))  # not in a wheel's environment
+    name = git_output("rev-parse", "--short=12", "HEAD")
+    code = (str(PACKAGE), str(shipped("configs")))
+    changed = git_output("status", "--porcelain", "--untracked-files=normal", "--", *code)
+    if tracked is None or name is None or changed is None:
         return UNKNOWN
     return name + DIRTY * bool(changed)
-
-
-def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(PACKAGE), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 class Campaign:
